@@ -1,4 +1,4 @@
-"""Exact full-precision training of language models far larger than GPU memory, orchestrated by Ray."""
+"""Trains language models far larger than GPU memory, exactly and in full precision, orchestrated by Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m megatrain_ray` is `megatrain`."""
+"""Runs the command line: `python -m megatrain_ray` is the same as `megatrain`."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The command line. Torch and Ray are imported by the commands that need them: a wrong key is reported at once."""
+"""Implements the command line.
+
+Torch and Ray are imported by the commands that need them, so that a wrong key is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,25 @@ from megatrain_ray.console.logs import is_unread, show, silence
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.units import parse_size
 
-UNREAD = 128 + signal.SIGPIPE  # as of a program that the signal ends
+UNREAD = 128 + signal.SIGPIPE  # exit code of a program that the signal ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns its exit code: 0 done, 1 failed while running (a traceback where nobody expected it),
-    2 a setting or input is wrong, 3 cannot fit, 130 interrupted, 141 nobody reads the output any more (`| head`)."""
+    """Run one command and return its exit code.
+
+    0    done
+    1    failed while running, with a traceback if the error was not expected
+    2    a setting or input is wrong
+    3    cannot fit
+    130  interrupted
+    141  nobody reads the output any more (`| head`)
+    """
     try:
         try:
             return _answer(argv)
         finally:
-            if sys.stdout:  # closed: none
-                sys.stdout.flush()  # what fails later, when the interpreter ends, cannot be handled
+            if sys.stdout:  # None if it is closed
+                sys.stdout.flush()  # now: an error at the interpreter's end cannot be handled
     except BrokenPipeError:
         if not is_unread(sys.stdout):
             raise
@@ -57,7 +67,7 @@ def _answer(argv: Sequence[str] | None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    # argparse takes the overrides of `plan CONFIG --json key=value` for strangers.
+    # argparse does not recognize the overrides of `plan CONFIG --json key=value`.
     strangers = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if strangers:
         parser.error(f"unrecognized arguments: {' '.join(strangers)}")
@@ -77,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(bench)
     for command in (train, plan, bench):
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
-        # A default of its own: argparse would call them required where CONFIG is missing.
+        # Has a default, since argparse would else call overrides required if CONFIG is missing.
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as in train.lr=1e-4")
     export = commands.add_parser(
         "export", help="write the newest save as a Hugging Face folder, adapters as one of peft's"
@@ -253,7 +263,7 @@ def _export(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool) -> 
 def _inspect(run_dir: Path) -> int:
     from megatrain_ray.report.inspect_run import inspect_run, state_of_run
 
-    print(state_of_run(run_dir), flush=True)  # all saves are read before the rest is there
+    print(state_of_run(run_dir), flush=True)  # at once: the rest comes only when all saves have been read
     report, good = inspect_run(run_dir)
     print(report)
     return 0 if good else MegatrainError.exit_code

@@ -1,6 +1,7 @@
-"""Errors a user sees. Each carries one message (what, where, expected, got, next step) and the exit code of the CLI.
+"""Defines the errors that a user sees.
 
-All of them are built from plain strings, so they survive pickling between Ray actors.
+Each carries one message (what, where, expected, got, next step) and the exit code of the CLI. All are built from plain
+strings, so they survive pickling between Ray actors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ class ConfigError(MegatrainError):
 
 
 class CapacityError(MegatrainError):
-    """What was asked for cannot fit; the message holds the arithmetic (exit code 3). `shortfall`: of the plan that it
-    is about (planner/limits.py); infinite where it is about none."""
+    """What was asked for cannot fit; the message holds the arithmetic (exit code 3).
+
+    shortfall: weighted bytes that the plan in question lacks (planner/limits.py); infinite if no plan is in question.
+    """
 
     exit_code = 3
     shortfall = math.inf
@@ -35,15 +38,15 @@ class InterruptedRunError(MegatrainError):
 
 
 class DamagedSaveError(MegatrainError):
-    """A save is not what was written; the one before may be."""
+    """A save is not what was written. The save before it may be intact."""
 
 
 class ShardFailedError(MegatrainError):
-    """An optimizer shard failed; its own call says why."""
+    """An optimizer shard failed. The error of the shard's own call says why."""
 
 
 class LostProcessError(MegatrainError):
-    """A process died that nobody can follow while the others go on: its state, or that of a step, died with it."""
+    """A process died that cannot be replaced while the others go on: its state, or that of a step, died with it."""
 
 
 class LostDeviceError(MegatrainError):
@@ -51,12 +54,12 @@ class LostDeviceError(MegatrainError):
 
 
 class LostPeerError(LostDeviceError):
-    """Another GPU worker does not answer: this one's device, too, can compute nothing more of the step."""
+    """Another GPU worker does not answer, so the device of this one can compute nothing more of the step either."""
 
 
 class CaptureError(MegatrainError):
-    """What was to be captured on the device cannot be; it runs uncaptured."""
+    """Work cannot be captured as a graph on the device. It runs uncaptured."""
 
 
 class DeadlineError(MegatrainError):
-    """A stage did not finish within its stated bound; the message names the stage."""
+    """A stage did not finish within its stated bound. The message names the stage."""

@@ -1,7 +1,7 @@
-"""Spans of real time: what a process does in the traced steps of a training.
+"""Records spans of real time: what a process does in the traced steps of a training.
 
 All times are of CLOCK_MONOTONIC, which is one clock for all processes of a machine. The virtual clock of
-virtual_clock.py is another thing: it counts costs, and tests read the order of a step off it.
+virtual_clock.py is another thing: it counts costs, and tests read the order of a step from it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from enum import Enum
 from types import TracebackType
 from typing import NamedTuple
 
-# Of a process: some 60 MB. A step of 30 layers in 4 micro-batches is about 1,500 in the GPU worker.
+# Of a process: about 60 MB. A step of 30 layers in 4 micro-batches makes about 1,500 spans in the GPU worker.
 MAX_SPANS = 200_000
 
 
 def traced_steps(trace: tuple[int, int] | None) -> range:
-    """What log.trace names."""
+    """Return the steps that log.trace names."""
     return range(trace[0], trace[1] + 1) if trace else range(0)
 
 
 def traced_updates(steps: range) -> range:
-    """Those that are under way in these steps: the one before the first runs under its forward."""
+    """Return the updates that run during these steps. The update before the first step runs under its forward."""
     return range(steps.start - 1, steps.stop) if steps else steps
 
 
 class Row(Enum):
-    """The rows of a trace, from top to bottom within a process."""
+    """Names the rows of a trace, from top to bottom within a process."""
 
     STEPS = "steps"
     COMPUTE = "compute"
@@ -48,7 +48,11 @@ class Row(Enum):
 
 
 class Span(NamedTuple):
-    """`layer`: its number or name. `waits`: nothing is done meanwhile."""
+    """Records what a process did in one row of the trace, and when.
+
+    layer: its number or name; -1: none.
+    waits: the process does nothing meanwhile.
+    """
 
     row: Row
     name: str
@@ -61,7 +65,10 @@ class Span(NamedTuple):
 
 
 class RecordedSpans(NamedTuple):
-    """Those of a process. `num_dropped`: what came when there were MAX_SPANS."""
+    """Holds the spans of a process.
+
+    num_dropped: spans that came when there were MAX_SPANS already.
+    """
 
     pid: int
     spans: tuple[Span, ...]
@@ -69,8 +76,11 @@ class RecordedSpans(NamedTuple):
 
 
 class SpanLog:
-    """The spans of one process. Thread-safe. `on` is set by whoever knows which steps are traced, `num_dropped` counts
-    what there was no room for."""
+    """Collects the spans of one process. Thread-safe.
+
+    on: whether spans are recorded; set by whoever knows which steps are traced.
+    num_dropped: spans for which there was no room.
+    """
 
     def __init__(self) -> None:
         self.on = False
@@ -82,13 +92,13 @@ class SpanLog:
         self, row: Row, name: str, layer: int | str = -1, micro_batch: int = -1, num_bytes: int = 0, *,
         waits: bool = False,
     ) -> _OpenSpan | nullcontext[None]:  # fmt: skip
-        """Records the time of the block, if it begins while the log is on."""
+        """Record the time of the block, if it begins while the log is on."""
         if not self.on:
             return _NOTHING
         return _OpenSpan(self, (row, name), (layer, micro_batch, num_bytes, waits))
 
     def add(self, span: Span) -> None:
-        """Records a span whose times are known."""
+        """Record a span whose times are known."""
         with self._lock:
             if len(self._spans) < MAX_SPANS:
                 self._spans.append(span)
@@ -96,7 +106,7 @@ class SpanLog:
                 self.num_dropped += 1
 
     def take(self) -> RecordedSpans:
-        """What was recorded since the last call."""
+        """Return what was recorded since the last call."""
         with self._lock:
             taken = RecordedSpans(os.getpid(), tuple(self._spans), self.num_dropped)
             self._spans, self.num_dropped = [], 0

@@ -1,4 +1,4 @@
-"""Trainer: the driver of a run. It alone knows everything; what it starts knows nothing of each other."""
+"""Implements Trainer, the driver of a run. Only it knows all components; they know nothing of each other."""
 
 from __future__ import annotations
 
@@ -57,8 +57,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """`step`: updates of the run so far, earlier processes included. `loss`: of the last one, None when none ran.
-    `rows`, `evaluations`: of metrics.jsonl and evaluations.jsonl that this process wrote and that stand."""
+    """Holds the result of a training.
+
+    step: updates of the run so far, those of earlier processes included.
+    loss: of the last update; None if none ran.
+    rows, evaluations: of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
+    """
 
     step: int
     loss: float | None
@@ -67,33 +71,41 @@ class TrainSummary:
     evaluations: Sequence[Mapping[str, Any]] = ()
 
     def export(self, out_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False) -> Path:
-        """Writes the newest save as a Hugging Face folder, which it returns; with `lora` as a folder of peft's, or with
-        `merge` the model with its adapters added in. Raises as export_run."""
+        """Write the newest save as a Hugging Face folder, and return the folder.
+
+        With `lora` this is a folder of peft's, or with `merge` the model with its adapters added in. Raises as
+        export_run does.
+        """
         export_run(self.run_dir, Path(out_dir), dtype, merge=merge)
         return Path(out_dir)
 
     def load_model(self, dtype: Literal["bf16", "fp32"] | None = None) -> Any:
-        """The model of the newest save as a PreTrainedModel, on the CPU, adapters added in; `dtype`: None: that of the
-        working copy.
+        """Return the model of the newest save as a PreTrainedModel on the CPU, with its adapters added in.
 
-        Takes room for an export in the run directory meanwhile. Raises as export_run.
+        dtype: None: that of the working copy.
+
+        Meanwhile the run directory needs room for an export. Raises as export_run does.
         """
         with tempfile.TemporaryDirectory(prefix=".export-", dir=self.run_dir) as folder:
             return load_exported(self.export(folder, dtype, merge=has_adapters(self.run_dir)))
 
 
 class Trainer:
-    """Trains what a TrainConfig describes; resumes the run when its directory holds one."""
+    """Trains what a TrainConfig describes, and resumes the run if its directory holds one."""
 
     def __init__(
         self, config: TrainConfig | Mapping[str, Any] | None = None, *, model: Any = None, args: Any = None,
         train_dataset: Any = None, eval_dataset: Any = None, tokenizer: Any = None, processing_class: Any = None,
     ) -> None:  # fmt: skip
-        """`config`: or its settings, as in a YAML file. Objects stand in the place of the settings that would name
-        files, which are then left out: model.path, data.path, data.eval_path, data.tokenizer; what they may be:
-        data/python_objects.py. data.kind follows the first record unless it is set. `processing_class`: the tokenizer.
+        """Take a configuration, or settings and the objects that some of them would name.
 
-        `args`: a transformers.TrainingArguments, for what the settings do not say (convert/training_arguments.py).
+        config: a TrainConfig, or its settings as in a YAML file.
+        args: a transformers.TrainingArguments, for what the settings do not say (convert/training_arguments.py).
+        processing_class: the tokenizer.
+
+        Objects replace the settings that would name files: model.path, data.path, data.eval_path, data.tokenizer. These
+        settings are then left out. data/python_objects.py says what the objects may be. data.kind follows the first
+        record unless it is set.
 
         Raises ConfigError.
         """
@@ -112,10 +124,12 @@ class Trainer:
         self.config = TrainConfig.model_validate(tree)
 
     def fit(self, at_end: Callable[[Job, Crew], None] = lambda job, crew: None) -> TrainSummary:
-        """Runs to `train.steps`. `at_end`: as of a Job.
+        """Train until `train.steps` updates are made, and return a summary.
+
+        at_end: called when all steps are made, as in Job.
 
         Raises ConfigError (2), CapacityError (3), InterruptedRunError (130, after a save unless `save_every: null`),
-        MegatrainError (1) for anything that failed while running.
+        and MegatrainError (1) for anything that failed while running. The numbers are exit codes.
         """
         if in_ray_job():
             _check_absolute(self.config)
@@ -128,9 +142,9 @@ class Trainer:
             manifest = _newest_save(run)
             if manifest is not None and _is_done(run, manifest.step):
                 return TrainSummary(manifest.step, None, run.path)
-            after = stack.enter_context(ExitStack())  # what is left for when every process has ended
+            after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             stack.enter_context(self._objects.written(run))
-            source = read_model(run.config.model)  # what is not there is told before anything is started
+            source = read_model(run.config.model)  # a missing model is reported before anything is started
             check_length(run.config, source.written_positions)
             check_there(run.config)
             machine = _machine(run.config, startup)
@@ -157,7 +171,7 @@ class Trainer:
 
 
 def _check_absolute(config: TrainConfig) -> None:
-    """Of what is written outside of caches. Raises ConfigError."""
+    """Raise ConfigError if run_dir or spill.path is relative. Folders of caches are not checked."""
     for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
         if path is not None and not Path(path).is_absolute():
             raise ConfigError(
@@ -167,7 +181,7 @@ def _check_absolute(config: TrainConfig) -> None:
 
 
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
-    """Measured, if at all, before anything else of a start could disturb that."""
+    """Return the machine. It is measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
     return with_spill(
         measured(machine_of(hardware), hardware.profile, startup, hardware.num_gpus // hardware.num_hosts), config.spill
@@ -176,7 +190,10 @@ def _machine(config: TrainConfig, startup: Startup) -> Machine:
 
 @contextmanager
 def _processes(config: TrainConfig, machine: Machine, startup: Startup) -> Iterator[tuple[Daemons, Placement]]:
-    """Ray, and processes for the run that begin to import what they need; so does the driver beside Ray's start."""
+    """Start Ray, and processes for the run, which begin to import what they need.
+
+    The driver imports Transformers while Ray starts.
+    """
     hardware = config.hardware
     spec = CrewSpec(
         num_shards=machine.shards(hardware.num_shards),
@@ -220,7 +237,7 @@ def _tell_of_resume(run: RunDir, step: int) -> None:
 
 
 def _tell_of_moments(moments: str, manifest: Manifest | None) -> None:
-    """Nothing where they are FP32 and were."""
+    """Print the precision of moments, and that they are converted. Prints nothing if they are FP32 and were before."""
     if moments == "bf16":
         say(f"moments {NARROW_MOMENTS}")
     if manifest is not None and manifest.moments != moments:
@@ -230,32 +247,35 @@ def _tell_of_moments(moments: str, manifest: Manifest | None) -> None:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Folders of the tokens of the data's sources, and what is evaluated."""
+    """Holds the folders of the tokens of the data's sources, and what is evaluated."""
 
     tokens: tuple[Path, ...]
     held_out: HeldOutData | None
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Of all tokens."""
+        """Return the folders of all tokens."""
         return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
 
 
 def _is_done(run: RunDir, step: int) -> bool:
-    """A run whose last evaluation is missing is not: it was killed in it, or eval_every is new."""
+    """Return whether the run is done after `step` updates.
+
+    A run whose last evaluation is missing is not done: it was killed during that, or eval_every is new.
+    """
     here = Observation(step, step, step, interrupted=False, evaluated=run.last_evaluated)
     return RunPolicy.of(run.config).is_done(here)
 
 
 def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
-    """Everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
+    """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
     config = prepared.config
     check_packages(config)
     with startup.phase("looking for weights and tokenizer"):
         prepared.source.check_weights(prepared.structure)
         if manifest is None:
             prepared.source.check_adapter(prepared.structure)
-        tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not ask for them
+        tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
     vocab_size = prepared.structure.vocab_size
     startup.tell("reading data")
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
@@ -269,7 +289,7 @@ def _check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None, 
 
 
 def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
-    """None where nothing is evaluated."""
+    """Return the held-out data, or None if nothing is evaluated."""
     config, plan, vocab_size = prepared.config, prepared.plan, prepared.structure.vocab_size
     data = config.data.held_out
     if data is None:
@@ -283,7 +303,7 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
 
 
 def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:
-    """Makes the directory hold the run."""
+    """Make the directory hold the run."""
     left = run.clean()
     record_model(run.path, prepared.source.config, prepared.structure)
     before = run.read_plan() if run.has_begun else None
@@ -295,7 +315,7 @@ def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:
 
 
 def _tell_of_plan(before: Plan | None, plan: Plan) -> None:
-    """Its hash, before step 1; and what it does otherwise than that of the start before, where there was one."""
+    """Log the plan's hash before step 1, and print what differs from the plan of the previous start, if any."""
     log.info("plan.json has the SHA-256 %s", plan.sha256)
     if before is None or before.sha256 == plan.sha256:
         return
@@ -304,21 +324,25 @@ def _tell_of_plan(before: Plan | None, plan: Plan) -> None:
 
 
 def _clean_unfinished(run: RunDir) -> None:
-    """When every process has ended, so that nobody writes what was being saved."""
-    with suppress(MegatrainError, OSError):  # what ended the run is to be told
+    """Delete unfinished saves. Call it when every process has ended, so that nobody writes them."""
+    with suppress(MegatrainError, OSError):  # the error that ended the run must be reported
         clean_unfinished(run.saves, run.token)
 
 
 def _history(job: Job, step: int) -> AbstractContextManager[None]:
-    """What is written down of a start after `step` updates, before anything of it can fail, and of its end."""
+    """Return a context that records a start after `step` updates, before anything of it can fail, and its end."""
     plan, steps = job.prepared.plan, job.run.config.train.steps
     here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
     return History(job.run.path).of_start(step, steps, plan.sha256, **here)
 
 
 def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> TrainSummary:
-    """Once more from an earlier save whenever one turns out to be damaged, and from the last one when a process died
-    that cannot be replaced by itself. `placement`: for the first time."""
+    """Train, and start again from a save if one turns out to be damaged or a process cannot be replaced.
+
+    After a damaged save an earlier one is used; after a death the newest one.
+
+    placement: holds actors that have started already; used in the first attempt only.
+    """
     run, plan = job.run, job.prepared.plan
     first = manifest.step if manifest else 0
     num_evaluations = len(run.evaluations())
@@ -328,7 +352,7 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
         log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
         num_failures = job.failures.count
         try:
-            # From the start: step 0 is that of the evaluation before the first update.
+            # At the start from 0: the evaluation before the first update is written with step 0.
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
                 completed, loss = Session(job, manifest, sinks, placement).train()
             rows = [row for row in run.rows() if row["step"] > first]
@@ -336,7 +360,7 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
         except DamagedSaveError as damage:
             _fall_back(run, step, damage)
         except LostProcessError as death:
-            if job.failures.count == num_failures:  # nobody was to be replaced yet
+            if job.failures.count == num_failures:  # this death has not been counted yet
                 job.failures.spend("a process of the run", f"{death}; ")
             saves = list_saves(run.saves)
             origin = f"going on from the save of step {saves[-1]}" if saves else "nothing is saved: beginning again"
@@ -351,9 +375,9 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
 
 
 def _newest_save(run: RunDir) -> Manifest | None:
-    """Return the manifest of the newest save that can be read; None where there is no save.
+    """Return the manifest of the newest save that can be read; None if there is no save.
 
-    Raises DamagedSaveError when there are saves and none of them can be read, ConfigError for one of another run.
+    Raises DamagedSaveError if there are saves and none of them can be read, ConfigError for a save of another run.
     """
     for step in reversed(list_saves(run.saves)):
         try:
@@ -367,8 +391,10 @@ def _newest_save(run: RunDir) -> Manifest | None:
 
 
 def _fall_back(run: RunDir, step: int, damage: DamagedSaveError) -> None:
-    """Sets a damaged save aside, so that training goes on from the one before. Raises DamagedSaveError when there is
-    none."""
+    """Set a damaged save aside, so that training goes on from the one before.
+
+    Raises DamagedSaveError if there is none before it.
+    """
     earlier = [saved for saved in list_saves(run.saves) if saved < step]
     if not earlier:
         raise DamagedSaveError(

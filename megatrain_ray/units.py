@@ -1,4 +1,4 @@
-"""Sizes, durations and counts as people write them."""
+"""Parses and formats sizes, durations and counts as people write them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SIZE_UNITS = {
 }
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-MOST_NUMBER = 1 << 16  # of a CPU or a node: what a range of more would list is a mistake
+MOST_NUMBER = 1 << 16  # bound on the number of a CPU or node: a range beyond it is a mistake
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of `24GiB` (2^30), `24GB` (10^9), `1.5 TiB`, or of a plain number of bytes.
+    """Return the bytes of `24GiB` (2^30), `24GB` (10^9), `1.5 TiB`, or of a plain number of bytes.
 
-    What a unit leaves of a byte is left out: 3.24GiB, as messages round it, is a size. Raises ValueError for anything
-    else, a fraction of a byte without a unit and negative numbers included.
+    With a unit, a fraction of a byte is dropped: 3.24GiB, as messages round it, is a size. Raises ValueError for
+    anything else, including a fraction of a byte without a unit and negative numbers.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
@@ -42,7 +42,10 @@ def parse_size(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`23.50 GiB`: two decimals, in the largest of KiB, MiB, GiB, TiB that leaves at least 1; bytes below 1 KiB."""
+    """Format bytes as `23.50 GiB`, with two decimals.
+
+    The unit is the largest of KiB, MiB, GiB, TiB that leaves at least 1. Below 1 KiB the number of bytes is written.
+    """
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if num_bytes >= SIZE_UNITS[unit]:
             return f"{num_bytes / SIZE_UNITS[unit]:.2f} {unit}"
@@ -50,7 +53,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`42s`, `3m 07s`, `5h 02m`, `2d 04h`: two units, rounded to whole seconds first."""
+    """Format seconds as `42s`, `3m 07s`, `5h 02m`, `2d 04h`: two units, rounded to whole seconds first."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -63,23 +66,23 @@ def format_duration(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`0.123`, `12.3`, `1,260`: three significant digits, of more than a thousand all."""
+    """Format seconds as `0.123`, `12.3`, `1,260`: three significant digits, from 1,000 on all digits."""
     return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
 
 
 def format_count(count: float) -> str:
-    """`950`, `12.3k`, `7.62B`: three significant digits with k, M, B or T (powers of 10^3)."""
+    """Format a count as `950`, `12.3k`, `7.62B`: three significant digits with k, M, B or T (powers of 10^3)."""
     for power, suffix in ((12, "T"), (9, "B"), (6, "M"), (3, "k")):
-        # What rounds up to the next unit is written in it: 999950 is 1.00M, never 1000k.
+        # A count that rounds up to the next unit is written in that unit: 999950 is 1.00M, never 1000k.
         if float(f"{count:.3g}") >= 10**power:
             return f"{count / 10**power:#.3g}".rstrip(".") + suffix
     return f"{count:.3g}"
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """The numbers of `0-3,8`, as the kernel writes CPUs and nodes, each once and in order; none of an empty text.
+    """Return the numbers of `0-3,8`, as the kernel writes CPUs and nodes, each once and in order.
 
-    Raises ValueError for anything else.
+    An empty text has none. Raises ValueError for anything else.
     """
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
@@ -92,7 +95,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """`0-3,8`: what `parse_ranges` reads."""
+    """Format numbers as `0-3,8`, which `parse_ranges` reads."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1][1] + 1:

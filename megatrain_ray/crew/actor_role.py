@@ -1,4 +1,4 @@
-"""Posts: what actors of a run fill one after the other, what passes from each to the next, and what they answer."""
+"""Defines Post, a role in a run that one actor fills at a time, and bounded waits for the answers of actors."""
 
 from __future__ import annotations
 
@@ -16,34 +16,42 @@ from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 
-CHECK_S = 1.0  # how often somebody who waits asks whether that can still come
-ANSWER_S = 30.0  # for what an actor answers at once
-CLOSE_S = 10.0  # for a thread of the driver whose calls have failed, since the actors are dead
-DEATH_TOLD_S = 10.0  # a guess: in which Ray tells that a process has ended
+CHECK_S = 1.0  # seconds between two calls of `check` during a wait
+ANSWER_S = 30.0  # bound, in seconds, for calls that an actor answers at once
+CLOSE_S = 10.0  # bound, in seconds, for a thread of the driver whose calls have failed, since the actors are dead
+DEATH_TOLD_S = 10.0  # a guess: seconds within which Ray reports that a process has died
 AGAIN = "the same command starts again from the last save"
 
-Task = Callable[[Any], Any]  # from an actor to its answer to come
-Check = Callable[[], None]  # raises where what is waited for cannot come any more
+Task = Callable[[Any], Any]  # calls a method of an actor and returns the pending call
+Check = Callable[[], None]  # raises an error if what is waited for cannot come any more
 
 
 @dataclass
 class Post:
-    """What one replaceable actor of a host after the other fills. `task`: what the present one is doing, `call` its
-    answer."""
+    """Tracks a role in the run (for example optimizer shard 1): its current actor, and how to start a replacement.
+
+    task: what the actor is doing; it is called again on a replacement. None if it does nothing.
+    call: the pending call of `task`.
+    """
 
     name: str
     host: int
-    take: Callable[[], Any]  # an actor that waits for `take_up`
-    arguments: Callable[[Sequence[Handles], int | None], tuple[Any, ...]]  # from holders and the pid of whom it follows
+    take: Callable[[], Any]  # returns an actor that waits for the call of `take_up`
+    # Returns the arguments of `take_up`. Takes the holders of the arenas and the pid of the actor's predecessor.
+    arguments: Callable[[Sequence[Handles], int | None], tuple[Any, ...]]
     actor: Any = None
-    begun: Any = None  # when the actor has taken up
+    begun: Any = None  # pending call of `take_up`
     handles: Handles = field(default_factory=dict)
     task: Task | None = None
     call: Any = None
     serves: bool = False  # the task ends only when the actor is told to stop
 
     def fill(self, holders: Sequence[Handles], after_pid: int | None) -> None:
-        """Puts another actor in, without waiting for it."""
+        """Start an actor in this role and call its `take_up`, without waiting for it.
+
+        holders: handles of the processes that hold the arenas of the host.
+        after_pid: process id of the predecessor; None for the first actor.
+        """
         self.actor = self.take()
         self.begun = self.actor.take_up.remote(*self.arguments(holders, after_pid))
 
@@ -53,16 +61,16 @@ class Post:
 
 
 def actor_id(actor: Any) -> str:
-    """As Ray's errors tell of an actor that died."""
+    """Return the id by which Ray's errors name an actor that died."""
     return str(actor._actor_id.hex())
 
 
 def answer(late: str, call: Any, check: Check, timeout_s: float = DEADLINE_S) -> Any:
-    """Return what a call of Ray returns, and wait for it at most `timeout_s`.
+    """Return the result of a Ray call, and wait for it at most `timeout_s` seconds.
 
-    `check` is called every CHECK_S while waiting, and when the call fails: an actor also dies when a process of Ray's
-    does, and then that is the cause. Raises what `check` raises, what the call raised, and DeadlineError, whose message
-    begins with `late`.
+    `check` is called every CHECK_S seconds while waiting, and when the call fails. An actor also dies when one of Ray's
+    own processes does; then that is the cause, and `check` raises it. Raises what `check` raises, what the call raised,
+    and DeadlineError, whose message begins with `late`.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -78,12 +86,15 @@ def answer(late: str, call: Any, check: Check, timeout_s: float = DEADLINE_S) ->
 
 
 def ended(call: Any, check: Check) -> Any:
-    """Return what a call that has ended returned, as `answer`: a large result is still to be fetched."""
+    """Return the result of a call that has ended, as `answer` does. A large result must still be fetched."""
     return answer("a result did not arrive", call, check)
 
 
 def await_thread(thread: threading.Thread, check: Check, timeout_s: float) -> None:
-    """Wait until a thread has ended, at most `timeout_s`. Raises what `check` raises, which is called every CHECK_S."""
+    """Wait until a thread has ended, at most `timeout_s` seconds.
+
+    Calls `check` every CHECK_S seconds and raises what it raises. Returns without an error when the time is over.
+    """
     deadline_s = time.monotonic() + timeout_s
     while thread.is_alive() and (left_s := deadline_s - time.monotonic()) > 0:
         check()
@@ -91,8 +102,14 @@ def await_thread(thread: threading.Thread, check: Check, timeout_s: float) -> No
 
 
 def await_begin(name: str, begun: Any, check: Check) -> None:
-    """Wait until an actor has taken up. Raises RayActorError where it died, MegatrainError where it cannot, and what
-    `check` raises, as `answer`."""
+    """Wait until an actor has taken up its role.
+
+    name: of the process, for messages.
+    begun: the pending call of `take_up`.
+
+    Raises RayActorError if the actor died, MegatrainError if it could not start, and what `check` raises, as `answer`
+    does.
+    """
     try:
         answer(f"{name} did not start", begun, check)
     except RayTaskError as error:
@@ -102,9 +119,14 @@ def await_begin(name: str, begun: Any, check: Check) -> None:
 
 
 def result_or_cause(call: Any, others: Sequence[Any], check: Check) -> Any:
-    """What a call that has ended returned. Raises what it raised; but for a LostPeerError the death of an actor of
-    `others`, where Ray tells of one within DEATH_TOLD_S: that is the cause. `others`: calls that are still open.
-    `check`: as of `answer`."""
+    """Return the result of a call that has ended; if a peer's death made it fail, raise that death.
+
+    others: calls that are still open. The death is looked for among their actors.
+    check: called as in `answer`.
+
+    Raises what the call raised. If that is a LostPeerError, and Ray reports within DEATH_TOLD_S seconds that an actor
+    of `others` died, raises the RayActorError of that death instead: it is the cause.
+    """
     try:
         return ended(call, check)
     except RayTaskError as error:
@@ -114,8 +136,10 @@ def result_or_cause(call: Any, others: Sequence[Any], check: Check) -> Any:
 
 
 def _death_among(calls: Sequence[Any]) -> RayActorError | None:
-    """The first that Ray tells of within DEATH_TOLD_S; None where there is none, which takes as long where calls stay
-    open."""
+    """Return the first death of an actor that Ray reports within DEATH_TOLD_S seconds, or None.
+
+    If there is none and calls stay open, this takes the full time.
+    """
     waiting, deadline_s = list(calls), time.monotonic() + DEATH_TOLD_S
     while waiting and (left_s := deadline_s - time.monotonic()) > 0:
         done, waiting = ray.wait(waiting, timeout=left_s)
@@ -124,7 +148,7 @@ def _death_among(calls: Sequence[Any]) -> RayActorError | None:
                 ray.get(call, timeout=CHECK_S)
             except RayActorError as death:
                 return death
-            except RayError:  # a rank that lost it, too
+            except RayError:  # from a rank that also lost its peer
                 continue
     return None
 
@@ -135,7 +159,7 @@ def could_not_start(name: str, error: RayError) -> str:
 
 @contextmanager
 def held(handles: Handles) -> Iterator[Handles]:
-    """The same arenas, held by this process too for the block; none where their holder is on another machine."""
+    """Hold the same arenas in this process for the block. Yields no handles if their holder is on another machine."""
     try:
         holder = ArenaHolder.adopt([handles])
     except MegatrainError:

@@ -1,4 +1,7 @@
-"""Ray actors: thin wrappers of plain classes. Bytes never travel through them."""
+"""Defines the Ray actors of a run as thin wrappers of plain classes.
+
+Weights, gradients and optimizer state never travel through their calls.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,11 @@ from megatrain_ray.workers.gpu_worker import GpuWorker, HeldOutLoss, Progress, S
 
 
 def waiting(kind: type) -> type:
-    """A class like `kind` for actors that begin before there are arguments for its constructor. An object imports
-    `modules` and waits; `take_up` is the constructor of `kind`, and nothing else may be called before it returned."""
+    """Return a class for actors that start before the arguments of `kind`'s constructor are known.
+
+    Its constructor imports `modules`. Its `take_up` is the constructor of `kind`; nothing else may be called before
+    `take_up` has returned.
+    """
 
     def begin(self: Any, modules: Sequence[str] = ()) -> None:
         import_first(modules)
@@ -41,21 +47,30 @@ def waiting(kind: type) -> type:
 
 
 def show_own_gpus() -> None:
-    """Has this process see the GPUs that Ray gave it, and no others. Before torch looks at any: Ray itself leaves it to
-    see all where a job has RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (deploy/README.md)."""
+    """Let this process see only the GPUs that Ray assigned to it.
+
+    Call it before torch looks for GPUs. Ray itself leaves all GPUs visible if a job sets
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (deploy/README.md).
+    """
     if ids := ray.get_runtime_context().get_accelerator_ids()["GPU"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
 class GpuActor:
-    """GpuWorker on this actor's event loop, once there is a plan: `take_up` comes first."""
+    """Runs a GpuWorker on the actor's event loop.
+
+    The actor starts before there is a plan; `take_up` creates the worker. Only `open_meeting` may be called before it.
+    """
 
     def __init__(self, modules: Sequence[str]) -> None:
         show_own_gpus()
         import_first(modules)
 
     async def open_meeting(self, address: str) -> Place:
-        """Of the first of several: where the others find it. `address`: of this host, for them."""
+        """Open the port at which several GPU workers meet, and return its address. Call it on rank 0 only.
+
+        address: of this host, at which the other workers reach it.
+        """
         self._meeting = Meeting(address)
         return self._meeting.place
 
@@ -67,8 +82,14 @@ class GpuActor:
         after_pids: Sequence[int] = (),
         seat: Seat | None = None,
     ) -> None:
-        """`after_pids`: of those one of whom it follows, whose device memory is free once they have ended. `seat`:
-        among several."""
+        """Create the GPU worker.
+
+        holders: handles of the processes that hold the arenas of the host.
+        data: handle of the data actor.
+        after_pids: process ids of earlier GPU workers of this host. It waits until they have ended, since only then
+            their device memory is free.
+        seat: this worker's place among several; None if it is the only one.
+        """
         for pid in after_pids:
             await asyncio.to_thread(wait_gone, pid, DEADLINE_S)
         self._feed = Feed(data)
@@ -76,11 +97,11 @@ class GpuActor:
         self._filled = asyncio.Event()
 
     async def until_data_dies(self) -> None:
-        """Returns when a batch is wanted and the data process has died."""
+        """Wait until a batch is wanted and the data process has died."""
         await self._feed.until_it_dies()
 
     async def take_data(self, data: Any) -> None:
-        """Another data process in the place of the one that died."""
+        """Use another data process instead of the one that died."""
         await self._feed.take(data)
 
     async def handles(self) -> dict[str, ArenaHandle]:
@@ -94,7 +115,10 @@ class GpuActor:
         self._filled.set()
 
     async def build(self) -> None:
-        """May be called before `fill` has returned: Ray does not keep the order of calls to an async actor."""
+        """Build the engine once `fill` has returned.
+
+        May be called earlier: Ray does not keep the order of calls to an async actor.
+        """
         await self._filled.wait()
         await self._worker.build()
 
@@ -109,8 +133,8 @@ class GpuActor:
 
     async def start(self, progress: Progress) -> None:
         await self._worker.start(progress)
-        # Python's full collections would go over half a million objects of torch and Transformers, 0.3 s each, while
-        # the GPU runs dry. These stay as long as the process does.
+        # A full garbage collection visits half a million objects of torch and Transformers, which takes 0.3 s, while
+        # the GPU idles. They live as long as the process, so they are excluded from collections.
         gc.collect()
         gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Feed: how batches come from the data process, whichever that is now."""
+"""Fetches batches from the current data process, also after that was replaced."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from megatrain_ray.io.batching.batch_stream import Batch
 
 
 class Feed:
-    """Of one GPU worker. A batch whose data process died is asked for again once there is another one; whoever waits
-    for it sets a bound. One event loop."""
+    """Fetches the batches of one GPU worker.
+
+    If the data process dies, the batch is requested again from its replacement. That wait has no bound: the caller sets
+    one. Use it on one event loop only.
+    """
 
     def __init__(self, data: Any) -> None:
-        """`data`: handle of the data actor."""
+        """Fetch from the actor `data`, which is a Ray handle."""
         self._data = data
         self._changed = asyncio.Condition()
         self._is_dead = False
 
     async def batch(self, step: int) -> Batch:
-        """The batch of a step."""
+        """Return the batch of a step."""
         return await self._ask(lambda data: data.batch.remote(step))
 
     async def held_out_batch(self, index: int) -> Batch:
-        """A batch of the held-out data, by number."""
+        """Return a batch of the held-out data, by its number."""
         return await self._ask(lambda data: data.held_out_batch.remote(index))
 
     async def until_it_dies(self) -> None:
-        """Returns once a batch was asked for and the data process had died."""
+        """Wait until a batch was requested and the data process had died."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_dead)
 
     async def take(self, data: Any) -> None:
-        """Another one, in the place of the one that died."""
+        """Replace the data process that died by `data`, and request the missing batches from it."""
         async with self._changed:
             self._data, self._is_dead = data, False
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The posts of a run: an arena owner on each host, optimizer shards on each, and what each of them starts with."""
+"""Creates the posts of a run, an arena owner and optimizer shards on each host, and the arguments of their actors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,24 @@ from megatrain_ray.run.process_names import owner_name, shard_name
 from megatrain_ray.run.run_dir import RunFiles
 from megatrain_ray.workers.arenas import arena_sizes, spill_files
 
-SAME_S = 30.0  # in which a file system that hosts share shows them a file that was replaced just now
+SAME_S = 30.0  # seconds within which a file system that hosts share shows them a file that was just replaced
 
 
 def owner_post(prepared: Prepared, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> Post:
-    """`left`: as Crew.elsewhere."""
+    """Return the post of the arena owner of a host.
+
+    left: ids of processes that an earlier attempt left on each Ray node, as Crew.elsewhere returns them.
+    """
     name, left_there = owner_name(host), left.get(place.node_of(host), ())
     arguments = partial(owner_arguments, prepared, place, host, left_there)
     return Post(name, host, partial(place.take, name), arguments)
 
 
 def shard_post(prepared: Prepared, place: Placement, number: int) -> Post:
-    """`number`: among the shards of all hosts."""
+    """Return the post of an optimizer shard.
+
+    number: of the shard, counted over the shards of all hosts.
+    """
     name, host = shard_name(number), number // prepared.plan.num_shards
     return Post(name, host, partial(place.take, name), partial(shard_arguments, prepared, number))
 
@@ -44,8 +50,12 @@ def owner_arguments(
     holders: Sequence[Handles],
     after_pid: int | None,
 ) -> tuple[Any, ...]:
-    """Of new arenas and spill files of a host, or of those that `holders` still hold. `left`: processes there that must
-    have ended before."""
+    """Return the arguments that an ArenaOwner takes.
+
+    left: ids of processes on this host that must end first.
+    holders: processes that still hold the arenas and spill files; if there are none, new ones are created.
+    after_pid: unused.
+    """
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
     files = spill_files(plan, layout, prepared.config.spill.path)
@@ -66,14 +76,16 @@ def shard_arguments(
 
 
 def _who_sees_another(path: Path, owners: Sequence[Post], check: Check) -> list[int]:
-    """Hosts on which the file is not what it is on the first one."""
+    """Return the hosts that do not see the same file at `path` as the first host does."""
     seen = [answer(f"{post.name} did not answer", post.actor.digest_of.remote(str(path)), check) for post in owners]
     return [host for host, digest in enumerate(seen) if digest != seen[0]]
 
 
 def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post], check: Check) -> None:
-    """Raises ConfigError where another host does not see the run directory, into which all of them save. `check`: as of
-    `answer`."""
+    """Raise ConfigError if another host does not see the run directory, into which all hosts save.
+
+    Compares the plan file, again and again for at most SAME_S seconds. `check` is called as in `answer`.
+    """
     path, deadline_s = RunFiles(Path(prepared.config.run_dir).absolute()).plan_file, time.monotonic() + SAME_S
     while others := _who_sees_another(path, owners, check):
         if time.monotonic() < deadline_s:
@@ -86,8 +98,10 @@ def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[Post], 
 
 
 def warn_of_memory(owners: Sequence[Post], check: Check) -> None:
-    """Where spill.path is in memory on another host: the driver's own was told of with the plan. `check`: as of
-    `answer`."""
+    """Print a warning for every other host on which spill.path is in memory.
+
+    The plan warned already of the driver's own host. `check` is called as in `answer`.
+    """
     for post in owners:
         if text := answer(f"{post.name} did not answer", post.actor.memory_warning.remote(), check):
             say(f"warning: {text}")

@@ -1,4 +1,4 @@
-"""Deaths of a run's processes: how many a start makes good, and who keeps account of them."""
+"""Records deaths of a run's processes, and limits how many a start replaces."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from megatrain_ray.run.run_history import History
 
 
 class FaultWatch(Protocol):
-    """Hears of each death once."""
+    """Receives one notice of each death of a process, and one of its replacement."""
 
     def died(self, process: str) -> None:
-        """`process`: by its name in the crew."""
+        """Record that a process died.
+
+        process: its name in the crew.
+        """
 
     def replaced(self, process: str, took_s: float) -> None:
-        """Another one has its place, `took_s` seconds later."""
+        """Record that another process took its place, `took_s` seconds after the death was noticed."""
 
 
 class Unwatched:
-    """Nobody keeps account."""
+    """Ignores all deaths."""
 
     def died(self, process: str) -> None:
         pass
@@ -33,10 +36,13 @@ class Unwatched:
 
 
 class Faults:
-    """Into the run's history and its sinks."""
+    """Records deaths in the run's history and counts them in its metric sinks."""
 
     def __init__(self, history: History, sinks: MetricSinks, step: Callable[[], int]) -> None:
-        """`step`: how many updates were made by now."""
+        """Record into `history` and `sinks`.
+
+        step: returns the number of updates made so far.
+        """
         self._history = history
         self._sinks = sinks
         self._step = step
@@ -51,19 +57,25 @@ class Faults:
 
 
 def kind_of(process: str) -> str:
-    """`optimizer shard` of `optimizer shard 3`: as many kinds as there are, whatever the number of shards."""
+    """Return the kind of a process, such as `optimizer shard` for `optimizer shard 3`.
+
+    The number of kinds does not depend on the number of shards.
+    """
     return process.partition(" of host")[0].rstrip("0123456789 ")
 
 
 @dataclass
 class FailureBudget:
-    """`count` of at most `limit` so far."""
+    """Counts the failures of a start: `count` so far, of at most `limit` (max_failures)."""
 
     limit: int
     count: int = 0
 
     def spend(self, name: str, reason: str = "") -> None:
-        """`name` has died. Raises MegatrainError where that was one too many, which begins with `reason`."""
+        """Count the death of the process `name`.
+
+        Raises MegatrainError if that was one failure too many. Its message begins with `reason`.
+        """
         self.count += 1
         if self.count > self.limit:
             raise MegatrainError(

@@ -1,4 +1,4 @@
-"""The GPU workers, the data process that feeds them, and others in their place."""
+"""Drives the GPU workers and the data process that feeds them, and replaces them."""
 
 from __future__ import annotations
 
@@ -20,84 +20,95 @@ from megatrain_ray.workers.gpu_worker import Progress, Seat
 
 log = logging.getLogger(__name__)
 
-Holders = Callable[[int], Sequence[Handles]]  # of the arenas of a host
-Until = Callable[[Mapping[Any, str], float], None]  # calls, how each is called when late, their bound in seconds
+Holders = Callable[[int], Sequence[Handles]]  # returns the processes that hold the arenas of a host
+Until = Callable[[Mapping[Any, str], float], None]  # waits for calls, {call: text if late}, within seconds
 
 
 class GpuSide:
-    """The driver's side of them. `data_arguments`: of a data process that goes on from where training stands now.
+    """Drives all GPU workers and the data process.
 
-    All GPU workers are asked the same, and the first one answers for all; a step of which one dies none of them can
-    end, so another one takes the place of each.
+    All GPU workers get the same calls, and the answer of rank 0 stands for all. If one dies during a step, none of them
+    can end it, so all are replaced.
     """
 
     def __init__(
         self, prepared: Prepared, place: Placement, data_arguments: Callable[[], Mapping[str, Any]], check: Check
     ) -> None:
-        """Takes the data process, which begins to open its files. `check`: called in every wait, as of `answer`."""
+        """Start the data process, which begins to open its files.
+
+        data_arguments: returns the arguments of a data process that continues from where training stands at that
+            moment.
+        check: called in every wait, as in `answer`.
+        """
         self._prepared = prepared
         self._place = place
         self._check = check
         self._data_arguments = data_arguments
         self._gpus: list[Any] = []
-        self.handles: dict[int, Handles] = {}  # of each host's arenas, which its first GPU worker keeps alive, too
+        self.handles: dict[int, Handles] = {}  # by host: of its arenas, which its first GPU worker also keeps alive
         self.pids: dict[str, int] = {}
         self._watching: list[Any] = []
-        self._asked: list[Any] = []  # of the others, while the first one's answer is waited for
+        self._asked: list[Any] = []  # open calls of ranks above 0, while the driver waits for rank 0
         self._begin_data()
 
     @property
     def gpu(self) -> Any:
-        """The first GPU worker; None before there is one."""
+        """Return the GPU worker of rank 0, or None before there is one."""
         return self._gpus[0] if self._gpus else None
 
     @property
     def actors(self) -> dict[str, Any]:
-        """All of them, by name."""
+        """Return the actors of all GPU workers and of the data process, by name."""
         return {gpu_name(rank): gpu for rank, gpu in enumerate(self._gpus)} | {DATA: self.data}
 
     @property
     def pids_here(self) -> dict[str, int]:
-        """Of those on the first host."""
+        """Return the process ids of those on the first host, by name."""
         names = (DATA, *map(gpu_name, range(self._prepared.plan.host_gpus)))
         return {name: self.pids[name] for name in names if name in self.pids}
 
     @property
     def pids_on_hosts(self) -> list[tuple[int, int | None]]:
-        """Of the GPU workers, and the host of each."""
+        """Return the host and the process id of each GPU worker, by rank. The id is None before it is known."""
         ranks = range(self._prepared.plan.num_gpus)
         return [(rank // self._prepared.plan.host_gpus, self.pids.get(gpu_name(rank))) for rank in ranks]
 
     @property
     def gpu_ids(self) -> set[str]:
-        """By which Ray tells of the present GPU workers."""
+        """Return the ids by which Ray's errors name the current GPU workers."""
         return set(map(actor_id, self._gpus))
 
     @property
     def watched(self) -> list[Any]:
-        """Calls that end when one of them has died, or what the GPU workers beside the first one were asked. None
-        before `watch`."""
+        """Return calls for the driver to watch: they end when a process has died, or when a rank above 0 is done.
+
+        A watch ends when its GPU worker died, or when the data process died and a batch is wanted. Watches exist after
+        `watch`.
+        """
         return [*self._watching, *self._asked]
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Has all GPU workers do the same; the first one's call. Those of the others are watched."""
+        """Call a method of all GPU workers and return the call of rank 0. The calls of the others are watched."""
         first, *others = self.ask_each(method, *arguments)
         self._asked += others
         return first
 
     def ask_each(self, method: str, *arguments: Any) -> list[Any]:
-        """The same: the calls of all."""
+        """Call a method of all GPU workers and return all calls, by rank."""
         return [getattr(gpu, method).remote(*arguments) for gpu in self._gpus]
 
     def heard(self, call: Any) -> bool:
-        """One of `watched` has ended well. Whether that was asked of a GPU worker: else the data process is dead."""
+        """Note that a call of `watched` has ended without an error, and return whether `ask` made it.
+
+        If not, that call is a watch, and its end means that the data process is dead.
+        """
         if call not in self._asked:
             return False
         self._asked.remove(call)
         return True
 
     def take_gpus(self, holders: Holders) -> list[Any]:
-        """Has GPU workers attach, once those before have ended; what it returns ends when that is done."""
+        """Start GPU workers, which attach the arenas once earlier workers have ended; return the calls of `take_up`."""
         plan, before = self._prepared.plan, self.pids_on_hosts
         self._gpus = [self._place.take(gpu_name(rank)) for rank in range(plan.num_gpus)]
         seats: list[Seat | None] = [None]
@@ -111,7 +122,7 @@ class GpuSide:
                 self._prepared,
                 holders(rank // plan.host_gpus),
                 self.data,
-                # Of all on its host: whose GPU it gets is up to Ray.
+                # All earlier workers of its host: Ray decides whose GPU it gets.
                 [pid for host, pid in before if pid is not None and host == rank // plan.host_gpus],
                 seats[rank],
             )
@@ -119,7 +130,10 @@ class GpuSide:
         ]
 
     def introduce(self, attaching: Sequence[Any]) -> None:
-        """Waits until all have begun. `attaching`: what `take_gpus` returned."""
+        """Wait until the data process and all GPU workers have started.
+
+        attaching: the calls that `take_gpus` returned.
+        """
         self._introduce_data()
         self._introduce_gpus(attaching)
 
@@ -135,20 +149,22 @@ class GpuSide:
             self.handles.setdefault(rank // self._prepared.plan.host_gpus, handles)
 
     def watch(self) -> None:
-        """From the first step on."""
+        """Watch for deaths. Call it before the first step."""
         self._watching = self.ask_each("until_data_dies")
 
     def stop_watching(self) -> None:
-        """Before the end: who dies now is not missed."""
+        """Stop watching for deaths. Call it at the end of the run, when a process that dies needs no replacement."""
         self._watching, self._asked = [], []
 
     def is_data(self, died: str | None) -> bool:
-        """Whether that id is of the present data process."""
+        """Return whether an actor id is that of the current data process."""
         return self.data is not None and actor_id(self.data) == died
 
     def replace_data(self) -> None:
-        """Another one goes on from where training stands. Raises RayActorError where that one dies as well, or a GPU
-        worker has."""
+        """Replace the data process by another one, which continues from where training stands.
+
+        Raises RayActorError if that one also dies, or if a GPU worker has died.
+        """
         ray.kill(self.data)
         self._begin_data()
         self._introduce_data()
@@ -159,9 +175,13 @@ class GpuSide:
     def replace_gpus(
         self, holders: Holders, progress: Callable[[], Progress], until: Until, begun: Callable[[], None]
     ) -> None:
-        """Others build their engines and stand where training does. `holders`: others than they. `begun`: their process
-        ids are known, from before they have what takes long to give back.
-        Raises LostProcessError where the step cannot be made once more, and RayActorError where one dies as well."""
+        """Replace all GPU workers by others, which build their engines and continue from where training stands.
+
+        holders: returns processes that hold the arenas, other than the GPU workers.
+        begun: called when the new process ids are known, and before they hold what takes long to give back.
+
+        Raises LostProcessError if the step cannot be repeated, and RayActorError if a new process also dies.
+        """
         for gpu in self._gpus:
             ray.kill(gpu)
         self._watching, self._asked, self.handles = [], [], {}
@@ -169,7 +189,7 @@ class GpuSide:
             raise LostProcessError("the GPU worker died with what lives on the device, or an update under way")
         self._introduce_gpus(self.take_gpus(holders))
         begun()
-        filled = self.ask_each("fill", None, None)  # nothing lives on the device
+        filled = self.ask_each("fill", None, None)  # loads nothing: nothing lives on the device
         self.all_of(self.ask_each("build"), until, "did not build its engine")
         for call in filled:
             answer("a GPU worker was not filled", call, self._check)
@@ -180,12 +200,18 @@ class GpuSide:
         self.watch()
 
     def begin(self, method: str, progress: Callable[[], Progress], until: Until, late: str) -> None:
-        """Has the GPU workers begin, the others behind the first one, which sets the signal words."""
+        """Call `method` (`start` or `resume`) of one GPU worker after the other, by rank.
+
+        The first worker of a host sets the signal words, so the others must follow it.
+        """
         for rank, gpu in enumerate(self._gpus):
             until({getattr(gpu, method).remote(progress()): f"the {gpu_name(rank)} {late}"}, STEP_DEADLINE_S)
 
     def all_of(self, calls: Sequence[Any], until: Until, late: str) -> None:
-        """Waits for calls of all GPU workers at once: while one waits for another that dies, the death is told."""
+        """Wait for calls of all GPU workers at once.
+
+        So a death is noticed even while another worker waits for the one that died.
+        """
         until({call: f"the {gpu_name(rank)} {late}" for rank, call in enumerate(calls)}, STEP_DEADLINE_S)
 
     def _begin_data(self) -> None:

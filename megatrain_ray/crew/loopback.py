@@ -1,4 +1,4 @@
-"""Ray on 127.0.0.1 alone: what it starts there listens to this machine only."""
+"""Keeps Ray on 127.0.0.1, so that its servers listen to this machine only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ CONNECT_S = 10.0
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Ray's node in the block is 127.0.0.1, and its servers listen where their node is.
+    """Make 127.0.0.1 the address of the Ray node that is started or joined in the block. Its servers listen only there.
 
-    On Linux Ray takes the machine's other address for 127.0.0.1 and then listens on all, unless it is told that a
-    cluster has one machine (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0), which it reads as it is imported: so this is set
-    where Ray keeps it. A Ray that keeps it elsewhere listens on all as before, behind its token.
+    On Linux Ray replaces 127.0.0.1 by the machine's other address, and then listens on all addresses. It does not if
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 says that the cluster has one machine. Ray reads that variable when it is
+    imported, so this sets the constant in which Ray keeps the value. A version of Ray that keeps it elsewhere listens
+    on all addresses as before, protected by its token.
     """
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -29,8 +30,13 @@ def on_loopback() -> Iterator[None]:
 
 
 def is_on_loopback(host: str, port: int) -> bool:
-    """Whether a cluster that is called by a name of this machine listens on loopback only. One that listens on all has
-    a node of another address, and Ray must look for that. Raises OSError where nobody listens."""
+    """Return whether the cluster at this address listens on the loopback address only.
+
+    host: any other name than localhost or 127.0.0.1 gives False.
+
+    A cluster that listens on all addresses has a node with another address, and Ray must look for that. Raises OSError
+    if nobody listens.
+    """
     _reach(host, port)
     if host not in ("localhost", LOOPBACK):
         return False
@@ -42,5 +48,5 @@ def is_on_loopback(host: str, port: int) -> bool:
 
 
 def _reach(host: str, port: int) -> None:
-    """Raises OSError where nobody listens."""
+    """Raise OSError if nobody listens."""
     socket.create_connection((host, port), CONNECT_S).close()

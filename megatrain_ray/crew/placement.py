@@ -1,4 +1,4 @@
-"""Where the actors of a run are placed: their resources, and the Ray nodes that have these."""
+"""Places the actors of a run: requests their resources, and starts them on the Ray nodes that have these."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ from megatrain_ray.workers.shard_worker import ShardWorker
 
 # Actors change state: a call that failed must not be repeated by Ray.
 ONCE: Mapping[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
-SOON_S = 10.0  # in which Ray places what it has room for
+SOON_S = 10.0  # seconds within which Ray places what it has room for
 
 
 @dataclass(frozen=True)
 class CrewSpec:
-    """What actors a run has, as far as that is known before its plan: what they are placed by, and what they import.
-    `num_shards`: of each host. `num_workers`: GPU workers, of all hosts. `draws`: shards draw the model's first
-    values, with Transformers. `compiles`: GPU workers compile layers."""
+    """Describes the actors of a run before its plan is known: their resources and their imports.
+
+    num_shards: optimizer shards of each host.
+    num_workers: GPU workers of all hosts.
+    draws: shards draw the model's initial values, for which they import Transformers.
+    compiles: GPU workers compile layers.
+    """
 
     num_shards: int
     device: str
@@ -45,7 +49,7 @@ class CrewSpec:
 
     @property
     def num_processes(self) -> int:
-        """Shards, GPU workers, arena owners and data."""
+        """Return the number of shards, GPU workers, arena owners and the data process together."""
         return self.num_hosts * (self.num_shards + 1) + self.num_workers + 1
 
     @property
@@ -62,9 +66,12 @@ class CrewSpec:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray is asked for: on one host for GPU workers, arena owner and data together, and for each shard; of
-        several for each host. Ray's CPUs are a promise of room; threads are the plan's. Fractions, so that small
-        machines can run all."""
+        """Return the resource bundles to request from Ray.
+
+        On one host: one bundle for GPU workers, arena owner and data process together, and one for each shard. On
+        several hosts: one bundle for each host. The CPUs that Ray reserves only promise room; the plan decides the
+        numbers of threads. They are fractions, so that small machines can run all actors.
+        """
         gpus = {"GPU": float(self.host_gpus)} if self.num_gpus else {}
         if self.num_hosts == 1:
             return [{"CPU": 0.1 * self.num_workers, **gpus}, *({"CPU": 0.1} for _ in range(self.num_shards))]
@@ -73,7 +80,7 @@ class CrewSpec:
 
     @property
     def bundle_of(self) -> Mapping[str, int]:
-        """Of each process, by name."""
+        """Return the index of the bundle of each process, by the name of the process."""
         hosts = range(self.num_hosts)
         of_gpus = {gpu_name(rank): rank // self.host_workers for rank in range(self.num_workers)}
         numbers = {shard_name(k): k // self.num_shards for k in range(self.num_hosts * self.num_shards)}
@@ -82,7 +89,7 @@ class CrewSpec:
 
 
 def crew_spec(prepared: Prepared) -> CrewSpec:
-    """The processes of a plan."""
+    """Return the spec of the processes of a plan."""
     plan = prepared.plan
     return CrewSpec(
         plan.num_shards,
@@ -95,15 +102,22 @@ def crew_spec(prepared: Prepared) -> CrewSpec:
 
 
 class Placement:
-    """Where a run's actors are placed, and who they are. The first ones begin with it, while the driver still plans:
-    each imports what it needs, which takes longer than anything else of a start, and waits for `take_up`.
+    """Places the actors of a run and starts them.
 
-    What a host has is on one Ray node, the first one's on the driver's; other hosts are other nodes.
+    The first actors start with the placement, while the driver still plans. Each imports what it needs, which takes
+    longer than anything else of a start, and waits for `take_up`.
+
+    All actors of a host are on one Ray node: those of the first host on the driver's node, those of other hosts on
+    other nodes.
     """
 
     def __init__(self, spec: CrewSpec, *, awaits_nodes: bool = False) -> None:
-        """`awaits_nodes`: other nodes than this one may still come. Raises CapacityError naming the resource that this
-        machine's Ray node lacks, or how many nodes are missing."""
+        """Request the resources and start the first actors.
+
+        awaits_nodes: other nodes than this one may still join the cluster.
+
+        Raises CapacityError naming the resource that this machine's Ray node lacks, or how many nodes are missing.
+        """
         self._spec = spec
         node, bundles = this_node(), spec.bundles
         several = spec.num_hosts > 1
@@ -114,11 +128,16 @@ class Placement:
         self._group = placement_group(self._bundles, "STRICT_SPREAD" if several else "STRICT_PACK")
         self._bundle_of = spec.bundle_of
         self._waiting = {name: self._begin(name) for name in self._bundle_of}
-        self._nodes: list[str] = []  # of each host, by Ray's id
+        self._nodes: list[str] = []  # Ray's id of each host's node; set by `wait`
 
     def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S, check: Check = lambda: None) -> None:
-        """Until there is room for them, for others may use it. Says so after `soon_s`; raises DeadlineError, and what
-        `check` raises, as `answer`."""
+        """Wait until the cluster has room for the actors, since others may be using it.
+
+        soon_s: seconds of waiting after which a message is printed.
+        timeout_s: further seconds after which DeadlineError is raised.
+
+        Also raises what `check` raises, as `answer` does.
+        """
         if not self._has_room(soon_s, check):
             say(f"waiting for room in the Ray cluster: {self._lacking}")
             if not self._has_room(timeout_s, check):
@@ -129,7 +148,7 @@ class Placement:
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
 
     def _has_room(self, timeout_s: float, check: Check) -> bool:
-        """Whether there is within `timeout_s`."""
+        """Return whether the cluster has room within `timeout_s` seconds."""
         deadline_s = time.monotonic() + timeout_s
         while not self._group.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
             check()
@@ -139,7 +158,10 @@ class Placement:
 
     @property
     def addresses(self) -> list[str]:
-        """Of each host, for the others, after `wait`; of a run on one host that by which nobody else reaches it."""
+        """Return the address of each host at which the others reach it. Valid after `wait`.
+
+        For a run on one host this is the loopback address, at which no other machine reaches it.
+        """
         if self._spec.num_hosts == 1:
             return [LOOPBACK]
         known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -147,16 +169,18 @@ class Placement:
 
     @property
     def is_placed(self) -> bool:
-        """Whether `wait` has returned."""
+        """Return whether `wait` has returned."""
         return bool(self._nodes)
 
     def node_of(self, host: int) -> str:
-        """By Ray's id, after `wait`."""
+        """Return Ray's id of a host's node. Valid after `wait`."""
         return self._nodes[host]
 
     def check_hosts(self) -> None:
-        """Raises LostProcessError where the Ray node of a host is gone, with the state that it had; and MegatrainError
-        where that is the driver's own, without which the driver starts nothing."""
+        """Raise LostProcessError if the Ray node of another host is gone, with the state that it held.
+
+        Raises MegatrainError if the driver's own node is gone, without which the driver can start nothing.
+        """
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         gone = [str(host) for host, node in enumerate(self._nodes) if node not in alive]
         if gone and self._nodes[0] not in alive:
@@ -175,12 +199,15 @@ class Placement:
         return "end what uses it" if self._spec.num_hosts == 1 else "start Ray on another machine, or end what uses it"
 
     def take(self, name: str) -> Any:
-        """An actor that waits for `take_up`: the first one of that name, then others."""
+        """Return an actor of this name that waits for `take_up`: first the one that started early, then new ones."""
         waiting = self._waiting.pop(name, None)
         return self._begin(name) if waiting is None else waiting
 
     def clear(self) -> None:
-        """Ends those whom nobody took, and gives the room back, after the others have ended. Idempotent."""
+        """Kill the actors that nobody took, and give back the resources. Idempotent.
+
+        Call it after the other actors have ended.
+        """
         while self._waiting:
             ray.kill(self._waiting.popitem()[1])
         remove_placement_group(self._group)
@@ -189,13 +216,14 @@ class Placement:
         spec = self._spec
         if name == DATA:
             return ray.remote(waiting(DataWorker)).options(**self._place(name, num_cpus=0)).remote()
-        if name.startswith(OWNER):  # run, handles and stop; it maps nothing, so whom it follows does not matter
+        if name.startswith(OWNER):
+            # Concurrent calls: run, handles and stop. It maps no memory, so it need not wait for its predecessor's end.
             return ray.remote(waiting(ArenaOwner)).options(**self._place(name, num_cpus=0, max_concurrency=3)).remote()
         if name.startswith(GPU):
             modules = (*TRANSFORMERS, *(COMPILER if spec.compiles else ()))
             num_gpus = spec.num_gpus // spec.num_workers
             return ray.remote(GpuActor).options(**self._place(name, num_gpus=num_gpus)).remote(modules)
-        # run, write_part, spans, and what must be answered meanwhile
+        # Concurrent calls: run, write_part, spans, and those that must be answered meanwhile.
         options = self._place(name, max_concurrency=5)
         return ray.remote(waiting(ShardWorker)).options(**options).remote(TRANSFORMERS if spec.draws else ())
 

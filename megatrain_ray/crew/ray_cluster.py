@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: an existing one when there is one, else one of our own that leaves nothing behind."""
+"""Connects a run to Ray: to an existing cluster if there is one, else to an embedded one that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, has_mark, remove_owned
 
-# Batches and metrics only; Ray would claim 30 % of RAM, which the arenas need.
+# Only batches and metrics go there. By default Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
 STOP_TIMEOUT_S = 20.0
 
 JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the driver it starts
 
-# Read by the processes that ray.init starts. The memory monitor counts arenas as used and kills actors for it. At Ray's
-# own niceness of 15 any other process starves a worker: 25 steps of examples/tiny_llama.yaml beside one busy process
-# took 48 s, at 0 34 s. (OMP_WAIT_POLICY=PASSIVE makes that 16 s and costs 18 % on an idle machine: the user's choice.)
+# Read by the processes that ray.init starts. The memory monitor counts arenas as used memory and kills actors for it.
+# At Ray's default niceness of 15 any other process starves a worker: with one busy process on the machine, 25 steps of
+# examples/tiny_llama.yaml took 48 s, and 34 s at niceness 0. (OMP_WAIT_POLICY=PASSIVE makes that 16 s, but costs 18 %
+# on an idle machine; that choice is left to the user.)
 EMBEDDED_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    # How long Ray's processes go on without their head, 60 s unless set: those of a killed driver outlive it by that.
+    # Seconds that Ray's processes go on without their head (60 by default). They outlive a killed driver by that.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
 
-SESSIONS = Path("/tmp")  # a socket's path must stay under 107 bytes, so not the run directory
+SESSIONS = Path("/tmp")  # not the run directory: a socket's path must stay under 107 bytes
 SESSION_PREFIX = "megatrain-"
 DAEMONS = ("gcs_server", "raylet")
-# Agents, which the raylet starts and with which it ends (agent_manager.cc), by a word of their command line: before and
-# after they have named themselves. Without log monitor, autoscaler and dashboard a run goes on.
+# Agents are started by the raylet, which ends when one of them does (agent_manager.cc). Keys are words of their command
+# lines, before and after they have named themselves. A run does not need the log monitor, autoscaler and dashboard.
 AGENTS = {
     "dashboard/agent.py": "dashboard agent",
     "ray::DashboardAgent": "dashboard agent",
@@ -55,15 +56,19 @@ AGENTS = {
 
 @dataclass(frozen=True)
 class Daemons:
-    """Ray's own processes of an embedded cluster, without which nothing goes on; of another cluster none are known.
-    `names`: by pid."""
+    """Tracks those of Ray's processes in an embedded cluster without which a run cannot go on.
+
+    names: of the processes, by pid.
+
+    Empty for a cluster that was joined: its processes are not known.
+    """
 
     processes: tuple[psutil.Process, ...] = ()
     names: Mapping[int, str] = field(default_factory=dict)
 
     @staticmethod
     def among(started: Iterable[psutil.Process]) -> Daemons:
-        """Those of the processes that `ray.init` started."""
+        """Return those found among the processes that `ray.init` started."""
         named = {process: name for process in started if (name := _daemon_name(process))}
         return Daemons(tuple(named), {process.pid: name for process, name in named.items()})
 
@@ -72,8 +77,10 @@ class Daemons:
         return not self._dead
 
     def check(self) -> None:
-        """Raises MegatrainError naming those that died. Ray itself notices late, and then ends this process or lets it
-        wait."""
+        """Raise MegatrainError naming the processes that died.
+
+        Ray itself notices late, and then ends this process or lets it wait.
+        """
         if dead := self._dead:
             raise MegatrainError(f"a process of the run died (Ray's {', '.join(dead)}); the same command resumes")
 
@@ -83,22 +90,24 @@ class Daemons:
 
 
 def in_ray_job() -> bool:
-    """Whether this process is the entrypoint of `ray job submit`."""
+    """Return whether this process is the entrypoint of `ray job submit`."""
     return JOB_MARKER in os.environ
 
 
 def joins_cluster() -> bool:
-    """Whether `cluster` finds one that is there already."""
+    """Return whether `cluster` joins a cluster that exists already."""
     return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS")) or in_ray_job()
 
 
 @contextmanager
 def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
-    """Connects this process to Ray for the block. `num_cpus`: of an embedded cluster, which begins with as many
-    processes for actors.
+    """Connect this process to Ray for the block.
 
-    In order: a connection that exists already stays as it is; inside `ray job submit`, or with RAY_ADDRESS set, that
-    cluster; else an embedded one, whose processes, session folder and shared memory are gone afterwards.
+    num_cpus, num_gpus: of an embedded cluster, which begins with `num_cpus` worker processes for actors.
+
+    An existing connection stays as it is. Otherwise, inside `ray job submit` or with RAY_ADDRESS set, that cluster is
+    joined. Otherwise an embedded cluster is started; its processes, session folder and shared memory are gone
+    afterwards.
     """
     if ray.is_initialized():
         yield Daemons()
@@ -114,7 +123,10 @@ def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
 
 
 def _connect(address: str) -> None:
-    """Raises MegatrainError where no cluster answers. Asked before Ray is, which tries for minutes."""
+    """Join the cluster at `address`. Raises MegatrainError if no cluster answers.
+
+    This asks the address before Ray does, since Ray would try for minutes.
+    """
     problem = f"cannot connect to the Ray cluster {address or 'of this job'}"
     advice = "start it, correct RAY_ADDRESS, or unset it for a cluster of the run's own"
     host, _, port = address.rpartition(":")
@@ -131,8 +143,11 @@ def _connect(address: str) -> None:
 
 @functools.cache
 def _token() -> str:
-    """One a process: Ray reads it once and keeps it, so a second cluster of this process needs the same. With one of
-    our own Ray writes none into the home directory."""
+    """Return the authentication token of this process's clusters.
+
+    Ray reads the token once and keeps it, so a second cluster of this process needs the same one. With a token of our
+    own Ray writes none into the home directory.
+    """
     return secrets.token_hex(32)
 
 
@@ -140,8 +155,8 @@ def _token() -> str:
 def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     remove_left_sessions()
     session = OwnedFolder.make(SESSIONS / f"{SESSION_PREFIX}{os.getpid()}-{secrets.token_hex(4)}", FolderKind.SESSION)
-    # Ray opens its own folder to every user, who could put links there for it to write through: so it lies in one that
-    # only this user can enter.
+    # Ray opens its folder to every user, and a user could put links there that Ray then writes through. So Ray's folder
+    # is inside one that only this user can enter.
     folder = session.path / "ray"
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     daemons, roots = Daemons(), None
@@ -164,13 +179,13 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
             daemons = Daemons.among(roots)
             yield daemons
     finally:
-        # Another child of this process may be a tracker's, which outlives the cluster.
+        # Not all new children of this process: one may be a tracker's, which outlives the cluster.
         started = _started(before) if roots is None else _with_children(roots)
         if ray.is_initialized() and daemons.alive:
-            _end(_helpers(started), 0)  # ray.shutdown waits a second for each to obey a SIGTERM, which it never gets
+            _end(_helpers(started), 0)  # they never get SIGTERM, and ray.shutdown would wait a second for each
             _shutdown(started)
             _end(started, STOP_TIMEOUT_S)
-        else:  # nobody tells them to stop, and without its head Ray waits for it in ray.shutdown
+        else:  # nothing tells them to stop, and ray.shutdown would wait for the dead head
             _end(started, 0)
             _shutdown(started)
         session.remove()
@@ -180,7 +195,7 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
 def remove_left_sessions() -> None:
     """Delete the session folders of this user's drivers that were killed, once Ray's processes of them have ended too.
 
-    Only folders with the mark of a session are looked at (files/owned_folder.py), whatever they are called.
+    Looks only at folders with the mark of a session (files/owned_folder.py), whatever their names.
     """
     for path in session_folders():
         if has_mark(path, FolderKind.SESSION) and not _is_used(path):
@@ -189,14 +204,14 @@ def remove_left_sessions() -> None:
 
 
 def session_folders() -> list[Path]:
-    """Return what has the name of a session folder; the mark says whether it is one."""
+    """Return the paths that are named like a session folder. Only the mark says whether one is."""
     return sorted(SESSIONS.glob(f"{SESSION_PREFIX}*"))
 
 
 def _is_used(folder: Path) -> bool:
     """Return whether a process of this user was started with the folder or has a file in it open.
 
-    Ray's processes of a killed driver do, and would make the folder again: its agents live on for up to 70 s.
+    Ray's processes of a killed driver do, and would create the folder again: its agents live on for up to 70 s.
     """
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -210,17 +225,17 @@ def _is_used(folder: Path) -> bool:
 
 
 def _init(problem: str, advice: str, **options: Any) -> None:
-    """ray.init; a SIGTERM meanwhile is heard by its handler afterwards, as a first Ctrl-C is. Raises MegatrainError.
+    """Call ray.init, and defer SIGTERM and a first Ctrl-C until it has returned. Raises MegatrainError if it fails.
 
-    What Ray starts inherits a blocked SIGTERM (Ray blocks SIGINT itself): where the signal goes to the whole process
-    group, as schedulers send it, the run needs its processes for its last save.
+    The processes that Ray starts inherit a blocked SIGTERM (Ray itself blocks SIGINT). Schedulers send the signal to
+    the whole process group, and the run needs its processes for its last save.
     """
     handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
         with _interrupted_afterwards(), _killing_late(lambda: _started(others), DEADLINE_S):
             ray.init(**options)
-    except Exception as error:  # Ray has many kinds
+    except Exception as error:  # Ray raises many classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MegatrainError(f"{problem}: {reason}; {advice}") from error
     finally:
@@ -236,9 +251,11 @@ def _shutdown(started: list[psutil.Process]) -> None:
 
 @contextmanager
 def _killing_late(find: Callable[[], list[psutil.Process]], timeout_s: float) -> Iterator[None]:
-    """Bounds calls of Ray that have no timeout: kills Ray's processes where the block takes longer than `timeout_s`.
-    What asks them then fails, or Ray ends this process with exit code 1 once it has missed its head for as long as
-    EMBEDDED_ENVIRONMENT says."""
+    """Kill the processes that `find` returns if the block takes longer than `timeout_s` seconds.
+
+    This bounds calls of Ray that have no timeout. What waits for those processes then fails. Or Ray ends this process
+    with exit code 1, once it has missed its head for as long as EMBEDDED_ENVIRONMENT says.
+    """
     timer = threading.Timer(timeout_s, lambda: _end(find(), 0))
     timer.daemon = True
     timer.start()
@@ -250,8 +267,11 @@ def _killing_late(find: Callable[[], list[psutil.Process]], timeout_s: float) ->
 
 @contextmanager
 def _interrupted_afterwards() -> Iterator[None]:
-    """The first SIGINT in the block is heard at its end. Ray makes its core in one long call: where that one is broken
-    off nobody holds the core to end it, and the process dies of it as it exits, by signal 11."""
+    """Deliver the first SIGINT of the block at its end. A second one is handled at once.
+
+    Ray creates its core in one long call. If that call is interrupted, nobody holds the core to end it, and the process
+    dies of signal 11 as it exits.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -273,10 +293,10 @@ def _interrupted_afterwards() -> Iterator[None]:
 
 
 def _daemon_name(process: psutil.Process) -> str | None:
-    """Which of DAEMONS or AGENTS a process is; None where it is none of them, or dead."""
+    """Return which of DAEMONS or AGENTS a process is, or None if it is none of them, or dead."""
     with suppress(psutil.NoSuchProcess):
         program, *words = process.cmdline() or [""]
-        if Path(program).name in DAEMONS:  # the raylet's command line has those of its agents in it
+        if Path(program).name in DAEMONS:  # before AGENTS: the raylet's command line contains theirs
             return Path(program).name
         return next((name for mark, name in AGENTS.items() if any(mark in word for word in (program, *words))), None)
     return None
@@ -285,12 +305,12 @@ def _daemon_name(process: psutil.Process) -> str | None:
 def _lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # between the two questions
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return False
 
 
 def _helpers(started: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """What ray.init starts beside its daemons, for clusters that scale and are looked at."""
+    """Return the processes that ray.init starts besides its daemons, for autoscaling and monitoring."""
     with suppress(psutil.NoSuchProcess):
         return [process for process in started if process.ppid() == os.getpid() and not _daemon_name(process)]
     return []
@@ -309,7 +329,7 @@ def _with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process], timeout_s: float) -> None:
-    """Waits for processes that were told to stop, then kills by pid what is still there."""
+    """Wait for processes that were told to stop, then kill by pid those that still live."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
@@ -319,7 +339,10 @@ def _end(processes: list[psutil.Process], timeout_s: float) -> None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for what is started in the block; values the user has set win. Ray sets RAY_AUTH_MODE itself."""
+    """Set environment variables for what the block starts. Values that the user has set win.
+
+    RAY_AUTH_MODE, which Ray sets itself, is restored too.
+    """
     before = {name: os.environ.get(name) for name in (*values, "RAY_AUTH_MODE")}
     os.environ.update({name: value for name, value in values.items() if before[name] is None})
     try:

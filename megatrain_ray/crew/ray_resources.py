@@ -1,5 +1,7 @@
-"""Whether the Ray node of this machine, or of each of several hosts, has what a run asks of it. A resource that is not
-there is named at once; Ray itself would wait for a machine to come."""
+"""Checks whether the Ray nodes have the resources that a run requests.
+
+A missing resource is reported at once; Ray itself would wait for another machine to join.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,30 @@ from megatrain_ray.errors import CapacityError, ConfigError
 
 Bundle = Mapping[str, float]
 HEAD = "node:__internal_head__"
-A_BIT = 0.001  # of the resource that every node has one of: who asks for it is placed there
+A_BIT = 0.001  # amount of a node's own resource (`node:ADDRESS`, of which it has 1); a bundle with it is placed there
 
 
 def this_node() -> dict[str, Any]:
-    """Ray's node that this process is connected through."""
+    """Return the entry of `ray.nodes` for the node that this process is connected through."""
     here = ray.get_runtime_context().get_node_id()
     return next(node for node in ray.nodes() if node["NodeID"] == here)
 
 
 def place_here(bundles: Sequence[Bundle], node: Mapping[str, Any]) -> list[dict[str, float]]:
-    """The same bundles, to be placed on that node: driver and actors share memory."""
+    """Return the same bundles, with the first bound to `node`, since driver and actors share memory."""
     name = next(name for name in node["Resources"] if name.startswith("node:") and name != HEAD)
     first, *others = bundles
     return [{**first, name: A_BIT}, *map(dict, others)]
 
 
 def asked_of(bundles: Sequence[Bundle]) -> dict[str, float]:
-    """All bundles together, rounded as Ray counts: ten thousandths."""
+    """Return the sum of all bundles, rounded to ten thousandths as Ray counts."""
     names = {name: None for bundle in bundles for name in bundle}
     return {name: round(sum(bundle.get(name, 0.0) for bundle in bundles), 4) for name in names}
 
 
 def check_node(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any]) -> None:
-    """Raises CapacityError naming the resource of which `node` has less than is asked for, whoever has it now."""
+    """Raise CapacityError naming a resource of which `node` has less than is requested, whoever uses it now."""
     for name, asked in asked_of(bundles).items():
         there = node["Resources"].get(name, 0.0)
         if there < asked:
@@ -46,7 +48,7 @@ def check_node(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]], no
 
 
 def check_hosts(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises CapacityError where fewer living nodes than `bundles`, which are alike, have what one asks for."""
+    """Raise CapacityError if fewer living nodes than `bundles`, which are alike, have what one of these requests."""
     if short := lacking_hosts(bundles, nodes):
         able = max(1, len(_able(bundles[0], nodes)))
         raise CapacityError(
@@ -56,7 +58,7 @@ def check_hosts(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]]) -
 
 
 def lacking_hosts(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Which nodes there are, where these are too few."""
+    """Return a text naming the nodes that have what a host needs if they are too few, else an empty text."""
     able = _able(bundles[0], nodes)
     if len(able) >= len(bundles):
         return ""
@@ -65,16 +67,16 @@ def lacking_hosts(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]])
 
 
 def _able(bundle: Bundle, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Addresses of living nodes that have all of it, whoever uses it now."""
+    """Return the addresses of living nodes that have all of a bundle, whoever uses it now."""
     having = [node for node in nodes if node["Alive"] and not lacking([bundle], node["Resources"])]
     return sorted(node["NodeManagerAddress"] for node in having)
 
 
 def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]] | None = None) -> None:
-    """Raises ConfigError where `auto` means the CPU because the driver is not where the cluster's GPUs are.
+    """Raise ConfigError if `auto` became the CPU because the driver is not where the cluster's GPUs are.
 
     asked, found: hardware.device as it is set, and as it was resolved on this machine.
-    nodes: as `ray.nodes` lists them; None: asks it.
+    nodes: as `ray.nodes` lists them; None: it is called.
     """
     nodes = ray.nodes() if nodes is None else nodes
     if asked == "auto" and found == "cpu" and (others := _with("GPU", 1.0, nodes)):
@@ -85,13 +87,13 @@ def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]] | No
 
 
 def lacking(bundles: Sequence[Bundle], free: Mapping[str, float]) -> str:
-    """What of the bundles is in use by others, with the numbers."""
+    """Return a text naming the resources of which less is free than requested, with the numbers; empty if none."""
     short = {name: asked for name, asked in asked_of(bundles).items() if free.get(name, 0.0) < asked}
     return ", ".join(f"{name} ({asked:g} asked for, {free.get(name, 0.0):g} free)" for name, asked in short.items())
 
 
 def _with(name: str, amount: float, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Addresses of living nodes that have so much of it."""
+    """Return the addresses of living nodes that have at least `amount` of a resource."""
     return [node["NodeManagerAddress"] for node in nodes if node["Alive"] and node["Resources"].get(name, 0) >= amount]
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run were asked for of their work."""
+"""Holds the pending calls that ask the processes of a run what they have done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatrain_ray.accounting.work_counters import RunWork
 
 
 class WorkCalls(NamedTuple):
-    """Calls of Ray: of the first host's shards, answered by ShardWork, and GPU workers, by GpuWork."""
+    """Holds Ray calls to the first host's shards, which return ShardWork, and its GPU workers, which return GpuWork."""
 
     shards: Sequence[Any]
     gpus: Sequence[Any]
@@ -21,6 +21,9 @@ class WorkCalls(NamedTuple):
         return [*self.shards, *self.gpus]
 
     def done(self, timeout_s: float) -> RunWork:
-        """Raises what a call raised, GetTimeoutError."""
+        """Return the results, and wait for them at most `timeout_s` seconds.
+
+        Raises what a call raised, and GetTimeoutError.
+        """
         answers = ray.get(self.all, timeout=timeout_s)
         return RunWork(answers[: len(self.shards)], answers[len(self.shards) :])

@@ -1,7 +1,8 @@
-"""Crew: the actors of a run, what each of them is doing, and others in the place of those that died.
+"""Drives the actors of a run: starts them, tracks what each is doing, and replaces those that die.
 
-What optimizer shards and the arena owner work on outlives them in shared memory, so another one goes on where they
-stood. Another GPU worker makes a step once more that was not committed; another data process draws the same batches.
+Optimizer shards and the arena owner keep their state in shared memory, which outlives them, so a replacement continues
+where they stopped. A replaced GPU worker repeats the step that was not committed. A replaced data process draws the
+same batches.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Crew:
-    """The driver's side of all actors of a run."""
+    """Drives all actors of a run from the driver."""
 
     def __init__(
         self,
@@ -63,10 +64,15 @@ class Crew:
         watch: FaultWatch | None = None,
         left: Mapping[str, Sequence[int]] = {},
     ) -> None:
-        """`check_cluster` is called in every wait and raises when nothing can go on, `record` when processes change.
-        `placement`: with actors that have begun; None: they begin when they are needed. `failures`: of all crews of a
-        start; None: this is the only one. `watch`: hears who died. `left`: `elsewhere` of the crew before, which
-        is ending."""
+        """Prepare to run a plan. `start` starts the actors.
+
+        check_cluster: called in every wait; raises an error when nothing can go on.
+        record: called with the process ids, by name, when processes change.
+        placement: holds actors that have started already; None: they start when they are needed.
+        failures: budget of all crews of a start; None: this is the only crew.
+        watch: is notified of deaths and replacements.
+        left: `elsewhere` of the previous crew, whose processes are ending.
+        """
         self._prepared = prepared
         self._check_cluster = check_cluster
         self._record = record
@@ -78,32 +84,35 @@ class Crew:
         self._shards: list[Post] = []
         self._gone: set[str] = set()  # ids of actors that were replaced
         self._newest_save = NO_ATTEMPT
-        self.base_checksums: Sequence[int | None] = ()  # of frozen parts, where saves leave them out; after `load`
-        self.kernel_names: Sequence[str] = ()  # what updates run as; after `start`
+        self.base_checksums: Sequence[int | None] = ()  # of frozen parts, if saves leave them out; set by `load`
+        self.kernel_names: Sequence[str] = ()  # of the kernels that updates run as; set by `start`
         self._side: GpuSide | None = None
-        self._progress: Callable[[], Progress] | None = None  # once steps can be made
+        self._progress: Callable[[], Progress] | None = None  # set once steps can run
         self._building: Any = None
         self._own_handles: Handles = {}
 
     @property
     def side(self) -> GpuSide:
-        """GPU workers and data process; after `start`."""
+        """Return the GPU workers and the data process. Valid after `start`."""
         assert self._side is not None
         return self._side
 
     @property
     def gpu(self) -> Any:
-        """Handle of the present GPU worker, of several the first one; after `start`."""
+        """Return the handle of the current GPU worker, of several that of rank 0. Valid after `start`."""
         return self.side.gpu
 
     @property
     def data(self) -> Any:
-        """Handle of the present data process; after `start`."""
+        """Return the handle of the current data process. Valid after `start`."""
         return self.side.data
 
     def start(self, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
-        """Places and starts all actors; weights are not loaded yet. `data_arguments`: of a data process that goes on
-        from where training stands when it is called."""
+        """Place and start all actors. Weights are not loaded yet.
+
+        data_arguments: returns the arguments of a data process that continues from where training stands at that
+            moment.
+        """
         plan = self._prepared.plan
         place = self._placement = self._placement or Placement(crew_spec(self._prepared), awaits_nodes=True)
         place.wait(check=self.check)
@@ -115,13 +124,13 @@ class Crew:
         if plan.num_hosts > 1:
             check_run_dir(self._prepared, place, self._posts, self.check)
             warn_of_memory(self._posts, self.check)
-        with held(self._posts[0].handles) as self._own_handles:  # nobody but their owner holds them yet
+        with held(self._posts[0].handles) as self._own_handles:  # so far only their owner holds them
             self._start_others(place, side)
         self._own_handles = {}
         self._record(self.pids)
 
     def _start_others(self, place: Placement, side: GpuSide) -> None:
-        """Shards and GPU worker, which attach the owner's arenas."""
+        """Start shards and GPU workers, which attach the owner's arenas."""
         numbers = range(self._prepared.plan.num_parts - 1)
         self._shards = [shard_post(self._prepared, place, number) for number in numbers]
         for post in self._shards:  # all attach at the same time
@@ -136,7 +145,7 @@ class Crew:
         self._tell_of_homes()
 
     def _tell_of_homes(self) -> None:
-        """Once, of all: training goes on wherever threads run and pages are."""
+        """Print one warning about all threads and memory that are not where the plan put them. Training goes on."""
         if not self._prepared.plan.shard_homes:
             return
         calls = self.side.ask_each("home_problems")
@@ -147,13 +156,13 @@ class Crew:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the processes of the run on the first host, which is this one, by name."""
+        """Return the ids of the run's processes on the first host, which is this one, by name."""
         posts = {post.name: post.pid for post in self._posts if post.pid is not None and not post.host}
         return (self._side.pids_here if self._side else {}) | posts
 
     @property
     def elsewhere(self) -> dict[str, list[int]]:
-        """Processes on other hosts, by the Ray node: nobody here sees when they have ended."""
+        """Return the ids of the run's processes on other hosts, by Ray node. The driver cannot see when these end."""
         pids: dict[str, list[int]] = {}
         if self._side is not None and self._placement is not None and self._placement.is_placed:
             on_hosts = [(post.host, post.pid) for post in self._posts] + self._side.pids_on_hosts
@@ -163,8 +172,12 @@ class Crew:
         return pids
 
     def load(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fills all state: from a save, or from the model's source. Raises what its holders raised, and ConfigError
-        where a save leaves out what is frozen and that has changed. The engine is built meanwhile."""
+        """Fill all state from a save, or from the model's source. The engine is built meanwhile.
+
+        save_folder, manifest: of the save; None: the model's source.
+
+        Raises what the actors raised, and ConfigError if a save leaves out frozen parameters and these have changed.
+        """
 
         def task(actor: Any) -> Any:
             return actor.initialize.remote() if save_folder is None else actor.restore.remote(save_folder, manifest)
@@ -184,7 +197,7 @@ class Crew:
                 of_gpu.remove(call)
                 result_or_cause(
                     call, of_gpu, self.check
-                )  # raises what it failed by: shards may be loading for minutes yet
+                )  # raises at once if it failed: shards may load for minutes more
         for call in filling:
             self._until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves_frozen:
@@ -197,13 +210,17 @@ class Crew:
         return found
 
     def copy_bytes_per_s(self) -> float:
-        """How fast all shards together copy layers aside for a save; known once weights are loaded."""
+        """Return the rate at which all shards together copy layers aside for a save. Known once weights are loaded."""
         rates = self._ask_shards("copy_bytes_per_s")
         return sum(rates) * len(self._shards) / len(rates) if rates else math.inf
 
     def begin(self, progress: Callable[[], Progress]) -> None:
-        """Once the engine is built, which began beside `load`: starts it, which resets the signal words, and then the
-        shards that obey them. `progress`: where training stands when it is called."""
+        """Start the engine, which `load` began to build, and then the shards.
+
+        The engine resets the signal words that the shards obey, so it starts first.
+
+        progress: returns where training stands at that moment.
+        """
         self.side.all_of(self._building, self._until_all, "did not build its engine")
         self.side.begin("start", progress, self._until_all, "did not start its engine")
         for post in self._shards:
@@ -212,9 +229,10 @@ class Crew:
         self._progress = progress
 
     def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Those of `calls` that have ended, once one has or `timeout_s` is over.
+        """Return those of `calls` that have ended, once one has or `timeout_s` seconds are over.
 
-        Replaces meanwhile who died. Raises what a task raised, MegatrainError for a death that cannot be made good.
+        Meanwhile replaces processes that die. Raises what a task raised, and MegatrainError for a death that cannot be
+        made good.
         """
         self._check_cluster()
         watched = {post.call: post for post in self._posts if post.call is not None}
@@ -231,34 +249,40 @@ class Crew:
         return [call for call in done if call in calls]
 
     def step(self, step: int, save: bool) -> Any:
-        """Begins a step; the call whose result is all GPU workers'."""
+        """Submit a step to all GPU workers, and return the call of rank 0, whose result is that of all.
+
+        save: a save wants the state after this step.
+        """
         return self.side.ask("step", step, save)
 
     def evaluate(self, step: int, index: int) -> Any:
-        """The same of a batch of the held-out data."""
+        """Submit a batch of the held-out data, in the same way as a step.
+
+        index: number of the batch.
+        """
         return self.side.ask("evaluate", step, index)
 
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
-        """Calls of all who hold state, which write their parts of the save of a step while training goes on."""
+        """Let all processes that hold state write their parts of a step's save; return the calls. Training goes on."""
         attempt = self._newest_save = SaveAttempt(step, self._newest_save.number + 1)
         writers = [post.actor for post in self._shards] + [self.gpu] * bool(self._prepared.plan.hbm_layers)
         return [writer.write_part.remote(save_folder, attempt, compression) for writer in writers]
 
     def abandon_save(self) -> None:
-        """Nobody waits for the newest save any more."""
-        with suppress(RayActorError):  # who follows waits for no save up to this one
+        """Abandon the newest save: no update waits for it any more."""
+        with suppress(RayActorError):  # its replacement waits for no save up to this one
             answer("a save could not be abandoned", self.gpu.abandon_save.remote(self._newest_save), self.check)
         for post in self._shards:
             try:
                 answer("a save could not be abandoned", post.actor.abandon_save.remote(self._newest_save), self.check)
-            except RayActorError as error:  # who follows waits for no save up to this one
+            except RayActorError as error:  # its replacement waits for no save up to this one
                 self.replace(error)
 
     def replace(self, error: RayActorError) -> None:
-        """Puts another actor in the place of the one whose death `error` tells.
+        """Replace the actor whose death `error` reports.
 
-        Raises MegatrainError naming it when it cannot be replaced or `max_failures` have been, and LostProcessError
-        where the run can go on from its last save.
+        Raises MegatrainError naming it if it cannot be replaced or `max_failures` is exceeded, and LostProcessError if
+        the run can go on from its last save.
         """
         if error.actor_id in self._gone:
             return
@@ -275,14 +299,17 @@ class Crew:
         start_s = self._lose(post.name, {actor_id(post.actor)}, str(error))
         ray.kill(post.actor)  # one that Ray could not reach for a moment may still live
         if not self._fill(post, post.pid):
-            return  # that one died as well, and who followed it has its task
+            return  # that one died as well, and its own replacement has the task
         if post.task:
             post.call = post.task(post.actor)
         self._tell(post.name, start_s)
 
     def replace_gpu(self, reason: str) -> None:
-        """Puts others in the place of all GPU workers, one of which is of no use any more; they stand where training
-        does, and what was asked of those before is to be asked again. Raises as `replace`."""
+        """Replace all GPU workers, one of which is dead or of no use any more.
+
+        The new ones continue from where training stands. What was asked of the old ones must be asked again. Raises as
+        `replace` does.
+        """
         assert self._progress is not None
         side = self.side
         start_s = self._lose(GPU, side.gpu_ids, reason)
@@ -304,8 +331,13 @@ class Crew:
         self._tell(DATA, start_s)
 
     def _lose(self, name: str, ids: Set[str], reason: str) -> float:
-        """When it was noticed. `ids`: of the actors that end with it. Raises MegatrainError where that was one too
-        many, and where a process of Ray's died: then all actors die of it, one after the other."""
+        """Count and record a death; return when it was noticed (time.monotonic).
+
+        ids: of the actors that end with it.
+
+        Raises MegatrainError if this was one death too many, or if one of Ray's processes died: then all actors die,
+        one after the other.
+        """
         self._check_cluster()
         self._gone |= ids
         self._watch.died(name)
@@ -320,7 +352,7 @@ class Crew:
         say(f"{name} died and was replaced in {took_s:.1f} s ({self._failures})")
 
     def explain(self, error: RayActorError) -> MegatrainError:
-        """What the user should read of a death that ends the run."""
+        """Return the error that tells the user of a death that ends the run."""
         name = self._name_of(error.actor_id)
         if error.actor_id not in self._gone:
             self._watch.died(name)
@@ -329,7 +361,10 @@ class Crew:
         return MegatrainError(f"a process of the run died ({name}); the same command resumes")
 
     def failures(self, within_s: float = 2.0) -> Iterator[Exception]:
-        """What the tasks raised, given a moment: what made a shard fail may arrive after what followed from it."""
+        """Yield the errors that tasks raised, after waiting up to `within_s` seconds for one.
+
+        The error of a shard that failed may arrive after the errors that followed from it.
+        """
         calls = [post.call for post in self._posts if post.call is not None]
         done, _ = ray.wait(calls, num_returns=1, timeout=within_s) if calls else ([], [])
         for call in done:
@@ -339,18 +374,24 @@ class Crew:
                 yield error
 
     def spans(self, last: int) -> dict[str, Any]:
-        """Calls of all that record spans, by name: answered once step `last` and its update are over."""
+        """Ask all processes for their recorded spans; return the calls by name.
+
+        They are answered once step `last` and its update are over.
+        """
         shards = {post.name: post.actor.spans.remote(last) for post in self._shards}
         of_gpus = {gpu_name(rank): call for rank, call in enumerate(self.side.ask_each("spans", last))}
         return {**of_gpus, **shards, DATA: self.data.spans.remote()}
 
     def work(self) -> WorkCalls:
-        """What each has done, on the first host: clocks of several hosts, by which they know when, are not one."""
+        """Ask the processes of the first host what they have done.
+
+        Other hosts are left out: these results hold times, and the clocks of several hosts differ.
+        """
         of_gpus = self.side.ask_each("work")[: self._prepared.plan.host_gpus]
         return WorkCalls([post.actor.work.remote() for post in self._shards if not post.host], of_gpus)
 
     def whereabouts(self) -> str:
-        """What the GPU worker does, for the message about a step that does not end."""
+        """Return what the GPU worker is doing, for the message about a step that does not end."""
         try:
             where: str = ray.get(self.gpu.whereabouts.remote(), timeout=10.0)
         except (GetTimeoutError, RayError):
@@ -358,20 +399,20 @@ class Crew:
         return f"the GPU worker is at: {where}"
 
     def stop(self) -> None:
-        """Ends a run that went well: everybody closes what they hold, then the processes end."""
+        """End a run that went well: all actors close what they hold, then the processes end."""
         self.side.stop_watching()
         assert self._progress is not None
         for closing in self.side.ask_each("close", self._progress().step):
-            with suppress(RayActorError, LostProcessError):  # what was to be saved is
+            with suppress(RayActorError, LostProcessError):  # everything is saved
                 self._until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
         for post in self._posts:
             post.serves = False
-            with suppress(RayActorError):  # everything is saved: who dies now is not missed
+            with suppress(RayActorError):  # everything is saved: a death does no harm
                 answer(f"{post.name} did not stop", post.actor.stop.remote(), self.check)
                 answer(f"{post.name} did not end", post.call, self.check)
 
     def kill(self) -> None:
-        """Ends the processes whatever their state, unless their cluster is gone and ends with them. Idempotent."""
+        """Kill the processes whatever their state, unless their cluster is gone and ends with them. Idempotent."""
         with suppress(MegatrainError):
             self._check_cluster()
             self._kill()
@@ -385,13 +426,17 @@ class Crew:
             self._placement.clear()
 
     def _until(self, call: Any, late: str, timeout_s: float) -> Any:
-        """The answer of a call that takes time; who dies meanwhile is replaced."""
+        """Return the result of a call that takes time. Processes that die meanwhile are replaced."""
         self._until_all({call: late}, timeout_s)
         return self.result(call)
 
     def _until_all(self, calls: Mapping[Any, str], timeout_s: float) -> None:
-        """The same for several, by how each is called when it is late. Raises what the first that failed raised, or the
-        death of another that made it fail."""
+        """Wait until several calls have ended, as `_until` does.
+
+        calls: {call: beginning of the message if it is late}.
+
+        Raises what the first call to fail raised, or the death of another process that made it fail.
+        """
         waiting, deadline_s = dict(calls), time.monotonic() + timeout_s
         while waiting:
             for call in self.wait(list(waiting), 1.0):
@@ -415,9 +460,12 @@ class Crew:
         post.task = post.call = None
 
     def _side_ended(self, call: Any) -> None:
-        """The data process died, and a batch is wanted; or a GPU worker did, or has done what it was asked. Raises
-        what it raised."""
-        if call not in self.side.watched:  # of a worker that was replaced just now
+        """Handle the end of one of `GpuSide.watched`. Raises what the call raised.
+
+        Either the data process died and a batch is wanted, or a GPU worker died, or a GPU worker has done what it was
+        asked.
+        """
+        if call not in self.side.watched:  # a call of a worker that was just replaced
             return
         try:
             self.result(call)
@@ -432,33 +480,35 @@ class Crew:
         return self._introduce(post)
 
     def _holders(self, host: int, but: Post | None = None) -> list[Handles]:
-        """Whoever holds the arenas of a host."""
+        """Return the handles of all processes that hold the arenas of a host."""
         posts = [post.handles for post in self._posts if post is not but and post.host == host]
         of_gpu = self._side.handles.get(host, {}) if self._side else {}
         own = self._own_handles if host == 0 else {}  # the driver's
         return [handles for handles in (*posts, of_gpu, own) if handles]
 
     def result(self, call: Any) -> Any:
-        """Return what a call that has ended returned. Raises what it raised, and what `check` raises."""
+        """Return the result of a call that has ended. Raises what it raised, and what `check` raises."""
         return ended(call, self.check)
 
     def check(self, within_s: float = 0.0) -> None:
-        """Raises MegatrainError where a process of Ray's died, and LostProcessError where another host is gone, or
-        within a moment is: a process is missed before its node."""
+        """Raise MegatrainError if a process of Ray died, LostProcessError if another host is gone.
+
+        within_s: seconds to wait for a host's loss, since a process is missed before its node.
+        """
         self._check_cluster()
         deadline_s = time.monotonic() + within_s
         while self._placement is not None:
             try:
                 self._placement.check_hosts()
             except MegatrainError:
-                self._check_cluster()  # names the process of ours that the node died of since the look above
+                self._check_cluster()  # names the process that the node died of, if it died since the first check
                 raise
             if time.monotonic() >= deadline_s or self._prepared.plan.num_hosts == 1:
                 return
             time.sleep(CHECK_S)
 
     def _ask_shards(self, question: str) -> list[Any]:
-        """Their answers. One that dies gives none, and another takes its place."""
+        """Return the shards' answers. A shard that dies gives none, and is replaced."""
         answers = []
         for post in self._shards:
             try:
@@ -470,7 +520,7 @@ class Crew:
         return answers
 
     def _introduce(self, post: Post) -> bool:
-        """Waits until the actor has started; False where it died doing so and another one has taken its place."""
+        """Wait until the actor has started; return False if it died meanwhile and was replaced."""
         try:
             await_begin(post.name, post.begun, self.check)
             post.handles = answer(f"{post.name} did not start", post.actor.handles.remote(), self.check)

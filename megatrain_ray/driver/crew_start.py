@@ -1,4 +1,4 @@
-"""From no process to actors that are ready for a step."""
+"""Starts the actors of a run, up to where they are ready for a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain_ray.workers.gpu_worker import Progress
 
 @dataclass(frozen=True)
 class SaveRates:
-    """What a save's stall is predicted from; 0 where nothing is saved."""
+    """Holds the rates from which the stall of a save is predicted. That of the disk is 0 if nothing is saved."""
 
     disk_bytes_per_s: float
     copy_bytes_per_s: float
@@ -30,8 +30,13 @@ def start_crew(
     crew: Crew, prepared: Prepared, run: RunDir, manifest: Manifest | None, progress: Callable[[], Progress],
     data_arguments: Callable[[], Mapping[str, Any]], startup: Startup,
 ) -> SaveRates:  # fmt: skip
-    """`manifest`: of the save to go on from, None: begin with the model's values. `progress`, `data_arguments`: where
-    training stands when one calls them. Raises CapacityError where saves have no room, and what the crew does."""
+    """Start all actors, load their state and build the engine. Return the rates of saves.
+
+    manifest: of the save to go on from; None: begin with the model's initial values.
+    progress, data_arguments: return where training stands at the moment of the call.
+
+    Raises CapacityError if saves have no room, and what the crew raises.
+    """
     plan = prepared.plan
     disk_bytes_per_s = 0.0
     if prepared.config.save_every is not None:

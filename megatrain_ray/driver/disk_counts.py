@@ -1,5 +1,4 @@
-"""What a run moves on the disk of what spills, of its first host, counted now and then from what its processes say of
-themselves."""
+"""Counts what the first host's processes read from the spill disk and write to it, as they report from time to time."""
 
 from __future__ import annotations
 
@@ -23,11 +22,14 @@ from megatrain_ray.run.process_names import gpu_name, shard_name
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 5.0  # as often as anybody scrapes; an answer is a call of Ray to each process
+EVERY_S = 5.0  # seconds, as often as anybody scrapes metrics; an answer takes a Ray call to each process
 
 
 class DiskCounts:
-    """Into the sinks of a run. Nothing waits for an answer: it is taken with the step after it came."""
+    """Counts disk traffic into the sinks of a run.
+
+    Nothing waits for an answer: it is taken at the end of the first step after it came.
+    """
 
     def __init__(self, plan: Plan, sinks: MetricSinks, clock: Callable[[], float] = time.monotonic) -> None:
         self._uses_disk = plan.total_bytes(Tier.NVME) > 0
@@ -35,10 +37,10 @@ class DiskCounts:
         self._clock = clock
         self._asked_s = -EVERY_S
         self._calls: WorkCalls | None = None
-        self._before: dict[tuple[str, int], Moved] = {}  # by process and its pid: another one counts from 0
+        self._before: dict[tuple[str, int], Moved] = {}  # by name and pid, since a replacement counts from 0
 
     def ended(self, crew: Crew) -> None:
-        """A step has."""
+        """Take answers that have come, and ask again every EVERY_S seconds. Call it after every step."""
         if not self._uses_disk:
             return
         if self._calls and len(ray.wait(self._calls.all, num_returns=len(self._calls.all), timeout=0)[1]) == 0:
@@ -56,7 +58,7 @@ class DiskCounts:
         self.add(work)
 
     def add(self, work: RunWork) -> None:
-        """What they have done since they were asked before."""
+        """Count what the processes have moved since the previous call."""
         for k, shard in enumerate(work.shards):
             self._count(shard_name(k), shard.pid, shard.moved)
         for rank, gpu in enumerate(work.gpus):

@@ -1,4 +1,4 @@
-"""What the user should read when an actor has failed."""
+"""Chooses the error that the user reads when an actor has failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from megatrain_ray.errors import MegatrainError, ShardFailedError
 
 
 def understood(error: RayError, crew: Crew) -> MegatrainError:
-    """Our own message where an actor raised one; a shard's own before what followed."""
+    """Return the error that the user should read.
+
+    This is our own error if an actor raised one. The error of a shard's own task comes before those that followed from
+    it.
+    """
     for failure in (*crew.failures(), error):
         cause = failure.cause if isinstance(failure, RayTaskError) else failure
         if isinstance(cause, MegatrainError) and not isinstance(cause, ShardFailedError):

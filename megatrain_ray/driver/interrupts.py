@@ -1,5 +1,8 @@
-"""Ctrl-C and SIGTERM: while a run trains the first asks it to save and end; any other ends it at once, and then no more
-are heard, so that none breaks off what is being cleaned up."""
+"""Handles Ctrl-C and SIGTERM.
+
+While a run trains, the first signal asks it to save and end. Any other signal ends it at once. After that no more are
+handled, so that none interrupts the clean-up.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,22 @@ from typing import Any
 
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AGAIN_S = 0.02  # after which a signal that came where nothing can be raised is sent again
+AGAIN_S = 0.02  # seconds after which a signal is sent again that came where no exception can be raised
 MESSAGE = "interrupted: {}stopping (once more: stop at once)\n"
 
 
 class Interrupts:
-    """Handlers for the time of a block, in which a signal raises KeyboardInterrupt. Outside the main thread it hears
-    nothing, because Python delivers signals there only."""
+    """Installs signal handlers for a block, in which a signal raises KeyboardInterrupt.
+
+    Outside the main thread it does nothing, because Python delivers signals only there.
+    """
 
     def __init__(self, *, saves: bool = True) -> None:
-        """`saves`: what is told of a signal that is put off."""
-        self.requested = False  # by a signal that was put off
+        """Prepare the handlers; entering the block installs them.
+
+        saves: the message about a deferred signal says that the run saves first.
+        """
+        self.requested = False  # set by a deferred signal
         self._message = MESSAGE.format("saving, then " if saves else "").encode()
         self._puts_off = self._raised = False
         self._before: dict[signal.Signals, Any] = {}
@@ -35,7 +43,7 @@ class Interrupts:
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
-        """In the block the first signal sets `requested` and nothing else."""
+        """Defer the first signal in the block: it only sets `requested` and prints a message."""
         self._puts_off = True
         try:
             yield
@@ -53,7 +61,7 @@ class Interrupts:
             return
         if self._puts_off and not self.requested:
             self.requested = True
-            with suppress(OSError):  # nobody reads it; and `print` must not be called in the midst of a print
+            with suppress(OSError):  # nobody reads it. Not `print`, which must not be called within itself
                 os.write(STDERR, self._message)
             return
         if _in_finalizer(frame):
@@ -66,8 +74,11 @@ class Interrupts:
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
-    """Python drops what is raised there. A signal during a collection, which takes a second among the objects of
-    Transformers, is delivered to the first finalizer of what was collected."""
+    """Return whether the frame is in a `__del__` method, where Python drops what is raised.
+
+    A signal during a garbage collection is delivered to the first finalizer of what was collected. A collection takes a
+    second among the objects of Transformers.
+    """
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None

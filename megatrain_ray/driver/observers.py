@@ -1,4 +1,4 @@
-"""PlanCheck: the driver's side of the comparison of a plan with its run. It looks a few times, beside the training."""
+"""Compares a plan with its run: a few times during the training, in a background thread of the driver."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ from megatrain_ray.machine.process_memory import pss_of_run
 
 log = logging.getLogger(__name__)
 
-NEWEST = 256  # rows of which medians are taken
+NEWEST = 256  # number of the newest rows, of which medians are taken
 
 
 class PlanCheck:
-    """Of one session. Compares after MIN_STEPS usual steps, after twice as many, and so on, and at the end; warns when
-    what is off is something else than at the last time. Nothing that goes wrong here ends the run."""
+    """Compares the plan of one session with what is measured.
+
+    A comparison is made after MIN_STEPS usual steps (all but the first one), after twice as many, and so on, and at the
+    end. It warns if other terms are off than at the last comparison. No error in it ends the run.
+    """
 
     def __init__(self, plan: Plan, run_dir: Path) -> None:
         self._plan = plan
         self._run_dir = run_dir
-        self._first: Mapping[str, Any] | None = None  # row, of the step that compiles
+        self._first: Mapping[str, Any] | None = None  # row of the first step, which compiles
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=NEWEST)
         self._num_usual = 0
         self._next = MIN_STEPS
-        self._before = WorkCalls((), ())  # after the first step
+        self._before = WorkCalls((), ())  # asked after the first usual step
         self._done_before: RunWork | None = None
         self._host_bytes: int | None = None
-        self._told: frozenset[str] = frozenset()  # names of terms that were warned of
+        self._told: frozenset[str] = frozenset()  # names of the terms that were off at the last comparison
         self._thread: threading.Thread | None = None
 
     def ended(self, crew: Crew, row: Mapping[str, Any]) -> None:
-        """The driver has the row of a step."""
+        """Note the row of a step that has ended, and compare if it is time."""
         if self._plan.prediction is None:
             return
         if self._first is None:
@@ -62,14 +65,14 @@ class PlanCheck:
             self._look(crew)
 
     def finish(self, crew: Crew) -> None:
-        """No step comes any more; the processes still are."""
+        """Make the last comparison. Call it after the last step, while the processes still live."""
         self._await_look(crew)
         if self._num_usual >= MIN_STEPS:
             self._look(crew, at_end=True)
             self._await_look(crew)
 
     def close(self) -> None:
-        """No process answers any more. Idempotent."""
+        """Stop comparing. Call it when no process answers any more. Idempotent."""
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
@@ -116,15 +119,17 @@ class PlanCheck:
 
 
 def _answers(calls: WorkCalls) -> RunWork | None:
-    """None where somebody does not live any more."""
+    """Return the answers of the processes, or None if one of them has died."""
     with suppress(ray.exceptions.RayError):
         return calls.done(ANSWER_S)
     return None
 
 
 def _host_bytes(pids: Mapping[str, int]) -> int | None:
-    """Of all processes of the run. The kernel goes over every page that each of them maps, 15 to 40 ms for each GiB,
-    beside the training."""
+    """Return the host memory of all processes of the run, in bytes, or None if it cannot be measured.
+
+    The kernel visits every page that each process maps, which takes 15 to 40 ms per GiB. Training goes on meanwhile.
+    """
     start_s = time.perf_counter()
     try:
         total = sum(sum(kinds.values()) for kinds in pss_of_run(pids).values())

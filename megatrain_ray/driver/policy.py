@@ -1,4 +1,4 @@
-"""The run's policy: what to do next, decided one tick at a time from what has happened. Does nothing itself."""
+"""Decides what a run does next, one tick at a time, from what has happened. It does nothing itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """`submitted` and `completed` count updates of the whole run, `saved` is the newest save (-1: none).
+    """Describes where a run stands.
 
-    `changed`: a step since then was not skipped. `saving`: one is being written. `missed`: the last one that was begun
-    did not come about. `evaluated`: the last update after which the held-out data were evaluated (0: before the first,
-    -1: never). `evaluating`: they are now.
+    submitted, completed: updates of the whole run.
+    saved: updates in the newest save; -1: there is none.
+    changed: a step since the newest save was not skipped.
+    saving: a save is being written.
+    missed: the last save that was begun was abandoned.
+    evaluated: the last update after which the held-out data were evaluated; 0: before the first; -1: never.
+    evaluating: an evaluation is under way.
     """
 
     submitted: int
@@ -39,8 +43,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """`save_every`: None never, 0 at the end and when interrupted, N after every N updates as well. `eval_every`: 0
-    never, N before the first update, after every N and after the last."""
+    """Decides when to step, save and evaluate.
+
+    save_every: None: never; 0: at the end and when interrupted; N: after every N updates as well.
+    eval_every: 0: never; N: before the first update, after every N, and after the last.
+    """
 
     steps: int
     save_every: int | None
@@ -65,23 +72,26 @@ class RunPolicy:
         return Action.STEP
 
     def saves_next(self, seen: Observation) -> bool:
-        """Whether the next step is one whose state is saved, while training goes on."""
+        """Return whether the state after the next step is to be saved while training goes on."""
         step = seen.submitted + 1
         if self.save_every is None:
             return False
         return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def is_done(self, seen: Observation) -> bool:
-        """Whether nothing but a save is left to do."""
+        """Return whether nothing but a save is left to do."""
         return seen.completed >= self.steps and not self._owes_evaluation(seen)
 
     def _owes_evaluation(self, seen: Observation) -> bool:
-        """Whether the last step is one to evaluate after, and was not yet. A run that is interrupted owes it on."""
+        """Return whether an evaluation after the last submitted step is due and not made.
+
+        An interrupted run still owes it.
+        """
         step = seen.submitted
         if not self.eval_every or step > self.steps or seen.evaluated >= step:
             return False
         return step % self.eval_every == 0 or step == self.steps
 
     def _unsaved(self, seen: Observation) -> bool:
-        """Whether a save would hold other weights than the newest one, or than the run began with."""
+        """Return whether a save would hold other weights than the newest one, or than the run began with."""
         return self.save_every is not None and max(0, seen.saved) < seen.completed and seen.changed

@@ -1,4 +1,4 @@
-"""The driver's side of an evaluation: batches of the held-out data, and the row of what came of them."""
+"""Runs an evaluation from the driver: it submits batches of the held-out data, and makes a row of their losses."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any
 from megatrain_ray.io.batching.held_out import HeldOut
 from megatrain_ray.workers.gpu_worker import HeldOutLoss
 
-BATCHES_AHEAD = 2  # the next one is made while one is computed
+BATCHES_AHEAD = 2  # batches under way at once: the next one is made while one is computed
 
 
 class RunningEvaluation:
-    """One pass over the held-out data with the weights after `step` updates."""
+    """Runs one pass over the held-out data with the weights after `step` updates."""
 
     def __init__(
         self, evaluate: Callable[[int, int], Any], batches: HeldOut, weights: Sequence[float], step: int
     ) -> None:
-        """`evaluate`: begins a batch of a step, by number, and returns the call. `weights`: of the sources of
-        `batches`."""
+        """Submit the first batches.
+
+        evaluate: submits a batch, by step and number of the batch, and returns the call.
+        weights: of the sources of `batches`.
+        """
         self.step = step
         self._evaluate = evaluate
         self._weights = weights
@@ -34,21 +37,21 @@ class RunningEvaluation:
 
     @property
     def calls(self) -> list[Any]:
-        """What is under way."""
+        """Return the calls that are under way."""
         return list(self._called)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Batches that are done, and all of them."""
+        """Return how many batches are done, and how many there are."""
         return len(self._losses), self._batches.num_batches
 
     def take(self, call: Any, loss: HeldOutLoss) -> None:
-        """What came of one of `calls`."""
+        """Take the result of one of `calls`, and submit the next batch."""
         self._losses[self._called.pop(call)] = loss
         self._submit()
 
     def give_up(self) -> None:
-        """Nothing more is begun; what is under way is still to be waited for."""
+        """Submit no more batches. Those under way must still be waited for."""
         self._given_up = True
 
     @property
@@ -56,7 +59,7 @@ class RunningEvaluation:
         return not self._called
 
     def row(self) -> dict[str, Any] | None:
-        """Of evaluations.jsonl, once it is over; None where it was given up."""
+        """Return the row of evaluations.jsonl once the evaluation is over, or None if it was given up."""
         done, total = self.progress
         if done < total:
             return None
@@ -74,8 +77,13 @@ class RunningEvaluation:
 def evaluation_row(
     step: int, sources: Sequence[Sequence[HeldOutLoss]], weights: Sequence[float], seconds: float
 ) -> dict[str, Any]:
-    """`sources`: losses of each one's batches. A source's loss is the mean over its supervised tokens; with several the
-    mean of theirs by weight."""
+    """Return a row of evaluations.jsonl.
+
+    sources: losses of each source's batches.
+    weights: of each source.
+
+    The loss of a source is the mean over its supervised tokens. Of several sources it is the weighted mean of theirs.
+    """
     tokens = [sum(loss.num_supervised for loss in losses) for losses in sources]
     means = [sum(loss.total for loss in losses) / count for losses, count in zip(sources, tokens, strict=True)]
     loss = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / sum(weights)
@@ -91,7 +99,7 @@ def evaluation_row(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite beyond the numbers there are."""
+    """Return exp(loss), or infinity if that is beyond floating-point numbers."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""A save of a running training: every shard writes its part while training goes on, then one rename makes it exist."""
+"""Saves while training goes on: every shard writes its part, then one rename makes the save exist."""
 
 from __future__ import annotations
 
@@ -49,29 +49,32 @@ from megatrain_ray.workers.gpu_worker import Progress
 PROBE_VALUES = 4 << 20  # 16 MiB
 PROBE_BUFFERS = 16
 ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every: null to train without saves"
-ABANDON_S = 60.0  # after which an abandoned writer is not waited for
+ABANDON_S = 60.0  # seconds to wait for the writers of an abandoned save
 
 
 def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
-    """Before the first step after `step`: raises CapacityError unless the saves that will be there together fit."""
+    """Raise CapacityError unless all saves that will exist at the same time have room.
+
+    Call it before the first step after `step`.
+    """
     config = prepared.config
     every = config.save_every or config.train.steps
     to_come = 1 + (config.train.steps - 1) // every - step // every
-    # One more than is kept, since the newest is written before the oldest goes.
+    # One more than is kept, since the newest is written before the oldest is deleted.
     together = min(to_come, max(1, config.save_keep + 1 - len(list_saves(saves))))
     what = "the save" if together == 1 else f"{together} saves"
     check_room(saves, together * room_of_one(prepared.plan), what, ADVICE)
 
 
 def room_of_one(plan: Plan) -> int:
-    """Bytes that a save takes on disk at most."""
+    """Return the most bytes that one save takes on disk."""
     return save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
 
 
 def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
     """Return how many bytes of state a second can be saved in the folder `saves`, by writing at most 256 MiB there."""
     count = max(1, min(num_bytes // 4, PROBE_VALUES))
-    values = np.random.default_rng(0).standard_normal(count, np.float32)  # shrink as little as state does
+    values = np.random.default_rng(0).standard_normal(count, np.float32)  # random: compresses as little as state does
     buffers = [values.data.cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
     piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
     saves.mkdir(exist_ok=True)
@@ -87,12 +90,18 @@ def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> f
 
 
 class RunningSave:
-    """The save of one step, from its begin to its commit. Raises what a shard raised; then `abandon` it."""
+    """Drives the save of one step, from its begin to its commit.
+
+    Raises what a shard raised; then call `abandon`.
+    """
 
     def __init__(
         self, prepared: Prepared, crew: Crew, saves: Path, run: str, step: int, predicted_stall_s: float
     ) -> None:
-        """`run`: the token of the run. Raises CapacityError, with nothing written, when there is no room for it."""
+        """Begin to write the save. Raises CapacityError, with nothing written, if there is no room for it.
+
+        run: the token of the run.
+        """
         check_room(saves, room_of_one(prepared.plan), f"the save of step {step}", ADVICE)
         self.step = step
         self._prepared = prepared
@@ -107,22 +116,25 @@ class RunningSave:
         self.calls = crew.write_parts(prepare_save(saves, step, run), step, prepared.config.save_compress)
 
     def reached(self, progress: Progress, position: Mapping[str, Any]) -> None:
-        """The step has ended. Training and data may be many steps further when the last part is written."""
+        """Note where training and data stand at the end of the step that is saved.
+
+        They may be many steps further when the last part is written.
+        """
         self._at = (progress, position)
 
     def hold_up(self) -> None:
-        """From now on training waits for the end of this save: the next one is due."""
+        """Note that from now on training waits for the end of this save, because the next one is due."""
         if self._waited_since_s is None:
             self._waited_since_s = time.monotonic()
 
     @property
     def held_up_s(self) -> float:
-        """How long training has waited for its end."""
+        """Return for how many seconds training has waited for the end of this save."""
         return 0.0 if self._waited_since_s is None else time.monotonic() - self._waited_since_s
 
     @property
     def num_updates(self) -> int:
-        """Return how many of the run's steps up to the saved one changed the weights. Only once it is `complete`."""
+        """Return how many of the run's steps up to the saved one changed the weights. Valid once it is `complete`."""
         assert self._at is not None
         return self._at[0].adam_step
 
@@ -131,12 +143,12 @@ class RunningSave:
         return self._at is not None and not self.calls
 
     def take(self, call: Any) -> None:
-        """One of `calls` has ended."""
+        """Take the part that one of `calls` has written. Raises what the shard raised."""
         self.calls.remove(call)
         self._parts.append(self._crew.result(call))
 
     def check_deadline(self) -> None:
-        """Raises DeadlineError when it takes longer than the steps before it and the slowest disk would."""
+        """Raise DeadlineError if the save takes longer than the steps before it and the slowest disk would."""
         limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._prepared.plan.save_bytes)
         if time.monotonic() - self._start_s > limit_s:
             raise DeadlineError(
@@ -144,7 +156,7 @@ class RunningSave:
             )
 
     def commit(self) -> SaveTiming:
-        """Makes the save exist, once it is complete, and deletes saves beyond `save_keep`."""
+        """Make a complete save exist, and delete saves beyond `save_keep`."""
         assert self._at is not None
         parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
         timing = SaveTiming(
@@ -160,7 +172,7 @@ class RunningSave:
         return timing
 
     def abandon(self) -> None:
-        """Leaves nothing of it; updates do not wait for it any more."""
+        """Delete what was written of the save. Updates do not wait for it any more."""
         self._crew.abandon_save()
         if self.calls:
             ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
@@ -175,7 +187,10 @@ def _manifest(
     timing: SaveTiming,
     checksums: Sequence[int | None],
 ) -> Manifest:
-    """`checksums`: of each layer's frozen part, where the save leaves it out; else none."""
+    """Return the manifest of a save.
+
+    checksums: of each layer's frozen part if the save leaves that out, else empty.
+    """
     precision = prepared.plan.precision
     working = "working" if precision.is_split else "master"
     layout = prepared.structure.layout(prepared.plan.num_fragments)

@@ -1,4 +1,4 @@
-"""Session: one attempt at a run, from the actors' start to their end."""
+"""Runs one attempt at a run, from the start of its actors to their end."""
 
 from __future__ import annotations
 
@@ -48,16 +48,20 @@ from megatrain_ray.workers.gpu_worker import Progress, StepResult
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 60.0  # without a step's end after which the driver says what it waits for
-NOTICE_S = 10.0  # in which Ray has noticed that a node is gone whose processes it misses
-POLL_S = 0.2  # how often the driver looks whether it was interrupted
+SILENCE_S = 60.0  # seconds in which nothing ends, after which the driver prints what it waits for
+NOTICE_S = 10.0  # seconds within which Ray notices that a node is gone, after it has missed a process there
+POLL_S = 0.2  # seconds between two checks whether the run was interrupted
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and for whom: the same in every attempt. `tokens`: folders of the data's sources. `failures`: of
-    all attempts. `at_end`: called when all steps are made, while every process is still there. `left`: what the attempt
-    before has left on other hosts, as Crew.elsewhere."""
+    """Holds what all attempts at a run have in common.
+
+    tokens: folders of the tokens of the data's sources.
+    failures: of all attempts together.
+    at_end: called when all steps are made, while every process still lives.
+    left: processes that the previous attempt left on other hosts, as Crew.elsewhere returns them.
+    """
 
     prepared: Prepared
     tokens: tuple[Path, ...]
@@ -73,7 +77,11 @@ class Job:
 
 @dataclass
 class Silence:
-    """How long nothing has ended."""
+    """Measures how long nothing has ended.
+
+    since_s: when something ended last.
+    told_s: when that or the last message about the silence was.
+    """
 
     since_s: float = field(default_factory=time.monotonic)
     told_s: float = field(default_factory=time.monotonic)
@@ -83,23 +91,30 @@ class Silence:
 
 
 def _may_be_of_a_node(error: RayError) -> bool:
-    """Whether a process was lost, with its node perhaps; else one has said what is wrong."""
+    """Return whether an error may come from the loss of a whole node.
+
+    It may if a process or a device was lost. Any other error already says what is wrong.
+    """
     return isinstance(error, RayActorError) or isinstance(getattr(error, "cause", None), LostDeviceError)
 
 
 class Session:
-    """The driver's loop: steps, saves, and what is to be done when something dies."""
+    """Runs the driver's loop: steps, saves and evaluations, and what is to be done when a process dies."""
 
     def __init__(
         self, job: Job, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
     ) -> None:
-        """`manifest`: of the save to go on from. `placement`: of actors that have begun, which end with the session."""
+        """Prepare an attempt.
+
+        manifest: of the save to go on from; None: from the start.
+        placement: holds actors that have started already. They end with the session.
+        """
         prepared, run = job.prepared, job.run
         self._job = job
         self._prepared = prepared
         self._tokens = job.tokens
         self._held_out = job.held_out
-        self._batches = job.held_out.open() if job.held_out else None  # once: to lay chats side by side takes a while
+        self._batches = job.held_out.open() if job.held_out else None  # opened once: packing chats takes a while
         self._run = run
         self._interrupts = job.interrupts
         self._daemons = job.daemons
@@ -128,8 +143,10 @@ class Session:
         self._disk_counts = DiskCounts(prepared.plan, sinks)
 
     def train(self) -> tuple[int, float | None]:
-        """Steps completed and the last one's loss, None when none ran. Raises InterruptedRunError, and MegatrainError
-        for what failed."""
+        """Train until the run is done or interrupted. Return the completed steps and the last loss.
+
+        The loss is None if no step ran. Raises InterruptedRunError, and MegatrainError for what failed.
+        """
         to_record = partial(record, self._run.path)
         watch = Faults(History(self._run.path), self._sinks, lambda: self._completed)
         crew = Crew(
@@ -159,7 +176,7 @@ class Session:
         return self._completed, self._last_row.get("loss")
 
     def _kept(self) -> str:
-        """What an interrupted run leaves."""
+        """Return what an interrupted run leaves, for the message."""
         if self._saved == self._completed:
             return f"saved at step {self._saved}; the same command resumes"
         if self._prepared.config.save_every is None:
@@ -185,7 +202,7 @@ class Session:
         self._silence.heard()
 
     def _tell_of_stop(self) -> None:
-        """Where a stopped job would be killed before its last save is whole."""
+        """Print a warning if a stopped job would be killed before its last save is complete."""
         config, plan = self._prepared.config, self._prepared.plan
         step_s = plan.prediction.step_s if plan.prediction else 0.0
         needed_s = stop_wait_s(plan, config.save_every, self._save_rates.disk_bytes_per_s, step_s)
@@ -220,7 +237,7 @@ class Session:
                     return
 
     def _wait_for_all(self, crew: Crew, view: ProgressView) -> None:
-        """As `_wait`; who died, or can compute nothing more, is replaced."""
+        """Wait as `_wait` does, and replace a process that died or whose device failed."""
         gpu = crew.gpu
         try:
             self._wait(crew, view)
@@ -235,7 +252,7 @@ class Session:
             self._ask_again(crew)
 
     def _ask_again(self, crew: Crew) -> None:
-        """Another GPU worker makes the steps that the one before did not end. An evaluation begins once more."""
+        """Submit the steps that have not ended to the new GPU workers. A running evaluation is made again."""
         self._evaluation = None
         of_save = self._save.step if self._save else None
         again = range(self._completed + 1, self._submitted + 1)
@@ -264,16 +281,16 @@ class Session:
             )
         try:
             self._save = RunningSave(self._prepared, crew, self._run.saves, self._run.token, step, predicted_s)
-        except CapacityError as error:  # while running: nothing of the configuration is wrong
+        except CapacityError as error:  # exit code 1, since the configuration is not at fault
             raise MegatrainError(f"{error}; {self._safe()}, and the same command resumes") from None
         self._missed = False
 
     def _safe(self) -> str:
-        """Says where a run that fails can go on from."""
+        """Return from where a run that fails can go on, for the message."""
         return f"the save of step {self._saved} is intact" if self._saved >= 0 else "there is no save yet"
 
     def _wait(self, crew: Crew, view: ProgressView) -> None:
-        """Until a step, a part of the save or a batch of an evaluation ends, or a moment has passed."""
+        """Wait until a step, a part of the save or an evaluated batch ends, at most POLL_S seconds, and handle it."""
         parts = self._save.calls if self._save else []
         evaluated = self._evaluation.calls if self._evaluation else []
         ended = crew.wait([*self._under_way[:1], *parts, *evaluated], POLL_S)
@@ -310,7 +327,7 @@ class Session:
         self._check_skipped()
 
     def _check_skipped(self) -> None:
-        """Raises MegatrainError when so many steps in a row were skipped that training does not recover."""
+        """Raise MegatrainError if so many steps in a row were skipped that training does not recover."""
         num_skipped, limit = self._completed - self._updated, self._prepared.config.max_skipped
         if self._save and self._save.step <= self._updated:
             return  # a good save is being written
@@ -329,7 +346,7 @@ class Session:
         self._sinks.write(row)
 
     def _end_evaluation(self, evaluation: RunningEvaluation, view: ProgressView) -> None:
-        """Gives it up when interrupted; writes its row when it is over."""
+        """Stop the evaluation if the run is interrupted; write its row if it is over."""
         if self._interrupts.requested:
             evaluation.give_up()
         if not evaluation.is_over:
@@ -341,7 +358,11 @@ class Session:
             view.evaluated(row)
 
     def _take_part(self, crew: Crew, call: Any) -> None:
-        """A shard has written its part of the save, or died meanwhile: then the save is made again later."""
+        """Take a part of the save, which a shard has written.
+
+        If the shard died meanwhile, the save is abandoned and made again later. Raises MegatrainError if the state is
+        not finite, and what the shard raised.
+        """
         save = self._save
         if save is None or call not in save.calls:
             return
@@ -363,19 +384,22 @@ class Session:
             raise
 
     def _mark(self) -> None:
-        """Tells the save what stood when its step ended: its last part may be written many steps later."""
+        """Give the save the progress and data position at the end of its step.
+
+        Its last part may be written many steps later.
+        """
         if self._save and self._save.step == self._completed:
             assert self._position is not None  # steps were made, or nothing would be saved
             self._save.reached(self._progress, self._position)
 
     def _commit(self, save: RunningSave) -> None:
-        """Make a complete save exist, unless all steps since the newest one were skipped: it is dropped then."""
+        """Commit a complete save, unless all steps since the newest one were skipped: then drop it."""
         if save.num_updates <= self._saved_updates:
             self._save = None
             save.abandon()
             log.info("step %d is not saved: no step since the newest save changed the weights", save.step)
             return
-        self._run.settle()  # a save never stands without the rows before it
+        self._run.settle()  # a save never exists without the rows before it
         with self._tracing.spans.span(Row.DRIVER, f"commit save {save.step}"):
             timing = save.commit()
         self._saved, self._saved_updates, self._save = save.step, save.num_updates, None
@@ -389,7 +413,10 @@ class Session:
             self._told_of_waiting = True
 
     def _watch_silence(self, crew: Crew, ended: list[Any]) -> None:
-        """Says what the run waits for when nothing has ended for a while, and gives up after STEP_DEADLINE_S."""
+        """Print what the run waits for if nothing has ended for SILENCE_S seconds.
+
+        Raises DeadlineError if nothing has ended for STEP_DEADLINE_S seconds, or longer while a save may delay a step.
+        """
         if self._save:
             self._save.check_deadline()
         if ended:
@@ -399,7 +426,7 @@ class Session:
         if now_s - self._silence.told_s > SILENCE_S:
             self._silence.told_s = now_s
             say(f"still waiting for {awaited}: {crew.whereabouts()}")
-        # A save may hold a step up for as long as the disk needs.
+        # A save may delay a step for as long as the disk needs.
         limit_s = STEP_DEADLINE_S + (self._prepared.plan.update_deadline_s if self._save else 0.0)
         if now_s - self._silence.since_s > limit_s:
             raise DeadlineError(f"{awaited} did not end within {limit_s:.0f} s: {crew.whereabouts()}")

@@ -1,5 +1,4 @@
-"""Tracing: the driver's side of a timeline. It asks all processes for their spans and writes the file, beside the
-training."""
+"""Writes a timeline of the traced steps: collects the spans of all processes in a background thread of the driver."""
 
 from __future__ import annotations
 
@@ -22,10 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class Tracing:
-    """Of one run. Nothing that goes wrong here ends it."""
+    """Collects the spans of a run and writes its timeline. No error in it ends the run."""
 
     def __init__(self, prepared: Prepared, run_dir: Path, completed: int) -> None:
-        """`completed`: updates before. Steps among them are traced no more."""
+        """Prepare to trace the steps that log.trace names.
+
+        completed: updates made before. Steps among them are not traced again.
+        """
         steps = traced_steps(prepared.config.log.trace)
         self._steps = range(max(steps.start, completed + 1), steps.stop)
         self._prepared = prepared
@@ -35,26 +37,29 @@ class Tracing:
         self._watch(completed)
 
     def ended(self, crew: Crew, step: int) -> None:
-        """The driver has heard of the end of a step."""
+        """Collect spans if the last traced step has ended. Call it after every step."""
         if step in self._steps and step == self._steps[-1]:
             self._collect(crew, step)
         self._watch(step)
 
     def finish(self, crew: Crew, completed: int) -> None:
-        """No step comes any more; the processes still are. Writes what there is of steps that were cut short."""
+        """Write the spans of traced steps that were cut short, and wait for the file.
+
+        Call it after the last step, while the processes still live.
+        """
         if self._thread is None and completed in self._steps:
             self._collect(crew, completed)
         if self._thread is not None:
             await_thread(self._thread, crew.check, self._limit_s)
 
     def close(self) -> None:
-        """No process answers any more. Idempotent."""
+        """Stop tracing. Call it when no process answers any more. Idempotent."""
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
     @property
     def _limit_s(self) -> float:
-        """For an answer: a process answers when step and update are over."""
+        """Return the bound of an answer, in seconds: a process answers when step and update are over."""
         return STEP_DEADLINE_S + self._prepared.plan.update_deadline_s + DEADLINE_S
 
     def _watch(self, completed: int) -> None:
@@ -80,7 +85,7 @@ class Tracing:
         say(f"traced steps {self._steps[0]} to {last}: {path} (open it at https://ui.perfetto.dev)")
 
     def _answer(self, name: str, call: Any) -> TracedProcess | None:
-        """None where the process has died."""
+        """Return the spans of a process, or None if it has died."""
         try:
             return TracedProcess(name, ray.get(call, timeout=self._limit_s))
         except ray.exceptions.RayError as error:

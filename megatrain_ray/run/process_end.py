@@ -1,4 +1,4 @@
-"""The end of another process of this machine."""
+"""Waits for the end of another process of this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatrain_ray.errors import DeadlineError
 
 
 def wait_gone(pid: int, timeout_s: float) -> None:
-    """Returns when there is no such process (a zombie is none). Raises DeadlineError after `timeout_s`."""
+    """Wait until no process has this pid (a zombie is none). Raises DeadlineError after `timeout_s` seconds."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

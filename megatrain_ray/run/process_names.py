@@ -1,4 +1,4 @@
-"""What the processes of a run are called, in messages and in its files."""
+"""Names the processes of a run, in messages and in its files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ DATA, OWNER, GPU = "data", "arena owner", "GPU worker"
 
 
 def gpu_name(rank: int) -> str:
-    """The first one's is as that of a run with one GPU."""
+    """Return the name of a GPU worker. Rank 0 has the same name as the only worker of a run with one GPU."""
     return f"{GPU} {rank}" if rank else GPU
 
 
 def owner_name(host: int) -> str:
-    """The first host's is as that of a run on one host."""
+    """Return the name of a host's arena owner. On host 0 it is the same as in a run on one host."""
     return f"{OWNER} of host {host}" if host else OWNER
 
 

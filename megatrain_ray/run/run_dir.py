@@ -1,19 +1,19 @@
-"""A run directory: what a run is (config.yaml, plan.json), how it went (metrics.jsonl), and its saves and logs.
+"""Keeps a run directory: what a run is (config.yaml, plan.json), how it went (metrics.jsonl), and its saves and logs.
 
-owner.json     that this program made the directory, and the token of the run, which its saves have too
-config.yaml    resolved configuration; there is a run where this file is
-plan.json      of the newest start, written before its first step
-plans/         other plans of earlier starts, by their hash
-measured.json  what plans predicted beside what was measured (accounting/measured_file.py)
+owner.json     says that this program made the directory; holds the token of the run, which its saves have too
+config.yaml    resolved configuration; a directory with this file holds a run
+plan.json      plan of the newest start, written before its first step
+plans/         other plans of earlier starts, named by their hash
+measured.json  what plans predicted, and what was measured (accounting/measured_file.py)
 model.json     the model's configuration and shapes, which a resume must have too
-processes.json while the run is up, and after a death
-metrics.jsonl  a row an update, in order of steps
-evaluations.jsonl  a row an evaluation, in order of steps
+processes.json process ids, while the run is up and after a death
+metrics.jsonl  one row per update, in order of steps
+evaluations.jsonl  one row per evaluation, in order of steps
 history.jsonl  starts, deaths, ends (run_history.py)
 saves/step_N/  weights and optimizer state after N updates
-tokenizer/     the tokenizer's files and the chat template, which an export carries on
-inputs/        a model and data that a program held (data/python_objects.py)
-report.html    all of it as a page (report/html_report.py), written at the end of a start
+tokenizer/     the tokenizer's files and the chat template, which an export copies
+inputs/        model and data that a program passed as objects (data/python_objects.py)
+report.html    all of this as a page (report/html_report.py), written at the end of a start
 trace_steps_*  timelines (accounting/trace_file.py)
 logs/          driver.log: starts, steps, saves, failures with their tracebacks
 lock           held while the run is in use
@@ -62,7 +62,7 @@ REPORT_NAME = "report.html"
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Where a run's files are, and what they say. Reading needs no lock."""
+    """Names the files of a run and reads them. Reading needs no lock."""
 
     path: Path  # absolute: actors have other working directories
 
@@ -75,7 +75,10 @@ class RunFiles:
         return self.path / "plan.json"
 
     def read_plan(self, sha256: str | None = None) -> Plan | None:
-        """The newest start's, or that of any start by its hash. None where there is none that this version reads."""
+        """Return the plan of the newest start, or that of any start by its hash.
+
+        None if there is no such plan, or this version cannot read it.
+        """
         try:
             file = self.plan_file if sha256 is None else self._plan_file_of(sha256)
             return Plan.from_json(_text(file)) if file else None
@@ -106,13 +109,16 @@ class RunFiles:
         return self.path / "tokenizer"
 
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """The tokenizer that the run was started with; with `bytes` only the chat template, if there is one."""
+        """Return the files of the tokenizer that the run was started with, and of the chat template if there is one.
+
+        With `bytes` there is at most the chat template.
+        """
         files = self.tokenizer.iterdir() if self.tokenizer.is_dir() else ()
         return tuple(sorted(file for file in files if file.name != MARK_NAME))
 
     @property
     def last_evaluated(self) -> int:
-        """Updates before the newest evaluation; -1: none was made."""
+        """Return the number of updates before the newest evaluation; -1: none was made."""
         return max((row["step"] for row in self.evaluations()), default=-1)
 
     @property
@@ -125,11 +131,14 @@ class RunFiles:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something of the run would be lost with it. Raises MegatrainError."""
+        """Return whether deleting the run would lose something: a save or a row of metrics. Raises MegatrainError."""
         return bool(list_saves(self.saves)) or bool(self.rows())
 
     def read_config(self) -> TrainConfig:
-        """Raises ConfigError where there is no run, and where its configuration is not one of this version."""
+        """Return the configuration of the run.
+
+        Raises ConfigError if there is no run, or its configuration is not valid in this version.
+        """
         if not self.holds_run:
             raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
         return load_config(self.config_file)
@@ -140,9 +149,9 @@ class RunFiles:
         return mark.token if mark is not None and mark.kind is FolderKind.RUN else None
 
     def check_save(self, step: int, manifest: Manifest) -> None:
-        """Raises ConfigError for a save of another run, and for one that is not the one its folder's name says.
+        """Raise ConfigError if a save is of another run, or of another step than the name of its folder says.
 
-        A save of an earlier release names no run: it is this run's if it was made with the settings of this run.
+        A save of an earlier release names no run. It counts as this run's if it was made with the settings of this run.
         """
         token, others = self.read_token(), ""
         if manifest.run is None:
@@ -157,17 +166,23 @@ class RunFiles:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics, without lines that are none: a kill can tear the last. Raises MegatrainError."""
+        """Return the rows of metrics, without lines that are no rows, since a kill can tear the last one.
+
+        Raises MegatrainError.
+        """
         return _read_rows(self.metrics_file)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The rows of evaluations, in the same way."""
+        """Return the rows of evaluations, read in the same way as `rows`."""
         return _read_rows(self.evaluations_file)
 
 
 @dataclass(frozen=True)
 class RunDir(RunFiles):
-    """A run directory in use: the lock is held, `config` may run in it and is resolved. `token`: of the run."""
+    """A run directory in use: the lock is held, and `config` is resolved and may run in it.
+
+    token: of the run.
+    """
 
     config: TrainConfig
     token: str
@@ -175,11 +190,11 @@ class RunDir(RunFiles):
     @staticmethod
     @contextmanager
     def open(config: TrainConfig) -> Iterator[RunDir]:
-        """Locks `config.run_dir` for the block and checks that `config` may start or resume the run there.
+        """Lock `config.run_dir` for the block, and check that `config` may start or resume the run there.
 
-        Writes nothing but the lock; where nothing is written in the block either, nothing stays behind. Raises
-        ConfigError: in use, cannot be written to, holds a run that must not be resumed or not with these settings, or
-        files that no run wrote, or saves of another run.
+        Writes nothing but the lock; if the block writes nothing either, nothing stays behind. Raises ConfigError if the
+        directory is in use or cannot be written to, holds a run that must not be resumed or not with these settings, or
+        holds files that no run wrote or saves of another run.
         """
         files = RunFiles(Path(config.run_dir).absolute())
         with hold_lock(files.path):
@@ -194,17 +209,23 @@ class RunDir(RunFiles):
             yield RunDir(files.path, config.resolve(earlier), token)
 
     def kept_saves(self) -> list[str]:
-        """Return which saves `save_keep` does not count and never deletes, with the reason."""
+        """Return a text for each save that `save_keep` does not count and that is never deleted, with the reason."""
         reasons = (why_kept(self.saves, step, self.token) for step in list_saves(self.saves))
         return [reason for reason in reasons if reason]
 
     def missing_rows(self, step: int) -> list[int]:
-        """Return which of the first `step` updates have no row of metrics, though rows are there before a save is."""
+        """Return those of the first `step` updates that have no row of metrics.
+
+        Rows are written before a save is, so rows up to a save are missing only if somebody deleted them.
+        """
         there = {row["step"] for row in self.rows()}
         return [number for number in range(1, step + 1) if number not in there]
 
     def clean(self) -> list[Path]:
-        """Deletes what a dead run left half done (saves, replaced files, exports into this folder), and says what."""
+        """Delete what a dead run left unfinished, and return what was deleted.
+
+        That is saves, replaced files, and exports into this folder.
+        """
         names = [file.name for file in (self.config_file, self.plan_file, self.metrics_file, self.evaluations_file)]
         names += [MODEL_NAME, PROCESSES_NAME, MEASURED_NAME, REPORT_NAME]
         traces = [file.name.split(".", 1)[1].rsplit(".", 2)[0] for file in self.path.glob(".trace_steps_*.new")]
@@ -215,8 +236,11 @@ class RunDir(RunFiles):
         return [*left, *unfinished, *remove_abandoned(self.saves), *remove_abandoned(self.path)]
 
     def begin(self, plan_json: str, step: int) -> None:
-        """Makes the folder hold a run that goes on after `step` updates. Each file changes atomically, config last.
-        With the run's first begin it is its owner's only; whoever opens it to others later finds it so on a resume."""
+        """Make the directory hold a run that goes on after `step` updates.
+
+        Each file changes atomically, config.yaml last. The first begin of a run closes the directory to all but its
+        owner. If the owner opens it to others later, a resume leaves it so.
+        """
         if not self.has_begun:
             self._close()
         if not has_mark(self.path, FolderKind.RUN):
@@ -236,7 +260,7 @@ class RunDir(RunFiles):
             log.warning("%s may be open to other users: %s", self.path, error)
 
     def _keep_plan(self, plan_json: str) -> None:
-        """That of an earlier start stays beside a different new one: rows and measurements of that start are its."""
+        """Keep the plan of an earlier start if the new one differs: rows and measurements of that start refer to it."""
         if not (self.plan_file.exists() and self.has_begun):
             return
         earlier = _text(self.plan_file)
@@ -246,8 +270,9 @@ class RunDir(RunFiles):
             write_atomically(file, earlier)
 
     def keep_tokenizer(self) -> None:
-        """Copies the tokenizer's files into the folder, with the chat template that is used; once the run has begun
-        they stay. Raises ConfigError, MegatrainError.
+        """Copy the tokenizer's files into the directory, with the chat template that is used.
+
+        Once the run has begun they stay as they are. Raises ConfigError, MegatrainError.
         """
         if self.has_begun and self.tokenizer.exists():
             return
@@ -262,7 +287,7 @@ class RunDir(RunFiles):
                     (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8")
 
     def _chat_template(self) -> str | None:
-        """The source of one that is not the tokenizer's own: what is exported must be prompted with it."""
+        """Return the chat template unless it is the tokenizer's own: an exported model must be prompted with it."""
         data = self.config.data
         if data.kind != "sft":
             return None
@@ -270,23 +295,25 @@ class RunDir(RunFiles):
         return None if template.is_own else template.source
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row of metrics; non-finite numbers become null. Raises MegatrainError."""
+        """Add a row of metrics; non-finite numbers become null. Raises MegatrainError."""
         _append(self.metrics_file, row)
 
     def append_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Adds a row of evaluations, in the same way."""
+        """Add a row of evaluations, in the same way as `append`."""
         _append(self.evaluations_file, row)
 
     def settle(self) -> None:
-        """Brings the rows to the disk. Raises MegatrainError."""
+        """Flush the rows to disk. Raises MegatrainError."""
         files = [self.metrics_file, *([self.evaluations_file] if self.evaluations_file.exists() else [])]
         for file in files:
             with explained("write", file):
                 sync(file)
 
     def _cut(self, step: int) -> None:
-        """Drops the rows after `step`: training goes on from there and writes them again. From the start that is every
-        evaluation: a start that made no step may have had other settings."""
+        """Delete the rows after `step`, since training goes on from there and writes them again.
+
+        With `step` 0 all evaluations go: a start that made no step may have had other settings.
+        """
         last_evaluated = step if step else -1
         for file, last in ((self.metrics_file, step), (self.evaluations_file, last_evaluated)):
             if file.exists():
@@ -294,7 +321,7 @@ class RunDir(RunFiles):
                 write_atomically(file, "".join(kept))
 
 
-# What a run writes over in its directory, and the folders that it makes there.
+# Files that a run overwrites in its directory, and folders that it creates there.
 FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", HISTORY_NAME, MODEL_NAME, PROCESSES_NAME,
     MEASURED_NAME, REPORT_NAME, MARK_NAME,
@@ -303,7 +330,7 @@ FOLDERS = ("plans", "saves", "tokenizer", "inputs")
 
 
 def _check_free(path: Path) -> None:
-    """Raises ConfigError where a folder that is no run's holds something that a run would write over."""
+    """Raise ConfigError if a directory that is no run's holds something that a run would overwrite."""
     if has_mark(path, FolderKind.RUN):
         return
     found = [name for name in FILES if os.path.lexists(path / name)]
@@ -316,14 +343,17 @@ def _check_free(path: Path) -> None:
 
 
 def _is_taken(folder: Path) -> bool:
-    """Return whether something lies in a folder that no start of a run made."""
+    """Return whether something is in a folder that no start of a run made."""
     if not folder.is_dir():
         return os.path.lexists(folder)
     return any(folder.iterdir()) and not has_mark(folder, FolderKind.RUN_PART)
 
 
 def _other_settings(manifest: Manifest, config: TrainConfig) -> str:
-    """Return the first setting that a save was made with and a run may not change; empty where there is none."""
+    """Return a text with the first setting in which a save differs from the run though a run may not change it.
+
+    Empty if there is none.
+    """
     try:
         found = resume_diff(TrainConfig.model_validate(manifest.config), config)
     except ConfigError as error:
@@ -335,13 +365,13 @@ def _token(files: RunFiles) -> str:
     """Return the token of the run: that of its directory, or else of its newest save, or a new one."""
     saved: str | None = None
     if files.holds_run and (steps := list_saves(files.saves)):
-        with suppress(MegatrainError):  # damaged: what is done then is decided where it is loaded
+        with suppress(MegatrainError):  # damaged: what to do then is decided where it is loaded
             saved = load_manifest(files.saves, steps[-1]).run
     return files.read_token() or saved or secrets.token_hex(16)
 
 
 def _text(file: Path) -> str:
-    """Of a damaged file as well: nothing that a run needs is in a plan of an earlier start."""
+    """Return the text of a file, even a damaged one: a run needs nothing that is in a plan of an earlier start."""
     return file.read_text(encoding="utf-8", errors="replace")
 
 

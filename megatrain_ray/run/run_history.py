@@ -1,4 +1,4 @@
-"""history.jsonl of a run directory: when the run was started, with what, who died, and how it ended (docs/metrics.md).
+"""Writes and reads history.jsonl of a run directory: starts and their settings, deaths, and ends (docs/metrics.md).
 
 Rows are added and never cut: a resume adds those of its own start.
 """
@@ -23,7 +23,7 @@ HISTORY_NAME = "history.jsonl"
 
 
 class What(Enum):
-    """What a row tells of. DIED: a process of the run; REPLACED: another one has its place."""
+    """Names what a row reports. DIED: a process of the run died; REPLACED: another one took its place."""
 
     START = "start"
     DIED = "died"
@@ -32,19 +32,22 @@ class What(Enum):
 
 
 class History:
-    """Appends rows. One that cannot be written is lost: it is no reason to end a training."""
+    """Appends rows to history.jsonl. A row that cannot be written is lost: it is no reason to end a training."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self._file = run_dir / HISTORY_NAME
         self._clock = clock
 
     def begin(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> None:
-        """A start of a run of `steps` updates, after `step` of them."""
+        """Write that a run of `steps` updates was started after `step` of them.
+
+        surroundings: further values of the row.
+        """
         self._append(What.START, step=step, steps=steps, plan_sha256=plan_sha256, pid=os.getpid(), **surroundings)
 
     @contextmanager
     def of_start(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> Iterator[None]:
-        """One start, as for `begin`, and behind the block its end."""
+        """Write a start, as `begin` does, and after the block how it ended."""
         self.begin(step, steps, plan_sha256, **surroundings)
         try:
             yield
@@ -57,7 +60,10 @@ class History:
         self._append(What.END, how="finished", reason=None)
 
     def died(self, process: str, step: int) -> None:
-        """`step`: updates that were made by then."""
+        """Write that a process died.
+
+        step: updates that were made by then.
+        """
         self._append(What.DIED, process=process, step=step)
 
     def replaced(self, process: str, step: int, took_s: float) -> None:
@@ -73,7 +79,7 @@ class History:
 
 
 def read_history(run_dir: Path) -> Sequence[Mapping[str, Any]]:
-    """Rows in their order, without lines that are none; empty for a run of a version that wrote none."""
+    """Return the rows in their order, without lines that are no rows. Empty for a run of a version that wrote none."""
     try:
         lines = (run_dir / HISTORY_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -82,7 +88,7 @@ def read_history(run_dir: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def newest_start(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Rows from the newest start on; empty where there is none."""
+    """Return the rows from the newest start on; empty if there is none."""
     begins = [k for k, row in enumerate(rows) if row["what"] == What.START.value]
     return rows[begins[-1] :] if begins else ()
 

@@ -1,6 +1,6 @@
-"""The lock of a run directory: held by one process, released by the kernel when that process dies.
+"""Locks a run directory. One process holds the lock, and the kernel releases it when that process dies.
 
-flock goes with the file, not with pids or names: it holds between containers that share the folder, and between
+flock belongs to the file, not to pids or names. So it works between containers that share the folder, and between
 machines on NFS, where the kernel makes it a lock of the server.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
 
-PRIVATE = 0o700  # of a run's directory: nobody but its owner gets at what is in it, whatever modes that has
-GLANCE_S = 0.05  # after which who only looked has let go again
+PRIVATE = 0o700  # mode of a run's directory: only its owner can reach the files in it, whatever their modes
+GLANCE_S = 0.05  # seconds after which a process that only looked (`lock_holder`) has released the lock
 
 
 def lock_holder(folder: Path) -> str | None:
-    """Who holds the lock of `folder`: process and machine. None: nobody, as far as one may look.
+    """Return who holds the lock of `folder`, process and machine. None: nobody, as far as this process may look.
 
-    Takes a share of it for an instant, which `hold_lock` waits for.
+    Takes a shared lock for an instant, which `hold_lock` waits for.
     """
     try:
         file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
@@ -42,11 +42,11 @@ def lock_holder(folder: Path) -> str | None:
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Holds `folder`/lock for the block. The folder is made where it is missing.
+    """Hold `folder`/lock for the block. Creates the folder if it is missing.
 
-    Raises ConfigError where another process holds it (naming it), where the folder cannot be written to, and where its
-    file system has no locks. After the block everything made here goes again, the folder and its new parents too, where
-    the block put nothing into the folder.
+    Raises ConfigError if another process holds the lock (naming it), if the folder cannot be written to, and if its
+    file system has no locks. If the block has put nothing into the folder, everything that was created here is removed
+    after it: the lock, the folder and its new parents.
     """
     lock = folder / "lock"
     before: set[Path] | None = None
@@ -67,7 +67,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # what ended the block is to be told
+        with suppress(OSError):  # the error that ended the block must be reported
             if lock not in before and set(folder.iterdir()) == {lock, *before}:
                 lock.unlink()
                 _remove_empty(missing)
@@ -75,7 +75,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _open_and_lock(lock: Path) -> int:
-    """A locked file descriptor; the file names this process and its machine or container."""
+    """Return a locked file descriptor, after writing this process and its machine or container into the file."""
     has_waited = False
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -84,7 +84,7 @@ def _open_and_lock(lock: Path) -> int:
         except BlockingIOError:
             holder = _holder(file)
             os.close(file)
-            if not has_waited:  # it may be somebody who only looks
+            if not has_waited:  # the holder may be a process that only looks
                 has_waited = True
                 time.sleep(GLANCE_S)
                 continue
@@ -113,7 +113,7 @@ def _is_current(file: int, lock: Path) -> bool:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Innermost first; one that others have put something into stays."""
+    """Remove empty folders, innermost first. A folder into which others have put something stays."""
     for folder in folders:
         try:
             folder.rmdir()

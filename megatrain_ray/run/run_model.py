@@ -1,6 +1,6 @@
-"""Which model a run is of: written down when the run begins, compared when it goes on.
+"""Records which model a run is of when it begins, and compares it when the run goes on.
 
-The run's own settings are compared elsewhere; they name a folder or file, and what that holds may have changed.
+The run's own settings are compared elsewhere. They name a folder or file, and its content may have changed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
 
 MODEL_NAME = "model.json"
-# Of a Hugging Face configuration: they change nothing that is computed here.
+# Keys of a Hugging Face configuration that change nothing of what is computed here.
 IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
 
 
 def record_model(path: Path, config: Mapping[str, Any], structure: ModelStructure) -> None:
-    """Writes down in run directory `path` that its run is of this model."""
+    """Write into run directory `path` that its run is of this model."""
     write_atomically(path / MODEL_NAME, json.dumps(_described(config, structure), indent=2) + "\n")
 
 
 def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure) -> None:
-    """`path`: of a directory that holds a run. Values of weights are not compared.
+    """Raise ConfigError naming the first difference if the run in directory `path` is of another model.
 
-    Raises ConfigError naming the first difference when that run is of another model.
+    Values of weights are not compared.
     """
     file = path / MODEL_NAME
     try:
@@ -51,13 +51,16 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
 
 
 def _parameter(spec: ParameterSpec, before: Mapping[str, Any]) -> dict[str, Any]:
-    """`before`: of what comes before it of the same whole parameter; else empty."""
+    """Return the description of a parameter, joined with that of earlier parts of the same whole parameter.
+
+    before: the description of those parts; else empty.
+    """
     frozen = {} if spec.group.trained else {"frozen": True}  # not in what earlier versions wrote
     return {"shape": joined_shape(before.get("shape"), spec.shape), "tied_to": spec.tied_to, **frozen}
 
 
 def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str, Any]:
-    """As JSON keeps it."""
+    """Return the description of a model, with the types that JSON keeps."""
     layers: dict[str, dict[str, Any]] = {}
     for name, layer in zip(structure.undivided_names, structure.layers, strict=True):
         of_layer = layers.setdefault(name, {})

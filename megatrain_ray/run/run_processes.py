@@ -1,7 +1,7 @@
-"""The processes of a run, written down while it is up: the next start finds those that outlived their driver.
+"""Records the processes of a run while it is up, so that the next start finds those that outlived their driver.
 
-A pid alone says little, since pids are used again: a process is the one that was written down when it lives in the same
-boot and pid namespace and was started at the same tick of the kernel's clock, which no change of the wall clock moves.
+A pid alone says little, since pids are used again. A process is the recorded one if it lives in the same boot and pid
+namespace, and was started at the same tick of the kernel's clock, which no change of the wall clock moves.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _Process:
 
 
 def record(path: Path, pids: Mapping[str, int]) -> None:
-    """Writes down the processes of the run in directory `path`, {role: pid}, in the place of what stood there.
+    """Write the processes of the run, {role: pid}, into directory `path`, in place of what was recorded there.
 
-    Raises MegatrainError when the file cannot be written.
+    Raises MegatrainError if the file cannot be written.
     """
     started = {role: start_ticks(pid) for role, pid in pids.items()}
     processes = [_Process(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
@@ -47,9 +47,9 @@ def record(path: Path, pids: Mapping[str, int]) -> None:
 
 
 def await_end(path: Path, timeout_s: float = END_S) -> None:
-    """Returns when no process that an earlier start of the run wrote down lives any more. The run's lock is held.
+    """Wait until no process that an earlier start of the run recorded is alive. The run's lock is held.
 
-    Raises MegatrainError naming those that still live after `timeout_s`.
+    Raises MegatrainError naming those that still live after `timeout_s` seconds.
     """
     left = [process for process in _read(path / PROCESSES_NAME) if process.lives]
     if left:
@@ -66,17 +66,17 @@ def await_end(path: Path, timeout_s: float = END_S) -> None:
 
 
 def living(path: Path) -> dict[str, int]:
-    """Pids, by role, of the processes that were written down and live; none where no run is up."""
+    """Return {role: pid} of the recorded processes that are alive; empty if no run is up."""
     return {process.role: process.pid for process in _read(path / PROCESSES_NAME) if process.lives}
 
 
 def forget(path: Path) -> None:
-    """The run's processes have all ended well."""
+    """Delete the record, when all processes of the run have ended well."""
     (path / PROCESSES_NAME).unlink(missing_ok=True)
 
 
 def _read(file: Path) -> list[_Process]:
-    """Those that can be looked up from here; none where nothing, or nothing readable, was written down."""
+    """Return the recorded processes that can be looked up from here; empty if nothing readable is recorded."""
     try:
         values = json.loads(file.read_bytes())
         place, processes = PidNamespace(**values["place"]), [_Process(**process) for process in values["processes"]]

@@ -1,6 +1,6 @@
-"""The arena owner: creates what processes share and holds it, so that any of them may die and attach again.
+"""Creates the memory that processes share and holds it, so that any of them may die and its replacement attach again.
 
-All other processes of a run wait for it, so it imports no PyTorch, which takes 2 s.
+All other processes of a run wait for the arena owner, so it does not import PyTorch, which takes 2 s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain_ray.run.process_end import wait_gone
 
 
 class ArenaOwner:
-    """Holds file descriptors; maps nothing."""
+    """Holds the file descriptors of a host's arenas and spill files. It maps none of them."""
 
     def __init__(
         self,
@@ -30,9 +30,16 @@ class ArenaOwner:
         left: Sequence[int] = (),
         other: OtherHost | None = None,
     ) -> None:
-        """Creates arenas of `sizes` and spill `files`; where an owner died, holds what other `holders` hold instead.
-        `left`: processes of an earlier attempt, whose memory must be free before. `other`: this host, where it is not
-        the driver's. Raises ConfigError for what is wrong with spill.path on it, and MegatrainError."""
+        """Create arenas and spill files, or if an owner died, hold those that other processes still hold.
+
+        sizes: bytes of each arena to create.
+        holders: processes that still hold them.
+        files: spill files to create.
+        left: processes of an earlier attempt, which must end first, since their memory must be free.
+        other: this host; None on the driver's.
+
+        Raises ConfigError if spill.path is wrong on this host, and MegatrainError.
+        """
         for pid in left:
             wait_gone(pid, DEADLINE_S)
         self._other = other
@@ -49,24 +56,24 @@ class ArenaOwner:
             raise type(error)(f"{self._other.name}: {error}") from error
 
     def memory_warning(self) -> str | None:
-        """What to say where spill.path is in memory on this host; None elsewhere."""
+        """Return a warning if spill.path is in memory on this host, or None. On the driver's host it is always None."""
         if self._other is None or self._other.folder is None:
             return None
         return memory_warning(self._other.folder, f" on {self._other.name}")
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """For `ArenaHolder.adopt` in any process of this machine."""
+        """Return handles that `ArenaHolder.adopt` takes in any process of this machine."""
         return self._holder.handles
 
     def digest_of(self, path: str) -> str | None:
-        """SHA-256 of a file as this host sees it; None where it sees none."""
+        """Return the SHA-256 of a file as this host sees it, or None if it cannot be read here."""
         try:
             return hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except OSError:
             return None
 
     def run(self) -> None:
-        """Holds until `stop`."""
+        """Hold arenas and files until `stop`."""
         self._stopped.wait()
         self._holder.close()
 

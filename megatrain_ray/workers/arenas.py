@@ -1,4 +1,4 @@
-"""The arenas and spill files of a run: their names, their sizes, and where a shard's state lies in its own."""
+"""Names the arenas and spill files of a run, computes their sizes, and finds a shard's state in its arena."""
 
 from __future__ import annotations
 
@@ -36,22 +36,27 @@ def spill_file(shard: int) -> str:
 
 
 def activations_file(host_rank: int) -> str:
-    """Of those that wait on disk; each GPU worker of a host has one."""
+    """Return the name of a GPU worker's file of activations on disk. Each worker of a host has one."""
     return f"spill-activations-{host_rank}"
 
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
-    """Bytes of every arena that a host has: three that all its processes map, and two for each of its shards that only
-    this one does, but for its momenta, which the GPU worker reads where Muon trains. `layout`: of that host."""
+    """Return the bytes of every arena of a host, by name.
+
+    layout: of that host.
+
+    Three arenas are mapped by all processes of the host. Each shard has two more, which only it maps, except that the
+    GPU worker reads the shard's momenta if Muon trains something.
+    """
     slab_bytes = held_slab_bytes(plan, layout) + plan.direction_slab_bytes
     sizes = {
         WORKING: max(1, layout.size_among(plan.weights_on_host)) * plan.precision.working_dtype.itemsize,
-        SLAB: max(1, slab_bytes),  # none where everything lives on the device
+        SLAB: max(1, slab_bytes),  # 0 bytes are needed if everything lives on the device
         WORDS: words_bytes(plan),
     }
     for k in range(plan.num_shards):
         part = shard_layout(plan, layout, k)
-        # None where little is trained.
+        # 0 bytes are needed if little is trained.
         sizes[state_arena(k)] = max(1, _first_slot(part, plan) + spill_layout(plan, part).memory_bytes)
         sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
     return sizes
@@ -62,13 +67,18 @@ def words_bytes(plan: Plan) -> int:
 
 
 def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> HostWords:
-    """The signal words of a host, `words_bytes` of them."""
+    """Return the signal words of a host.
+
+    buffer: shared memory of at least `words_bytes` bytes.
+    """
     return HostWords(buffer, len(plan.layers), len(plan.updated_layers), plan.host_gpus, host * plan.num_shards)
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:
-    """One for each shard that has something on disk, and one for the activations of each GPU. `folder`: spill.path, of
-    this process: another one may work elsewhere."""
+    """Return a spill file for each shard that has something on disk, and one for each GPU's activations, by name.
+
+    folder: spill.path. It is made absolute here, since other processes have other working directories.
+    """
     shards = range(plan.num_shards)
     num_bytes = {spill_file(k): spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in shards}
     num_bytes |= {activations_file(k): plan.activation_file_bytes for k in range(plan.host_gpus)}
@@ -76,18 +86,24 @@ def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str
 
 
 def spill_memory(arena: torch.Tensor, plan: Plan, part: ShardLayout) -> torch.Tensor:
-    """Where state that spills passes through a shard's arena (1-D uint8), behind what stays there."""
+    """Return the memory in a shard's arena through which spilled state passes. It follows the state that stays there.
+
+    arena: 1-D uint8.
+    """
     first = _first_slot(part, plan)
     return arena[first : first + spill_layout(plan, part).memory_bytes]
 
 
 def _first_slot(part: ShardLayout, plan: Plan) -> int:
-    """The byte at which slots begin in a shard's arena."""
+    """Return the byte at which slots begin in a shard's arena."""
     return aligned(part.num_bytes(plan.precision.state_kinds))
 
 
 def state_views(arena: torch.Tensor, part: ShardLayout, precision: Precision) -> dict[str, torch.Tensor]:
-    """The kinds of a shard's state, one after the other in its arena (1-D uint8)."""
+    """Return a view of each kind of a shard's state. They follow one another in its arena.
+
+    arena: 1-D uint8.
+    """
     views, start = {}, 0
     for kind, dtype in precision.state_kinds:
         stop = start + part.size_of(kind) * dtype.itemsize

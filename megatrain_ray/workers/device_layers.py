@@ -1,4 +1,4 @@
-"""What the GPU worker does for the layers that live on its device, beside computing: fills them and saves them."""
+"""Fills and saves the layers that live on the device of a GPU worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from megatrain_ray.planning.prepare import Prepared
 
 
 class DeviceLayers:
-    """The last of those who update and save. May be used from several threads, as a shard is."""
+    """Owns the shard of the layers on the device, which comes after all other shards in updates and saves.
+
+    May be used from several threads, as a shard may.
+    """
 
     def __init__(self, prepared: Prepared, layout: ModelLayout, device: Device, words: HostWords) -> None:
         plan = prepared.plan
@@ -33,8 +36,10 @@ class DeviceLayers:
         self.gate = DeviceGate(self.shard, words, self._index, self._gate)
 
     def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """From a save, and with what that leaves out from where the run began; without a save from the model's source.
-        Raises what either raises."""
+        """Fill the layers from a save, or without one from the model's source.
+
+        What a save leaves out is loaded from where the run began. Raises what either source raises.
+        """
         source, plan = self._prepared.source, self._prepared.plan
         if save_folder is None or manifest is None:
             self.shard.load(source.weights(), plan.num_compute_threads)
@@ -44,15 +49,15 @@ class DeviceLayers:
             self.shard.load_frozen(source.base_weights(), plan.num_compute_threads)
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
-        """As a shard's."""
+        """Write this part of a save, as a shard does."""
         return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self.shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
-        """Updates do not wait for this save any more."""
+        """Abandon a save: updates do not wait for it any more."""
         self._gate.abandon(attempt)
 
     def close(self) -> None:
-        """After the last update. Idempotent."""
+        """Release everything, after the last update. Idempotent."""
         self.gate.close()
         self.shard.close()
         self._spare.close()

@@ -1,4 +1,4 @@
-"""What is said where a GPU has less memory than its plan counts with, and where it fails."""
+"""Explains in errors why device memory ran out, or that the device failed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from megatrain_ray.units import format_bytes
 
 @contextmanager
 def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
-    """Raises CapacityError where the block runs out of device memory, LostDeviceError where the device fails. `doing`:
-    what it does."""
+    """Raise CapacityError if the block runs out of device memory, LostDeviceError if the device fails.
+
+    doing: what the block does, for the message.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -36,8 +38,10 @@ def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
 
 
 def check_free(plan: Plan, device: Device) -> None:
-    """Once the device is open, its context there. Raises CapacityError where other processes have taken what the plan
-    counts with, which may be long after it was made."""
+    """Raise CapacityError if other processes have taken device memory that the plan counts with.
+
+    Call it when the device is open, so that its context is already allocated. The plan may have been made long before.
+    """
     free = device.free_bytes()
     context = plan.row_bytes(Tier.HBM, CONTEXT)
     counted = plan.total_bytes(Tier.HBM) - context
@@ -51,18 +55,24 @@ def check_free(plan: Plan, device: Device) -> None:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """A context, or a library's handle, is taken beside torch's allocator, and has errors of its own."""
+    """Return whether an error means that device memory ran out.
+
+    A context or a library's handle is allocated outside torch's allocator, and has errors of its own.
+    """
     beside = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in beside)
 
 
 def _is_failure(error: RuntimeError) -> bool:
-    """Behind one the context is of no use any more, whatever it was; torch 2.7 and before have no class for it."""
+    """Return whether an error means that the device failed.
+
+    After such an error the context is of no use, whatever the cause. torch 2.7 and earlier have no class for it.
+    """
     of_libraries = ("CUDA error: ", "CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED")
     kind = getattr(torch, "AcceleratorError", ())
     return isinstance(error, kind) or any(text in str(error) for text in of_libraries)
 
 
 def _first_sentences(error: RuntimeError) -> str:
-    """torch's own account, without its advice."""
+    """Return torch's own account of an error, without its advice."""
     return str(error).partition(" If reserved")[0].partition("\n")[0]

@@ -1,5 +1,7 @@
-"""What takes seconds to import, imported before it is needed: by actors that wait for a plan, and by the driver while
-Ray starts."""
+"""Imports modules that take seconds before they are needed.
+
+Actors do so while they wait for a plan, and the driver while Ray starts.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,22 @@ from contextlib import contextmanager, suppress
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError
 
-# Of Transformers 5.23 all that `open_model` imports for a model, but for the model's own file: 2.8 of 2.9 s.
+# All that `open_model` imports from Transformers 5.23, except the model's own file: 2.8 of 2.9 s.
 TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.modeling_utils",
     "transformers.generation.utils",
 )
-# To trace a layer, and to compile it.
+# Imported when a layer is traced, and when it is compiled.
 TRACER = ("torch._dynamo.backends.common", "torch._inductor.decomposition", "torch._functorch.partitioners")
 COMPILER = (*TRACER, "torch._inductor.compile_fx")
 
 
 def import_all(modules: Sequence[str], stopped: threading.Event | None = None) -> None:
-    """One after the other, up to the one in which `stopped` is set. What cannot be imported fails where it is used."""
+    """Import modules one after the other, until `stopped` is set.
+
+    A module that cannot be imported is skipped here, and fails where it is used.
+    """
     for module in modules:
         if stopped is not None and stopped.is_set():
             return
@@ -34,8 +39,10 @@ def import_all(modules: Sequence[str], stopped: threading.Event | None = None) -
 
 
 def import_first(modules: Sequence[str]) -> None:
-    """The same as the first thing that a process does. Without collections, which would go over what stays anyway: with
-    them the imports of a GPU worker took 3.3 s, without 2.6 s."""
+    """Import modules as the first thing that a process does, without garbage collections.
+
+    Collections would visit objects that stay anyway: with them the imports of a GPU worker took 3.3 s, without 2.6 s.
+    """
     gc.disable()
     import_all(modules)
     gc.freeze()
@@ -44,8 +51,11 @@ def import_first(modules: Sequence[str]) -> None:
 
 @contextmanager
 def importing(modules: Sequence[str]) -> Iterator[None]:
-    """Imports beside the block, which must not import the same; at its end they are there. Where the block fails, the
-    module that is being imported is the last. Raises DeadlineError where one is not there within DEADLINE_S."""
+    """Import modules in a thread while the block runs. They are imported when it ends.
+
+    The block must not import the same modules. If it fails, the module that is being imported is the last one. Raises
+    DeadlineError if the modules are not imported DEADLINE_S seconds after the end of the block.
+    """
     stopped = threading.Event()
     # A daemon: a process whose file system hangs must still be able to exit.
     thread = threading.Thread(target=_import_unsignalled, args=(modules, stopped), name="imports", daemon=True)
@@ -62,6 +72,6 @@ def importing(modules: Sequence[str]) -> Iterator[None]:
 
 
 def _import_unsignalled(modules: Sequence[str], stopped: threading.Event) -> None:
-    """The main thread decides when it hears a SIGTERM."""
+    """Import with SIGTERM blocked, since the main thread decides when it handles a SIGTERM."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     import_all(modules, stopped)

@@ -1,4 +1,4 @@
-"""Checksums of what a run leaves out of its saves, because it comes from where the run began."""
+"""Computes checksums of frozen parameters that a run leaves out of its saves, since they come from where it began."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from megatrain_ray.engine.weights.restore import names_of
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.prepare import Prepared
 
-Checksums = Sequence[int | None]  # of what is frozen of each layer
+Checksums = Sequence[int | None]  # of each layer's frozen part; None: the layer has none
 
 
 def base_checksums(prepared: Prepared, in_memory: Callable[[], Checksums]) -> Checksums:
-    """`in_memory`: as one process has it where there is one host. Of several none has all of it: it is read again."""
+    """Return the checksum of each layer's frozen part.
+
+    in_memory: returns them as one process has them, which is used on one host. With several hosts no process has all of
+        a layer, so the weights are read again.
+    """
     if prepared.plan.num_hosts == 1:
         return in_memory()
     base, layout = prepared.source.base_weights(), prepared.structure.layout()
@@ -21,8 +25,11 @@ def base_checksums(prepared: Prepared, in_memory: Callable[[], Checksums]) -> Ch
 
 
 def checksums_in(prepared: Prepared, manifest: Manifest, known: Checksums) -> Checksums:
-    """Of the layers of a save. `known`: of the run's; read again where blocks were divided otherwise when the save was
-    made."""
+    """Return the checksums of the frozen parts by the layers of a save.
+
+    known: of the run's own layers. The weights are read again if blocks were divided differently when the save was
+        made.
+    """
     layout = prepared.structure.layout()
     if names_of(manifest.layers) == [[p.name for p in layer.segments] for layer in layout.layers]:
         return known

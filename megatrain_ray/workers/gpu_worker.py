@@ -1,4 +1,7 @@
-"""The process that computes: arenas attached and pinned, an engine on its event loop, one row of metrics a step."""
+"""Runs the process of one GPU: it attaches and pins arenas, and runs an engine on its event loop.
+
+Each step yields one row of metrics.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,16 @@ from megatrain_ray.workers.node_memory import settle_gpu_worker
 from megatrain_ray.workers.open_device import make_device
 from megatrain_ray.workers.shard_files import find_momenta, open_activations, open_disk_weights
 
-FetchBatch = Callable[[int], Awaitable[Batch]]  # of a step, or of held-out data by number
+FetchBatch = Callable[[int], Awaitable[Batch]]  # returns the batch of a step, or a held-out batch by its number
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come: completed updates, those that counted for AdamW, those skipped."""
+    """Counts how far training has come.
+
+    step: completed updates, skipped ones included.
+    adam_step: those that AdamW counted, that is all that were not skipped.
+    """
 
     step: int
     adam_step: int
@@ -62,7 +69,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Seat:
-    """Of one of several GPU workers. `place`: where the first one is met. `address`: of the worker's own host."""
+    """Describes one of several GPU workers.
+
+    place: where rank 0 listens for the others.
+    address: of the worker's own host.
+    """
 
     rank: int
     place: Place
@@ -71,7 +82,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`row`: of metrics.jsonl. `progress`: after the step. `position`: of the data, behind the step's batch."""
+    """Holds the result of one step.
+
+    row: of metrics.jsonl.
+    progress: after the step.
+    position: of the data, after the step's batch.
+    """
 
     row: dict[str, Any]
     progress: Progress
@@ -80,22 +96,29 @@ class StepResult:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Cross-entropy summed over the supervised tokens of a batch, and their number."""
+    """Holds the cross-entropy summed over the supervised tokens of a batch, and their number."""
 
     total: float
     num_supervised: int
 
 
 class GpuWorker:
-    """Plain class behind the GPU actor: on the event loop that will run it `fill`, `build`, `start`, and `step` in
-    order. Of several each is asked the same: they meet in `build`, and then do every step together."""
+    """Computes the steps of one GPU. A plain class without Ray, which the GPU actor wraps.
+
+    Call `fill`, `build`, `start` and then `step`, on the event loop that will run the steps. Several GPU workers get
+    the same calls: they meet in `build`, and from then on do every step together.
+    """
 
     def __init__(
         self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
         pinned: bool = False, seat: Seat | None = None,
     ) -> None:  # fmt: skip
-        """`holders`: of its host's arenas, one of them alive. `pinned`: this process is its own, and stays on the CPUs
-        of its home, if it has one. `seat`: None: this is the only one."""
+        """Attach the arenas of the host and open the device.
+
+        holders: processes that hold the arenas; at least one of them is alive.
+        pinned: this worker has the process to itself, and keeps it on the CPUs of its home if the plan gives it one.
+        seat: None if this is the only worker.
+        """
         self._prepared = prepared
         plan = prepared.plan
         self._seat = seat
@@ -106,10 +129,11 @@ class GpuWorker:
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
-        # Before there are threads, and before the slab is registered, which touches it.
+        # Must precede the start of any thread, and the registration of the slab, which touches its pages.
         self.home_problems = settle_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
         self._words = words_in(self._arenas[WORDS].buffer, plan, host)
-        # What lives on the device is signalled by the first one of each host; the others tell nobody.
+        # Only the first worker of each host signals updates of layers on the device. The others get words of their own,
+        # which nobody else reads.
         self._device_words = self._words
         if self._host_rank:
             self._device_words = words_in(memoryview(mmap.mmap(-1, words_bytes(plan))), plan)
@@ -119,7 +143,7 @@ class GpuWorker:
             check_free(plan, self._device)
             if plan.hbm_layers:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
-                if self._rank:  # the first one of all saves them: updates of the others wait for nobody
+                if self._rank:  # only rank 0 saves them: updates of other ranks wait for no save
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
         file = self._holder.handles.get(activations_file(self._host_rank))
         self._moved = GpuDisk(file.fd if file else None)
@@ -130,49 +154,54 @@ class GpuWorker:
         self._engine: Engine | None = None
         self._group: RankGroup | None = None
         self._waits_for = ""
-        self._evaluated = (0, 0)  # the step after which held-out data were evaluated last, and batches of them
+        self._evaluated = (0, 0)  # step after which the newest evaluation runs, and its finished batches
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Of all arenas of the host: this process keeps them alive too."""
+        """Return the handles of all arenas of the host, which this process also keeps alive."""
         return self._holder.handles
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fills the layers that live on the device, where there are any, from a save or the model's source."""
+        """Fill the layers that live on the device, if there are any, from a save or from the model's source.
+
+        save_folder, manifest: of the save; None: the model's source.
+        """
         if self._device_layers is not None:
             await asyncio.to_thread(self._device_layers.fill, save_folder, manifest)
 
     async def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
-        """The part of a save that lives on the device."""
-        assert self._device_layers is not None  # or nobody asks
+        """Write the part of a save that lives on the device."""
+        assert self._device_layers is not None  # else nobody calls this
         return await asyncio.to_thread(self._device_layers.write_part, save_folder, attempt, compression)
 
     async def abandon_save(self, attempt: SaveAttempt) -> None:
-        """Updates on the device do not wait for this save any more."""
+        """Abandon a save: updates on the device do not wait for it any more."""
         if self._device_layers is not None:
             self._device_layers.abandon_save(attempt)
 
     async def base_checksums(self) -> tuple[int | None, ...]:
-        """Of what is frozen of each layer, once weights are loaded."""
+        """Return the checksum of each layer's frozen part, once weights are loaded."""
         return await asyncio.to_thread(
             frozen_checksums, self._layout, self._working_of, self._prepared.plan.num_compute_threads
         )
 
     def _working_of(self, layer: int) -> torch.Tensor:
-        """The working copy of a layer that is not on disk."""
+        """Return the working copy of a layer that is not on disk."""
         if self._device_layers is not None and layer in self._device_layers.shard.layers:
             return self._device_layers.shard.working_of(layer)
         return WorkingArena(self._prepared.plan, self._layout, self._working()).of_layer(layer)
 
     def _working(self) -> torch.Tensor:
-        """The working copies in host memory."""
+        """Return the working copies in host memory, 1-D."""
         size = self._layout.size_among(self._prepared.plan.weights_on_host)
         num_bytes = size * self._prepared.plan.precision.working_dtype.itemsize
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
         return working.view(self._prepared.plan.precision.working_dtype)
 
     async def build(self) -> None:
-        """Builds the engine and compiles what steps need, once the layers on the device are filled; nothing of those on
-        the host is read, so shards may still load them."""
+        """Build the engine and compile what steps need, once the layers on the device are filled.
+
+        Reads nothing of the layers on the host, so shards may still be loading them.
+        """
         plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
         slab = slab[: held_slab_bytes(plan, layout) + plan.direction_slab_bytes]
@@ -200,7 +229,11 @@ class GpuWorker:
             await self._engine.rehearse(self._coming())
 
     def _meet(self, seat: Seat) -> RankGroup:
-        """Bounded, since one of them may wait for the disk of a save while the others wait for it."""
+        """Join the other GPU workers, and bound every later exchange with them.
+
+        The bound includes that of an update, since one worker may wait for the disk of a save while the others wait for
+        it.
+        """
         plan = self._prepared.plan
         timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
         return RankGroup(
@@ -209,16 +242,22 @@ class GpuWorker:
         )  # fmt: skip
 
     async def start(self, progress: Progress) -> None:
-        """After `build`; `progress`: where the weights in the arenas stand. Of several the first one of each host
-        begins."""
+        """Get ready for the first step, after `build`.
+
+        progress: where the weights in the arenas stand.
+
+        The first worker of each host resets the signal words, so it must start before the others.
+        """
         if self._host_rank == 0:
             self._words.reset(progress.step, self._prepared.plan.updated_layers)
         self._begin(progress)
 
     async def resume(self, progress: Progress) -> None:
-        """In the place of `start`, where another worker died after the steps up to `progress`, and the shards go on.
-        Raises LostProcessError where that worker took something along that the last update needs, or an update that
-        nobody has heard of."""
+        """Take the place of a GPU worker that died after the steps up to `progress`. Called instead of `start`.
+
+        The shards go on meanwhile. Raises LostProcessError if the dead worker held something that the last update
+        needs, or had begun an update that the driver does not know of.
+        """
         assert self._engine is not None  # build came first
         words, step = self._words, progress.step
         waits = [layer for of_shard in self._prepared.plan.updated_layers for layer in of_shard]
@@ -234,7 +273,7 @@ class GpuWorker:
     def _begin(self, progress: Progress) -> None:
         if self._device_words is not self._words:
             self._device_words.reset(progress.step, self._prepared.plan.updated_layers)
-        # Not before shards have filled them: each page is then on the node of the shard that updates it.
+        # Not before the shards have filled them, so that each page is on the NUMA node of the shard that updates it.
         windows = [] if self._disk is None else [self._disk.memory]
         for filled in (self._working(), *self._momenta[1], *windows):
             self._device.pin(filled.view(torch.uint8))
@@ -251,10 +290,12 @@ class GpuWorker:
         return Objective(train.z_loss, train.label_smoothing)
 
     async def step(self, step: int, save: bool) -> StepResult:
-        """Runs one step. `save`: its update is marked as one that a save wants.
+        """Run one step.
 
-        Steps may be called ahead and in any order, because Ray does not keep the order of calls to an async actor.
-        After one that failed no other begins.
+        save: a save wants the state after this step.
+
+        Steps may be requested early and in any order, because Ray does not keep the order of calls to an async actor.
+        No step begins after one that failed.
         """
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
@@ -274,20 +315,20 @@ class GpuWorker:
         self._moved.begin_step()
         with memory_explained(self._prepared.plan, f"step {step}"):
             report = await engine.step(self._step_input(step, batch), self._settings(step, save))
-        engine.device.timeline.clear()  # nobody reads this step's records; kept, they were 8 KB a step
+        engine.device.timeline.clear()  # nobody reads these records, which take 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
         row = self._rows.row(report, batch, data_s)
         self._moved.end_step(self._rows.newest)
         return StepResult(row, self._progress, batch.position)
 
     async def _trace(self, engine: Engine, on: bool) -> None:
-        """Begins or ends to record spans, between two steps."""
+        """Begin or end the recording of spans, between two steps."""
         device = engine.device
         if on != device.spans.on:
             await engine.on_compute_thread(device.start_tracing if on else device.stop_tracing)
 
     async def spans(self, last: int) -> RecordedSpans:
-        """Those of the traced steps, once step `last` is over."""
+        """Return the spans of the traced steps, once step `last` is over."""
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step >= last)
             assert self._engine is not None  # start came first
@@ -295,13 +336,17 @@ class GpuWorker:
             return self._engine.device.spans.take()
 
     def work(self) -> GpuWork:
-        """What this process has moved on the disk, up to the newest step."""
+        """Return what this process has read from disk and written to it, up to the newest step."""
         return self._moved.work()
 
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
-        """Loss of one batch of the held-out data after the update of `step`, before the next. Calls may come in any
-        order, and are done in that of the batches, from the first one on, as on every other GPU."""
-        fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the batch before is being evaluated
+        """Return the loss of one batch of the held-out data after the update of `step`, before the next one.
+
+        index: number of the batch.
+
+        Calls may come in any order. The batches run by number, from the first one on, as on every other GPU.
+        """
+        fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the previous batch is evaluated
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated(step) == index)
             batch = await self._take_batch(fetching, f"held-out batch {index}")
@@ -315,7 +360,7 @@ class GpuWorker:
             return HeldOutLoss(total, batch.num_supervised)
 
     def _num_evaluated(self, step: int) -> int:
-        """Batches of the held-out data, after that step."""
+        """Return how many held-out batches have been evaluated after that step."""
         newest, count = self._evaluated
         return count if newest == step else 0
 
@@ -332,14 +377,16 @@ class GpuWorker:
             self._waits_for = ""
 
     def whereabouts(self) -> str:
-        """What the worker does, for the message about a step that does not end."""
+        """Return what the worker is doing, for the message about a step that does not end."""
         if self._waits_for:
             return f"waiting for the {self._waits_for} from the data process"
         return self._engine.whereabouts if self._engine else "building the engine"
 
     async def close(self, last: int = 0) -> None:
-        """Waits until step `last` is over here, as it is on the first of several GPU workers, and its update done
-        everywhere, then stops what works in the background."""
+        """Wait until step `last` and its update are over, then stop all background work.
+
+        The step may be over on rank 0, which answers for all, before it is over here.
+        """
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step >= last)
         self._next_batch.cancel()
@@ -348,8 +395,10 @@ class GpuWorker:
         await self.abandon()
 
     async def abandon(self) -> None:
-        """Stops what works in the background and lets go of host memory; by itself after a failure, in a process that
-        goes on."""
+        """Stop all background work and release host memory.
+
+        Call it directly after a failure, in a process that goes on.
+        """
         if self._host:
             await self._host.close()
         if self._device_layers:
@@ -369,7 +418,7 @@ class GpuWorker:
         return StepInput(step, micro_batches, world, seed, self._objective())
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
-        """This rank's: as many as every other one has."""
+        """Return the micro-batches of this rank. Every rank has the same number."""
         of_all = micro_batches_of(batch, self._prepared.plan.micro_batch_size)
         count = len(of_all) // self._prepared.plan.num_gpus
         return of_all[self._rank * count : (self._rank + 1) * count]

@@ -1,7 +1,7 @@
-"""Brings processes home: their threads, and what of the arenas is theirs, before anybody touches it.
+"""Binds the threads of a process and its part of the arenas to their NUMA nodes, before any page is touched.
 
-Shard k has its state and its journal whole, and of `working` its part of every layer; the GPU workers the slab. Whoever
-fills a page first, which of `working` may be another shard, gets it on the node of the one whose it is.
+Shard k owns its state and its journal, and its part of every layer in `working`. The GPU workers own the slab. A page
+of `working` may be filled first by another shard; binding puts it on its owner's node nevertheless.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatrain_ray.workers.numa_pinning import pin_process
 
 
 class Stretch(NamedTuple):
-    """Bytes `start` to `stop` of an arena: whole huge pages."""
+    """Names the bytes `start` to `stop` of an arena, in whole huge pages."""
 
     arena: str
     start: int
@@ -31,8 +31,13 @@ class Stretch(NamedTuple):
 
 
 def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> Iterator[Stretch]:
-    """Of a shard. `sizes`: of arenas, in bytes. A huge page that two shards share belongs to whom its first byte
-    belongs to, so that no page is two nodes': cuts are 2 MiB apart, but a layer may begin between two."""
+    """Yield the stretches that a shard owns.
+
+    sizes: of arenas, in bytes.
+
+    A huge page that two shards share belongs to the owner of its first byte, so that no page is bound to two nodes.
+    Cuts are 2 MiB apart, but a layer may begin between two of them.
+    """
     for name in (state_arena(part.index), journal_arena(part.index)):
         yield Stretch(name, 0, mapped_bytes(sizes[name]))
     item = plan.precision.working_dtype.itemsize
@@ -46,8 +51,11 @@ def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> 
 
 
 def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
-    """Brings a shard home: its memory, of which nobody has touched anything, and with `pinned` all threads of this
-    process. What the kernel said against it; nothing is asked where the plan has no homes."""
+    """Bind a shard's memory to its home (CPUs and NUMA nodes), and with `pinned` all threads of this process.
+
+    Nothing of that memory may have been touched. Returns what the kernel refused; nothing is bound if the plan has no
+    homes.
+    """
     if not plan.shard_homes:
         return ()
     sizes = {name: arena.handle.nbytes for name, arena in arenas.items()}
@@ -57,8 +65,11 @@ def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, 
 
 
 def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
-    """The same of a GPU worker and the slab. Ray decides which GPU a worker gets, so that is asked here; on the CPU
-    device it is the one of its `host_rank`. What a worker alone has in host memory its threads touch first, at home."""
+    """Bind the slab to its NUMA nodes, and with `pinned` all threads of this process to their home. Return what failed.
+
+    Ray decides which GPU a worker gets, so the GPU is looked up here; on the CPU device it is that of `host_rank`. Host
+    memory that only this worker has needs no binding: its threads touch it first, at home.
+    """
     if not plan.gpu_homes:
         return ()
     home, problem = _home_here(plan, host_rank)
@@ -69,7 +80,7 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
 
 
 def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
-    """Of this process's GPU, and what is wrong with the plan's knowledge of it."""
+    """Return the home of this process's GPU, and a text if the plan does not know that GPU."""
     if plan.device == "cpu":
         return plan.gpu_homes[host_rank].home, ""
     address = next(iter(pci_addresses()), None)

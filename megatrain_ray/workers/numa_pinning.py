@@ -1,4 +1,4 @@
-"""Keeps a process on its CPUs: all the threads it has, and so all that they will start."""
+"""Keeps a process on its CPUs: all the threads that it has, and so all that they will start."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TASKS = Path("/proc/self/task")
 
 
 def pin_process(cpus: Set[int]) -> str:
-    """Lets every thread of this process run on `cpus` alone, as far as the kernel lets it; a thread inherits that from
-    the one that starts it. What went wrong; empty where nothing did. It never ends a run.
+    """Let every thread of this process run on `cpus` only, as far as the kernel allows it.
 
-    sched_setaffinity moves one thread, and a process of Ray has some 20 before any of ours.
+    Returns what went wrong; empty if nothing did. It never ends a run. A thread inherits its CPUs from the one that
+    starts it. sched_setaffinity moves one thread, and a process of Ray has about 20 before any of ours.
     """
     try:
-        # Once more until nobody is left: a thread that was not moved yet may have started another one meanwhile.
+        # Repeat until no thread is left: one that was not moved yet may have started another one meanwhile.
         while left := {thread for thread in _threads() if _elsewhere(thread, cpus)}:
             for thread in left:
                 with suppress(ProcessLookupError):
@@ -36,7 +36,7 @@ def _threads() -> set[int]:
 
 
 def _elsewhere(thread: int, cpus: Set[int]) -> bool:
-    """Whether a thread that lives may run on others, or not on all of them."""
+    """Return whether a living thread may run on other CPUs, or not on all of these."""
     try:
         return os.sched_getaffinity(thread) != cpus
     except ProcessLookupError:

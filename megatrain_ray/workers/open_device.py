@@ -1,4 +1,4 @@
-"""The device of a plan, in the process that computes."""
+"""Opens the device of a plan, in the process that computes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import EXCHANGE, Plan
 
-# With its own choice of what to map, glibc kept up to 500 MB of freed tensors of a 0.3B model in bf16 in its heap.
+# When glibc chose itself which allocations to map, its heap kept up to 500 MB of freed tensors of a 0.3B model in bf16.
 M_MMAP_THRESHOLD = -3  # of malloc.h
 MAPPED_BYTES = 1 << 20
 
 
 def make_device(plan: Plan, *, deterministic: bool) -> Device:
-    """With the plan's numerics, threads and limit of memory. Changes settings of the whole process."""
+    """Open the device with the plan's numerics, threads and memory limit. Changes settings of the whole process."""
     if plan.device == "cuda":
         tf32 = plan.precision.compute == "tf32"
         return CudaDevice(deterministic=deterministic, tf32=tf32, memory_bytes=_own_bytes(plan))
@@ -29,7 +29,7 @@ def make_device(plan: Plan, *, deterministic: bool) -> Device:
 
 
 def _own_bytes(plan: Plan) -> int | None:
-    """Of the device's memory, without what NCCL takes of it beside torch's allocator."""
+    """Return the device memory that torch's allocator may use, which NCCL's is not part of. None: no limit."""
     if plan.hbm_limit_bytes is None:
         return None
     return plan.hbm_limit_bytes - plan.row_bytes(Tier.HBM, EXCHANGE)

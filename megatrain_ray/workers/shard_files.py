@@ -1,4 +1,4 @@
-"""What the GPU worker reads of the shards', working copies that are on disk and momenta, and its own file."""
+"""Opens what the GPU worker reads of the shards (working copies on disk, momenta), and its own file of activations."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from megatrain_ray.workers.arenas import (
 def open_disk_weights(
     plan: Plan, layout: ModelLayout, holder: ArenaHolder, meter: DiskMeter, spans: SpanLog
 ) -> DiskWeights | None:
-    """None where no working copy is on disk. `holder`: of the run's arenas and files, open as long as they are read.
-    `meter`: counts that."""
+    """Open the working copies that are on disk; return None if there are none.
+
+    holder: of the run's arenas and files; must stay open as long as the weights are read.
+    meter: counts the bytes that are read.
+    """
     if not plan.weights_on_disk:
         return None
     files = []
@@ -44,8 +47,11 @@ def open_disk_weights(
 
 
 def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_rank: int) -> tuple[BlobStore, str] | None:
-    """The blob of activations of one of the host's GPU workers, by its store and name; None where none wait on disk.
-    `meter`: counts what moves."""
+    """Return store and name of the file in which a GPU worker keeps activations, or None if none go to disk.
+
+    host_rank: of the worker among those of its host.
+    meter: counts the bytes that move.
+    """
     if not plan.disk_activations:
         return None
     store, name = holder.spill(activations_file(host_rank), plan.activations_io)
@@ -53,7 +59,7 @@ def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_ran
 
 
 def find_momenta(plan: Plan, layout: ModelLayout, holder: ArenaHolder) -> tuple[list[ShardLayout], list[torch.Tensor]]:
-    """Those that the shards keep, where Muon trains something."""
+    """Return the shards' layouts and momenta, both empty unless Muon trains something."""
     parts, tensors = [], []
     for k in range(plan.num_shards if plan.num_muon else 0):
         part = shard_layout(plan, layout, k)

@@ -1,4 +1,4 @@
-"""The process of one optimizer shard: attaches its arenas, serves updates, writes its part of a save."""
+"""Runs the process of one optimizer shard: it attaches its arenas, serves updates, and writes its part of a save."""
 
 from __future__ import annotations
 
@@ -53,15 +53,22 @@ from megatrain_ray.workers.node_memory import settle_shard
 
 
 class ShardWorker:
-    """Plain class behind the shard actor; its methods may be called from several threads, updates come from `run`."""
+    """Runs one optimizer shard. A plain class without Ray, which the shard actor wraps.
+
+    Its methods may be called from several threads. Updates run in `run`.
+    """
 
     def __init__(
         self, prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
-        """`index`: among the shards of all hosts. `holders`: of its host's arenas, one of them alive; the state in
-        them is kept. `after_pid`: the process that this one follows, which must be gone before anything here writes.
-        `pinned`: the process is the shard's own, and stays on the CPUs of its home, if it has one."""
+        """Attach the shard's arenas. The state in them is kept.
+
+        index: among the shards of all hosts.
+        holders: processes that hold the arenas of the host; at least one of them is alive.
+        after_pid: process id of the predecessor, which must have ended before anything is written here.
+        pinned: the shard has the process to itself, and keeps it on the CPUs of its home if the plan gives it one.
+        """
         if after_pid is not None:
             wait_gone(after_pid, DEADLINE_S)
         plan = prepared.plan
@@ -69,13 +76,14 @@ class ShardWorker:
         self._prepared = prepared
         self._part = index
         host, index = divmod(index, plan.num_shards)
-        self._index = index  # of its host
+        self._index = index  # among the shards of its host
         layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
         self._layout = shard_layout(plan, layout, index)
         self._holder = ArenaHolder.adopt(holders)
         names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
-        # Before there are threads, and before anything is touched: all shards come this far before one fills its part.
+        # Must precede the start of any thread, and the first touch of any page. All shards get this far before one of
+        # them fills its part.
         self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
         self._words = words_in(self._arenas[WORDS].buffer, plan, host)
         self._disk = DiskMeter()
@@ -84,8 +92,8 @@ class ShardWorker:
         # A save with no step after it needs no copies.
         budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
-        # No other than a save holds updates up, and no longer than the disk needs.
         self._copy_bytes_per_s = math.inf
+        # Only a save delays updates, and no longer than the disk needs: hence the timeout of an update.
         self._gate = SaveGate(self._shard, self._words, index, plan.layer_order, self._spare, plan.update_deadline_s)
 
     def _make_shard(self) -> AdamShard:
@@ -109,7 +117,10 @@ class ShardWorker:
         )
 
     def _make_ring(self, arena: torch.Tensor) -> SpillRing:
-        """`arena`: of this shard's state, 1-D uint8."""
+        """Return the ring through which spilled state moves between disk and memory.
+
+        arena: of this shard's state, 1-D uint8.
+        """
         plan, part = self._prepared.plan, self._layout
         layout = spill_layout(plan, part)
         store: BlobStore = MemoryStore()
@@ -123,30 +134,32 @@ class ShardWorker:
         return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Of all arenas of the host: this process keeps them alive too."""
+        """Return the handles of all arenas of the host, which this process also keeps alive."""
         return self._holder.handles
 
     def kernel_name(self) -> str:
-        """What updates run as."""
+        """Return the name of the kernel that updates run as."""
         return self._shard.kernel_name
 
     def home_problems(self) -> tuple[str, ...]:
-        """Why threads or memory of this shard are not where the plan has them."""
+        """Return why threads or memory of this shard are not where the plan has them."""
         return self._home_problems
 
     def copy_bytes_per_s(self) -> float:
-        """How fast layers are copied aside for a save; known once weights are loaded."""
+        """Return the rate at which layers are copied aside for a save. Known once weights are loaded."""
         return self._copy_bytes_per_s
 
     def initialize(self) -> None:
-        """Fills this shard's part from the model folder, or with random values."""
+        """Fill this shard's part from the model folder, or with random values."""
         self._take_state_memory()
         self._shard.load(self._prepared.source.weights(), self._prepared.plan.num_shard_threads)
         self._take_spare_memory()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
-        """Fills this shard's part from a save, whatever the number of shards that wrote it, and with what the save
-        leaves out from where the run began."""
+        """Fill this shard's part from a save, whatever the number of shards that wrote it.
+
+        What the save leaves out is loaded from where the run began.
+        """
         self._take_state_memory()
         for pieces in self._shard.restorable():
             restore_pieces(save_folder, manifest, as_saved(pieces, manifest, self._layout.model))
@@ -156,10 +169,11 @@ class ShardWorker:
         self._take_spare_memory()
 
     def run(self, abandoned: SaveAttempt) -> None:
-        """Serves updates after those that the words say are done, until `stop`, and gives everything up then. Raises
-        what went wrong in one.
+        """Serve updates until `stop`, then release everything. Raises what went wrong in an update.
 
-        `abandoned`: no update waits for this or an earlier save.
+        Starts after the last update that the signal words say is done.
+
+        abandoned: no update waits for this or an earlier save.
         """
         self._gate.abandon(abandoned)
         plan = self._prepared.plan
@@ -181,7 +195,7 @@ class ShardWorker:
             self.close()
 
     def work(self) -> ShardWork:
-        """What this process has done up to the newest update."""
+        """Return what this process has done up to the newest update."""
         return replace(self._work, busy=self._disk.busy)
 
     def _note_work(self, update: int) -> None:
@@ -193,7 +207,10 @@ class ShardWorker:
         return ShardWork(os.getpid(), update, self._shard.update_s, self._disk.moved, spill_bytes=on_disk)
 
     def spans(self, last: int) -> RecordedSpans:
-        """Those of the traced updates, once update `last` is done; what there is where the shards stop before."""
+        """Return the spans of the traced updates, once update `last` is done.
+
+        If the shards stop before, returns those recorded so far.
+        """
         timeout_s = self._prepared.plan.update_deadline_s
         with suppress(MegatrainError):
             for layer in self._prepared.plan.layer_order:
@@ -204,25 +221,31 @@ class ShardWorker:
         self._words.stop()
 
     def close(self) -> None:
-        """Gives everything up, where nothing is served any more. Idempotent."""
+        """Release everything, when no update is served any more. Idempotent."""
         self._shard.close()
         self._holder.close()
         self._spare.close()
 
     def _take_state_memory(self) -> None:
-        """With all threads. Not before: while the state is taken and filled the GPU worker builds its engine."""
+        """Allocate the pages of the state, with all threads.
+
+        This happens only when the state is about to be filled, since meanwhile the GPU worker builds its engine.
+        """
         self._arenas[state_arena(self._index)].populate(self._prepared.plan.num_shard_threads)
 
     def _take_spare_memory(self) -> None:
-        """While the engine starts: the copies of the first save would else wait for pages. In a daemon, since a process
-        that is to end must not wait for it."""
+        """Measure the rate of copies, and allocate the pages of spare memory in a background thread.
+
+        This happens while the engine starts; otherwise the copies of the first save would wait for pages. The thread is
+        a daemon, since a process that is to end must not wait for it.
+        """
         self._copy_bytes_per_s = measure_copy(self._shard, self._spare)
         threading.Thread(target=self._spare.populate, name="spare memory", daemon=True).start()
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
-        """Writes this shard's part of the save of a step, each layer when it has had that step's update."""
+        """Write this shard's part of the save of a step, each layer when it has had that step's update."""
         return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self._shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
-        """Updates do not wait for this save any more."""
+        """Abandon a save: updates do not wait for it any more."""
         self._gate.abandon(attempt)
