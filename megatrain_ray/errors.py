@@ -22,7 +22,7 @@ class ConfigError(MegatrainError):
 
 
 class CapacityError(MegatrainError):
-    """What was asked for cannot fit; the message holds the arithmetic (exit code 3).
+    """Says that a request cannot fit; the message holds the arithmetic (exit code 3).
 
     shortfall: weighted bytes that the plan in question lacks (planner/limits.py); infinite if no plan is in question.
     """

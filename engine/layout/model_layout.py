@@ -26,7 +26,7 @@ class WeightPart(NamedTuple):
 
 
 class HostShare(NamedTuple):
-    """One host's share of a layer: a span of the trained part and a span of the frozen part.
+    """Describes one host's share of a layer: a span of the trained part and a span of the frozen part.
 
     Both are in padded coordinates of the layer. In the host's arena the frozen one lies directly after the trained one.
     """

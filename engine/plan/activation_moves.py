@@ -30,7 +30,7 @@ class Activations(Enum):
 
 
 class Stop(NamedTuple):
-    """One micro-batch in one visit of the backward sweep."""
+    """Names one micro-batch in one visit of the backward sweep."""
 
     phase: Phase
     layer: int

@@ -53,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Residency:
-    """Which fragment is in which slot during the visits of a step.
+    """Says which fragment is in which slot during the visits of a step.
 
     loads: uploads in the order in which they are issued.
     slots: slots[v] gives the slot of each fragment that visit v needs.

@@ -32,7 +32,7 @@ WITH_GRADIENT = (Phase.HEAD, Phase.BACKWARD)
 
 @dataclass(frozen=True)
 class Visit:
-    """One stay of a layer on the device, for one phase of some micro-batches.
+    """Describes one stay of a layer on the device, for one phase of some micro-batches.
 
     index: position of the visit in the step.
     last: the layer's gradient, if it has one, is complete after this visit.
