@@ -1,12 +1,14 @@
-"""AdamW on the host: both kernels, with and without the journal, by number of threads, against STREAM's triad; and
-how fast they copy a layer's state aside for a save.
+"""Measures AdamW on the host with both kernels, with and without the undo journal, by number of threads.
+
+STREAM's triad is measured beside it, and how fast the kernels copy a layer's state aside for a save.
 
     python benchmarks/adamw.py OUT.json [--elements N] [--threads 1,8,16] [--repeats N] [--commit ID]
         [--moments bf16]
 
-One layer of N parameters, split bf16 masters, bf16 gradient. Counted are 26 bytes per parameter (gradient 2, state 12
-read and 12 written; with moments in bf16 18, state 8), for the triad 16 per element (with write-allocate), for copies
-those of the state, once. Rates are those of the median call.
+The state is one layer of N parameters with split bf16 masters and a bf16 gradient. An update counts 26 bytes per
+parameter: gradient 2, state 12 read and 12 written. With moments in bf16 it counts 18, because the state has 8. The
+triad counts 16 bytes per element (with write-allocate), copies count the bytes of the state once. Rates are those of
+the median call.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ TRIAD = Path(__file__).with_name("triad.c")
 
 
 def seconds(call: Callable[[int], None], repeats: int) -> list[float]:
-    """Of each call after the first, which takes the memory."""
+    """Return the seconds of each of `repeats` calls, after an uncounted call that touches the memory first."""
     times = []
     for index in range(repeats + 1):
         start_s = time.perf_counter()
@@ -80,7 +82,7 @@ def triad(elements: int, num_threads: int, repeats: int) -> dict[str, Any]:
 
 
 class Layer:
-    """State in an arena, as a shard has it."""
+    """Holds the state of one layer in an arena, as an optimizer shard does."""
 
     def __init__(self, elements: int, arena: Arena, precision: Precision) -> None:
         self.precision = precision

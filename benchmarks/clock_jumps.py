@@ -1,8 +1,10 @@
-"""A wall clock that jumps by days, forwards and backwards, while a run trains and saves. Needs root, to set the clock.
+"""Compares a run whose wall clock jumps by days, forwards and backwards, with the same run undisturbed.
+
+It needs root, to set the clock.
 
     python -m benchmarks.clock_jumps OUT.json
 
-Compared with the same run undisturbed: losses, norms, and the state in the last save.
+Compared are losses, gradient norms, the names of the saves, and the state in the last save.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from tests.support.runs import ROOT, command, config, rows, write_config
 from tests.support.tiny import build_tiny
 
 DAY_S = 86400.0
-JUMPS_S = {3: DAY_S, 10: -2 * DAY_S, 20: 0.0}  # by step: from the true time, from then on
+JUMPS_S = {3: DAY_S, 10: -2 * DAY_S, 20: 0.0}  # completed steps: distance from the true time from then on
 STEPS = 40
 
 
 class Clock:
-    """The wall clock of this machine, which can be set wrong by so many seconds."""
+    """Sets the wall clock of this machine wrong by a number of seconds."""
 
     def __init__(self) -> None:
         self._ahead_s = time.time() - time.monotonic()
@@ -42,7 +44,7 @@ class Clock:
 
 @contextmanager
 def clock() -> Iterator[Clock]:
-    """Right again afterwards."""
+    """Yield the wall clock, and set it right again afterwards."""
     it = Clock()
     try:
         yield it
@@ -76,7 +78,10 @@ def train(folder: Path, model: Path, clock: Clock | None) -> dict[str, Any]:
 
 
 async def state_of(folder: Path) -> dict[str, str]:
-    """A digest of each kind of each layer. The blobs may hold layers in another order."""
+    """Return a digest of each kind of state of each layer.
+
+    Layers are read by name, because blobs of two saves may hold them in different orders.
+    """
     manifest = read_manifest(folder)
     digests = {}
     for layer, (kind, itemsize) in itertools.product(manifest.layers, manifest.itemsize.items()):

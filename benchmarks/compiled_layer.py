@@ -1,11 +1,12 @@
-"""Rate and memory of a compiled decoder layer at several activation budgets, and of the loss in chunks, on a GPU.
+"""Measures rate and memory of a compiled decoder layer at several activation budgets, and of the chunked loss.
 
     python -m benchmarks.compiled_layer OUT.json [--shape 14B] [--sequences 8,64] [--seq-len 1024] [--budgets 0,0.1,1]
                                         [--chunks 512,4096]
 
-Shapes are those of Qwen2.5, weights and inputs random numbers. Model TFLOPS as in docs/bench.md. What plans count of a
-backward (device_rows.COMPILED_BACKWARD) is `kept_bytes` + `backward_bytes` - 2 bytes for each weight, ÷ `kept_bytes`
-with a budget of 1; kept bytes here without the layer's output, which is there with any budget.
+Shapes are those of Qwen2.5, weights and inputs are random numbers, on a GPU. Model TFLOPS are as in docs/bench.md. What
+plans count for a backward (device_bytes.COMPILED_BACKWARD) is `kept_bytes` + `backward_bytes` - 2 bytes for each
+weight, divided by `kept_bytes` with a budget of 1. Kept bytes are taken here without the layer's output, which is kept
+with any budget.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Shape(NamedTuple):
     vocab: int
 
     def flops(self, batch: int, seq_len: int) -> float:
-        """Of forward and backward of a layer; causal attention counted once."""
+        """Return the FLOPs of a layer's forward and backward; causal attention counts half of the T x T products."""
         matrices = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * (self.hidden // self.heads)
         weights = matrices + 3 * self.hidden * self.inner
         return 6.0 * weights * batch * seq_len + 6.0 * self.hidden * batch * seq_len**2
@@ -53,7 +54,7 @@ SHAPES = {
 
 
 class Peak(NamedTuple):
-    """Bytes that tensors took: after a block, and at most within it, beyond those before it."""
+    """Holds the bytes that work allocated: `after` it, and at `most` within it, both beyond those before it."""
 
     after: int
     most: int
@@ -69,7 +70,7 @@ def memory_of(work: Callable[[], object]) -> tuple[object, Peak]:
 
 
 def times(works: Sequence[Callable[[], None]]) -> list[float]:
-    """Mean milliseconds of each of some works that follow each other, over SECONDS of them."""
+    """Return the mean milliseconds of each work. The works run in turn, for at least SECONDS and three rounds."""
     totals, rounds = [0.0] * len(works), 0
     while sum(totals) < 1000 * SECONDS or rounds < 3:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]

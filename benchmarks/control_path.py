@@ -1,18 +1,23 @@
-"""What the control path costs the host, layer by layer: microseconds of each visit and of its parts, beside those of
-the same layer called alone. In one process, on any device.
+"""Measures what the control path costs the host: microseconds of each visit of a layer, and of the visit's parts.
+
+The same layer called without the engine is measured beside it. It runs in one process, on any device.
 
     python -m benchmarks.control_path OUT.json [--compiled] [--recompute] [--device cpu] [--layers 48 --hidden 64
         --vocab 256 --seq-len 16] [key=value …]
 
-Without options the model is so small that its layers cost their launches only. Qwen2.5-0.5B on a GPU:
-`--device cuda --compiled --layers 24 --hidden 896 --vocab 151936 --seq-len 1024`, with and without
-`hardware.hbm_layers=0`. A step is one micro-batch of one sequence. Optimizer shards are a process that answers as they
-do and updates nothing, so nothing waits for an update.
+Without options the model is so small that its layers cost their launches only. For Qwen2.5-0.5B on a GPU the options
+are, with and without `hardware.hbm_layers=0`:
 
-`visits` are of three traced steps, medians over blocks; what no part names is `rest`. `update_us`: of a layer that
-lives on the device. `step_s` is that of steps that are not traced, `thread_s` the compute thread's processor time in
-them (on a GPU without backwards, which autograd runs on a thread of its own). On a GPU `kernels_s` is how long its
-kernels run in one step, by torch's profiler, and `span_us` a block's time on its compute stream.
+    --device cuda --compiled --layers 24 --hidden 896 --vocab 151936 --seq-len 1024
+
+A step is one micro-batch of one sequence. A second process stands in for the optimizer shards: it answers as they do
+and updates nothing, so nothing waits for an update.
+
+`visits` are medians over blocks, from three traced steps; time that belongs to no named part is `rest`. `update_us` is
+the update of a layer that lives on the device. `step_s` is the time of steps that are not traced. `thread_s` is the
+compute thread's processor time in them (on a GPU without backwards, which autograd runs on a thread of its own). On a
+GPU, `kernels_s` is how long the kernels of one step run, by torch's profiler, and `span_us` is a block's time on the
+compute stream.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ WEIGHT = 0.02  # all weights: finite numbers are all that is wanted of them
 
 
 class Constant:
-    """In place of a model's weights."""
+    """Stands in for a model's weights: every element is WEIGHT."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         return torch.full((stop - start,), WEIGHT)
@@ -92,7 +97,7 @@ def prepared(options: argparse.Namespace) -> Prepared:
 
 
 def answer(buffer: mmap.mmap, plan: Plan) -> None:
-    """What the shard's process does with each update, but for the update."""
+    """Answer each update as a shard's process does, without updating anything."""
     words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
     for update in itertools.count(1) if plan.layer_order else ():
         for layer in plan.layer_order:
@@ -104,14 +109,14 @@ def answer(buffer: mmap.mmap, plan: Plan) -> None:
 
 
 class Seconds(NamedTuple):
-    """Of a step, and of the compute thread's processor in it."""
+    """Holds the seconds of one step: its wall time, and the processor time of the compute thread in it."""
 
     step: float
     thread: float
 
 
 class Run:
-    """An engine, and the process that stands for its shards."""
+    """Runs steps of an engine whose optimizer shards another process stands in for, through the shared words."""
 
     def __init__(self, ready: Prepared, words: HostWords) -> None:
         self._plan = plan = ready.plan
@@ -138,7 +143,7 @@ class Run:
         await self._engine.rehearse(Coming())
 
     async def steps(self, count: int) -> list[Seconds]:
-        """The last one's updates are done on return."""
+        """Make `count` steps and return the seconds of each. Updates are done on return."""
         seconds = []
         for _ in range(count):
             self._num_steps += 1
@@ -195,8 +200,14 @@ def shortest_and_median(seconds: Iterable[float]) -> dict[str, float]:
 
 
 def visits_of(spans: Sequence[Span], blocks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Microseconds of the parts of a visit, from its first span to that of the next visit. `spans`: of the compute
-    thread, in order."""
+    """Return the median microseconds of each part of a visit, for visits of the forward and of the backward.
+
+    A visit lasts from its first span to the first span of the next visit. Visits of the first and the last block are
+    left out.
+
+    spans: spans of the compute thread, in order.
+    blocks: indices of the decoder blocks.
+    """
     first = [s for s in spans if s.name in ("forward", "recompute", "backward", "loss")]
     begins = [s for s, before in zip(first, [None, *first], strict=False) if before is None or s.layer != before.layer]
     parts: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -218,7 +229,10 @@ def visits_of(spans: Sequence[Span], blocks: Sequence[int]) -> dict[str, dict[st
 
 
 def span_us(spans: Sequence[Span]) -> dict[str, float]:
-    """Medians, by name; of a stage that waits for the host's launches they hold the waits."""
+    """Return the median microseconds of the spans, by name.
+
+    Where the compute stream waits for the host to launch kernels, the spans include that wait.
+    """
     found = defaultdict(list)
     for s in spans:
         found[s.name].append((s.end_ns - s.start_ns) / 1000)
@@ -232,7 +246,7 @@ async def kernels_s(run: Run) -> float:
 
 
 def layer_alone(ready: Prepared, device: Device) -> dict[str, float]:
-    """Microseconds of host time that a forward and a backward of a block take, without an engine."""
+    """Return the microseconds of host time that a block's forward and backward take without an engine."""
     torch.manual_seed(0)
     model = ready.source.factory(ready.plan.precision.working_dtype).to(device.torch_device)
     path = next(layer.modules[0] for layer in ready.structure.layers if layer.kind is LayerKind.BLOCK)
@@ -266,7 +280,10 @@ def compiled(ready: Prepared) -> bool:
 
 @contextmanager
 def shard_of(plan: Plan) -> Iterator[HostWords]:
-    """Forked before anything else runs; it only looks at words."""
+    """Yield the words that a process shares which answers as an optimizer shard.
+
+    It is forked before anything else runs, and uses nothing but the words.
+    """
     count = HostWords.num_words(len(plan.layers), len(plan.updated_layers))
     buffer = mmap.mmap(-1, WORD_BYTES * count)
     words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))

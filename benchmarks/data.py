@@ -1,11 +1,10 @@
-"""Pre-training data: how fast text is tokenised into the cache, with how many cores and how much memory, and how fast
-the data process makes batches of it.
+"""Measures pre-training data: how fast text is tokenised into the cache, and how fast batches are made of it.
 
     python -m benchmarks.data OUT.json [--megabytes 100]
 
 The text is made of the lines of examples/data/tinyshakespeare.txt in random order, with random words among them. A BPE
-tokenizer of 16,384 ids is trained on a part of it. Each case is tokenised in a process of its own; `cores` is CPU
-seconds by seconds, `extra_mib` the most memory beyond what the process held before.
+tokenizer of 16,384 ids is trained on a part of it. Each case is tokenised in a process of its own. `cores` is CPU
+seconds divided by seconds; `extra_mib` is the peak of memory beyond what the process held before.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import tokenizers
 import zstandard
 from tokenizers import models, pre_tokenizers, trainers
 
-from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.io.batching.batch_stream import BatchStream
@@ -63,7 +62,7 @@ def main() -> None:
 
 
 def write_texts(folder: Path, num_bytes: int) -> None:
-    """The same text as one document and as many of a few hundred characters."""
+    """Write the same text as one document, and as many documents of a few hundred characters."""
     rng = random.Random(0)
     lines = [line for line in SHAKESPEARE.read_text().splitlines() if line]
     with (
@@ -126,7 +125,7 @@ def measure(folder: Path, file: str, tokenizer: str) -> dict[str, Any]:
 
 
 def rate(source: DataWorker | BatchStream) -> int:
-    """Tokens, pads left out, a second of one median batch."""
+    """Return the tokens per second of the median batch; padding is not counted."""
     rates = []
     for step in range(1, NUM_BATCHES + 1):
         start_s = time.perf_counter()
@@ -136,7 +135,7 @@ def rate(source: DataWorker | BatchStream) -> int:
 
 
 def memory(name: str) -> int:
-    """Bytes, by a name of /proc/self/status."""
+    """Return the bytes that /proc/self/status has under this name, such as VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 

@@ -1,12 +1,13 @@
-"""Runs with gradients, state, weights and activations on disk, beside the same runs in memory: have losses and norms
-the same bits? Through the CLI and Ray, deterministic, on a GPU where there is one.
+"""Compares runs with gradients, state, weights or activations on disk with the same runs in memory, bit by bit.
+
+Losses and gradient norms are compared. Runs go through the CLI and Ray, deterministic, on a GPU where there is one.
 
     python -m benchmarks.disk_runs OUT.json SPILL_FOLDER [--modes a,b,…] [--device cuda] [--commit ID] [key=value …]
 
 Every mode but `memory` gets the most host memory with which its kind is on disk, by the product's own plans. `killed`:
-an optimizer shard is killed in the midst of an update and replaced. `resumed`: half of the steps with state on disk,
-the rest, from a save, in memory. `activations`: of one long sequence, beside `long`, the same in memory. Exit code 0:
-all that was compared has the same bits, and each plan had on disk what its mode is about.
+an optimizer shard is killed in the middle of an update and replaced. `resumed`: the first half of the steps has state
+on disk; the rest goes on from a save, in memory. `activations`: one long sequence, compared with `long`, which has the
+same in memory. Exit code 0: all that was compared has the same bits, and each plan had on disk what its mode is about.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.support.runs import command, plan_of, rows
 
 CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
 PLENTY = 1 << 40
-NEAR = 4 << 20  # bytes of host memory to which a limit is found
+NEAR = 4 << 20  # a limit of host memory is found to within so many bytes
 STEPS = 8
 LIMIT_S = 240.0
 STRIKE_S = 120.0
@@ -46,13 +47,17 @@ BASE = (
 )  # fmt: skip
 LONG = ("data.seq_len=32768", "train.batch_size=1", "train.steps=3", "hardware.hbm_limit=5GB", "hardware.compile=false")
 WHOLE = ("train.micro_batch_size=8", "train.accumulate=1")
-# Of numbers that may differ in their last bits where these do.
+# Fields of a plan that decide how results are rounded: bits are only expected to be equal where these are.
 NUMERICS = ("micro_batch_size", "num_micro_batches", "loss_chunk_tokens", "mlp_chunk_tokens", "compiled_loss")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """`has`: what of a plan is on disk that it is about; None: nothing is. `beside`: the mode whose numbers it has."""
+    """Describes one way to run, and which mode it must agree with.
+
+    has: returns what the plan has on disk of the kind that the mode is about; None if nothing is on disk.
+    beside: name of the mode whose losses and norms it must have.
+    """
 
     settings: tuple[str, ...]
     has: Callable[[Plan], object] | None
@@ -79,7 +84,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Found:
-    """Of one mode. `problems`: why it is not what it should be."""
+    """Holds what one mode's run gave. `problems`: reasons why it is not what it should be."""
 
     settings: tuple[str, ...]
     ram_limit_bytes: int | None
@@ -92,7 +97,7 @@ class Found:
 
 
 class Runs:
-    """In folders of their own."""
+    """Runs modes, each in a folder of its own."""
 
     def __init__(self, folder: Path, spill: Path, overrides: Sequence[str]) -> None:
         self._folder = folder
@@ -151,8 +156,10 @@ class Runs:
 
 
 def limit_for(question: Question, has: Callable[[Plan], object]) -> int:
-    """Host memory with which a plan has that on disk: about the most, but plans with more may have it there, too, where
-    that is faster."""
+    """Return about the most host memory, to within NEAR bytes, with which `has` finds something of a plan on disk.
+
+    Plans with more memory may have it on disk, too, where that is faster.
+    """
 
     def lacks_room(ram_bytes: int) -> bool:
         try:
@@ -173,7 +180,7 @@ def _question(settings: Sequence[str]) -> Question:
 
 
 def on_disk(plan: Plan) -> dict[str, int]:
-    """Layers of which something is there, by what."""
+    """Count the layers that have something on disk, by kind."""
     return {
         "gradients": len(plan.stored_layers),
         "state": len(plan.spilled_layers),
@@ -183,7 +190,7 @@ def on_disk(plan: Plan) -> dict[str, int]:
 
 
 def problems(found: Found, beside: Found) -> list[str]:
-    """Of a mode, beside the one whose numbers it has to have."""
+    """Return the reasons why a mode is not what it should be, compared with the mode whose numbers it must have."""
     told = list(found.problems)
     if found.numerics != beside.numerics:
         told.append(f"another plan: {found.numerics}, expected {beside.numerics}")

@@ -1,10 +1,11 @@
-"""One step of a tiny model of each family on one device, against plain autograd of the unmodified model there.
+"""Compares one step of a tiny model of each family with plain autograd of the unmodified model, on one device.
 
     python -m benchmarks.families OUT.json COMMIT [--device cpu] [--only NAME …]
 
-Losses, and the gradients of each parameter (with β₁ = 0 and without clipping m is the gradient): how many have the same
-bits, and the largest relative distance of the others. In FP32 and BF16, with deterministic kernels; a
-document a row, and several documents a row where the model keeps them apart, with SDPA and with flex attention.
+Compared are losses and the gradient of each parameter (with β₁ = 0 and without clipping, m is the gradient): how many
+have the same bits, and the largest relative distance of the others. Steps are made in FP32 and BF16 with deterministic
+kernels: with one document a row, and with several documents a row where the model keeps them apart, with SDPA and with
+flex attention.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe, Result, train_reference
 from tests.support.run_engine import EngineResult, Mode, folder_source, train_engine
 
-# One without masks of its own, windows, capped scores, sinks: each compiles for tens of seconds.
+# One family each without masks of its own, with windows, capped scores, sinks: each compiles for tens of seconds.
 WITH_FLEX = ("Llama", "Mistral", "Gemma 2", "GPT-OSS")
-# Their own forward wants four axes of positions to keep documents apart, which the reference does not give.
+# The forward of these models needs four axes of positions to keep documents apart, which the reference does not give.
 NOT_PACKED = ("Qwen2-VL", "Qwen2.5-VL")
 BOUNDS = {"fp32": 1e-4, "bf16": 5e-2}  # relative, of a gradient's norm
 
@@ -85,7 +86,7 @@ def case(folder: Path, name: str, batch: Batch, recipe: Recipe, attention: Atten
 
 
 def attentions(name: str, folder: Path, kind: str) -> Sequence[Attention]:
-    """With which several documents can be in a row."""
+    """Return the attention kinds with which this family can have several documents in a row."""
     if name in NOT_PACKED:
         return []
     factory = folder_source(folder).factory

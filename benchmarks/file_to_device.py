@@ -1,13 +1,16 @@
-"""Activations between a disk and the device: through windows of the host, by threads of ours and by kvikio, and through
-windows of the device, which kvikio reads and writes itself.
+"""Measures moving activations between a disk and the device, in three ways.
+
+The ways are host staging buffers moved by threads of ours, host staging buffers moved by kvikio, and device staging
+buffers, which kvikio reads and writes itself.
 
     python benchmarks/file_to_device.py OUT.json [--folder /mnt/nvme --gib 2 --layers 8 --ways direct]
     python benchmarks/file_to_device.py OUT.json --device cpu --gib 0.1
 
-For each way, through the engine's own ActivationFile: the rate at which all layers leave, until they are written, and
-until they are back, first with an idle device, then beside a compute stage that multiplies large matrices; whether they
-came back bit for bit. Then the rate of reading and writing at the same time that a plan takes (measure_mixed), and what
-the process took of the device's memory and of the host's. A way that does not work says why.
+For each way, through the engine's own ActivationFile, the rate is measured at which all layers leave the device, until
+they are written, and until they are back. It is measured with an idle device, then while a compute stage multiplies
+large matrices. The report says whether all came back bit for bit. Then the rate is measured of reading and writing at
+the same time, as plans take it (measure_mixed), and what the process took of device and host memory. A way that does
+not work says why.
 """
 
 from __future__ import annotations
@@ -43,13 +46,13 @@ from megatrain_ray.io.storage.spill_file import create_spill_file
 from megatrain_ray.virtual_clock import Op
 
 MIXED_BYTES = 512 << 20
-# Of square matrices, and their products: 11 ms each on an H200. Far fewer than a stream takes before the host waits.
+# Size of the square matrices, and number of products: 11 ms each on an H200. A stream's queue has room for far more.
 BUSY_SIZE, NUM_BUSY = 16384, 100
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What an ActivationFile reads of a plan."""
+    """Holds the fields of a plan that an ActivationFile reads."""
 
     disk_activations: tuple[int, ...]
     num_windows: int
@@ -71,14 +74,14 @@ class Way(NamedTuple):
 
 
 def ways_of(device: Device) -> dict[str, Way]:
-    """On the CPU memory of the device is in everybody's reach."""
+    """Return the ways by name. On the CPU device the direct way is POSIX, because its memory is host memory."""
     direct = DiskIo.KVIKIO if device.kind == "cuda" else DiskIo.POSIX
     host = {io.value: Way(io, Tier.HOST) for io in DiskIo}
     return {"direct": Way(direct, Tier.HBM), **host}
 
 
 def compute(device: Device) -> None:
-    """Gives the compute stage about a second of an H200's work, more than moving everything one way takes."""
+    """Submit about a second of an H200's work, which is more than moving everything one way takes."""
     a = torch.ones(BUSY_SIZE, BUSY_SIZE, device=device.torch_device, dtype=torch.bfloat16)
     out = torch.empty_like(a)
     for _ in range(NUM_BUSY):
@@ -86,7 +89,12 @@ def compute(device: Device) -> None:
 
 
 def moved(device: Device, file: ActivationFile, tensors: list[torch.Tensor], *, is_busy: bool) -> dict[str, float]:
-    """GB/s of all, out and back. What was there is freed in between."""
+    """Offload all tensors and reload them; return GB/s until they have left, are written, and are back.
+
+    The device memory of the tensors is released in between.
+
+    is_busy: the compute stage multiplies matrices meanwhile.
+    """
     device.record().synchronize()
     file.begin()
     start_s = time.perf_counter()
@@ -101,7 +109,7 @@ def moved(device: Device, file: ActivationFile, tensors: list[torch.Tensor], *, 
     seconds["written"] = time.perf_counter() - start_s
     for storage in (storage for sent in away for storage in sent.storages):
         storage.resize_(0)
-    device.record().synchronize()  # else it would be waited for: memory comes from what was submitted
+    device.record().synchronize()  # or the reload would wait for submitted work, after which its memory is free
     start_s = time.perf_counter()
     file.expect(away[::-1])
     for sent in away[::-1]:

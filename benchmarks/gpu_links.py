@@ -1,10 +1,10 @@
-"""How fast the GPUs of this machine exchange, by copies and by NCCL as runs use it, and what that costs products.
+"""Measures how fast the GPUs of this machine exchange data, by copies and by NCCL, and how that slows down products.
 
     python -m benchmarks.gpu_links OUT.json [--gpus 2] [--commit ID]
 
-A layer of 7.6B: 466 MB of working copy that are gathered, 932 MB of FP32 sums that are reduce-scattered. Rates are
-bytes that each GPU has from the others, per second. `beside`: what share of their speed products of 8192 × 8192 have
-while four exchanges run on another stream.
+The exchange is that of a layer of 7.6B: 466 MB of working copy are gathered, 932 MB of FP32 sums are reduce-scattered,
+as runs do it. Rates are bytes that each GPU receives from the others, per second. `beside` is the share of their speed
+that products of 8192 × 8192 keep while four exchanges run on another stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Work = Callable[[], object]
 
 
 def seconds(work: Work) -> float:
-    """Of one call, the median of rounds of several."""
+    """Return the seconds of one call: the median of rounds of CALLS calls, without the first round."""
     times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -49,7 +49,7 @@ def seconds(work: Work) -> float:
 
 
 class Exchanges:
-    """What one rank does. Of a layer: working copies are gathered, sums reduce-scattered."""
+    """Does what one rank does with a layer: working copies are all-gathered, sums are reduce-scattered."""
 
     def __init__(self, ranks: RankGroup) -> None:
         edges = [ELEMENTS * k // ranks.size for k in range(ranks.size + 1)]
@@ -71,7 +71,7 @@ class Exchanges:
             torch.mm(self._factor, self._factor)
 
     def beside(self, work: Work) -> None:
-        """Products while four of `work` run."""
+        """Compute the products while `work` runs four times on another stream."""
         with torch.cuda.stream(self._side):
             for _ in range(4):
                 work()
@@ -79,7 +79,7 @@ class Exchanges:
 
 
 def measured(exchanges: Exchanges, size: int) -> dict[str, float]:
-    """Seconds, rates and shares. `size`: how many ranks there are."""
+    """Return seconds, rates and shares by name. `size`: number of ranks."""
     products_s = seconds(exchanges.products)
     found = {"product_tflops": PRODUCTS * 2e-12 * WIDTH**3 / products_s}
     of_each = ("all_gather", exchanges.gather, 2 * ELEMENTS), ("reduce_scatter", exchanges.scatter, 4 * ELEMENTS)
@@ -92,7 +92,7 @@ def measured(exchanges: Exchanges, size: int) -> dict[str, float]:
 
 
 def run_rank(rank: int, size: int, place: Place, out: Path) -> None:
-    """One process; the first one writes down what it measured."""
+    """Run one rank in this process. Rank 0 writes what it measured to `out`."""
     torch.cuda.set_device(rank)
     ranks = RankGroup(torch.device("cuda", rank), place, rank, size, 120.0, gathers=True)
     found = measured(Exchanges(ranks), size)
@@ -102,7 +102,7 @@ def run_rank(rank: int, size: int, place: Place, out: Path) -> None:
 
 
 def of_ranks(num_gpus: int) -> dict[str, float]:
-    """Raises RuntimeError where one of them failed."""
+    """Measure with one process for each GPU, and return what rank 0 found. Raises RuntimeError if a process failed."""
     meeting, context = Meeting(), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
@@ -119,7 +119,7 @@ def of_ranks(num_gpus: int) -> dict[str, float]:
 
 
 def copies() -> dict[str, float]:
-    """Bytes per second each way at once, by the size of a copy."""
+    """Return the bytes per second of copies in both directions at once, by the size of a copy."""
     found = {}
     for mib in (16, 64, 256):
         exchange = PeerCopies(mib << 20)

@@ -1,10 +1,10 @@
-"""First-step gradients of the engine against plain autograd, parameter by parameter, on one device.
+"""Compares first-step gradients of the engine with plain autograd, parameter by parameter, on one device.
 
     python benchmarks/gradients.py CONFIG OUT_FOLDER [--layers I,J,…] [key=value …]
 
-Both run the same weights and batch in the same mode, the engine in poison mode; plain autograd holds the whole model
-on the device. `--layers`: compares those only (0 is the embedding, -1 the head), for models whose FP32 gradients would
-fill the host.
+Both run the same weights and batch in the same mode, the engine in poison mode. Plain autograd holds the whole model on
+the device. `--layers` compares only those (0 is the embedding, -1 the head), for models whose FP32 gradients would fill
+the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.local_host import LocalHost
 
 
 class Recorder:
-    """In place of a shard: keeps the gradients that land, of the layers that are compared."""
+    """Stands in for a shard: keeps the arriving gradients of the layers that are compared."""
 
     def __init__(self, layers: frozenset[int]) -> None:
         self._layers = layers

@@ -1,13 +1,14 @@
-"""GSM8K on a 137M-parameter model with random weights, byte by byte, through the CLI, export and plain Transformers.
+"""Trains a 137M-parameter model on GSM8K from random weights, byte by byte; exports it, and answers with Transformers.
 
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT memorise [TRAIN.jsonl] [key=value …]
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT held_out TRAIN.jsonl HELD_OUT.jsonl [key=value …]
 
-memorise: trains on the first 100 problems (of examples/gsm8k unless told otherwise), exports, and lets Transformers
-answer the 100 questions greedily: how many answers are the same to the last character, and how many final numbers.
+memorise: trains on the first 100 problems (of examples/gsm8k unless a file is named), exports, and lets Transformers
+    answer the 100 questions greedily. It counts the answers that are the same to the last character, and the final
+    numbers that are the same.
 held_out: trains on one file and evaluates on the other, from before the first step on.
 
-Writes OUT_FOLDER/gsm8k_PART.json.
+Training and export go through the CLI. Writes OUT_FOLDER/gsm8k_PART.json.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ def settings(data: Path, *more: str) -> list[str]:
 
 
 def chats(path: Path, data: Path, num: int | None = None) -> list[tuple[str, str]]:
-    """The first `num` problems of a file (question and answer as in the original, or messages), as pairs; `data` has
-    them as chats."""
+    """Return the first `num` problems of a file as pairs of question and answer, and write them as chats.
+
+    path: JSON lines, each with question and answer as in the original, or with messages.
+    data: file that the chats are written to.
+    num: None takes all problems.
+    """
     pairs = []
     with path.open(encoding="utf-8") as file:
         for record in map(json.loads, islice(file, num)):
@@ -88,7 +93,7 @@ def memorise(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def answers_of(folder: Path, questions: Sequence[str]) -> Iterator[str]:
-    """What the exported model answers, greedily, to prompts made with the exported chat template."""
+    """Yield the greedy answers of the exported model to prompts made with the exported chat template."""
     template = jinja2.Environment().from_string((folder / "chat_template.jinja").read_text(encoding="utf-8"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder).to(device)

@@ -1,10 +1,11 @@
-"""Import and export of random folders: the same bytes, how much memory on the way, how fast.
+"""Measures import and export of random model folders: whether bytes are the same, peak memory, and speed.
 
     python benchmarks/import_export.py OUT.json [--gigabytes 1.2]
 
-Two cases: an FP32 folder through split masters and back as fp32, a BF16 folder through working copies and back as bf16.
-Import and export each run in a process of their own; the folder, and the save between, are not in the page cache.
-`extra_mib` is the most that such a process held beyond what it held before: for an import, beyond the shards' state.
+There are two cases: an FP32 folder through split masters and back as fp32, and a BF16 folder through working copies and
+back as bf16. Import and export each run in a process of their own. The folder, and the save between the two, are not in
+the page cache. `extra_mib` is the peak of memory of such a process beyond what it held before; for an import, beyond
+the shards' state.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ STEP = 1
 
 @dataclass
 class Usage:
-    """Of a block of code; complete when it is over."""
+    """Holds the time and memory that a block of code used. It is complete when the block has ended."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def case(dtype: ExportDtype, gigabytes: float) -> dict[str, Any]:
-    """Folder → shards → save → folder, all in a temporary folder beside the working directory."""
+    """Convert folder → shards → save → folder, all within the working directory, and return the measurements."""
     root = Path(mkdtemp(prefix="import_export-", dir="."))
     try:
         layout = make_layout(gigabytes, dtype)
@@ -112,7 +113,7 @@ def make_layout(gigabytes: float, dtype: ExportDtype) -> ModelLayout:
 
 
 def write_folder(folder: Path, layout: ModelLayout, dtype: ExportDtype) -> int:
-    """Any bits but those of NaN and infinity. Returns the number of files."""
+    """Write weights of random bits, except those of NaN and infinity, and return the number of files."""
     folder.mkdir()
     generator, places = torch.Generator().manual_seed(0), dict[str, str]()
     groups = [layout.layers[k : k + LAYERS_PER_FILE] for k in range(0, len(layout.layers), LAYERS_PER_FILE)]
@@ -146,7 +147,7 @@ def in_new_process(function: Any, *arguments: Any) -> Usage:
 
 
 def import_and_save(root: Path, layout: ModelLayout) -> Usage:
-    """All shards in this process, one after the other; the save is not measured."""
+    """Import into all shards in this process, one after the other, then save. Only the import is measured."""
     torch.set_num_threads(1)  # as in the process of a shard
     working = shared(layout.size, torch.bfloat16)
     shards = [make_shard(ShardLayout(layout, k, NUM_SHARDS), working) for k in range(NUM_SHARDS)]
@@ -174,7 +175,7 @@ def make_shard(layout: ShardLayout, working: Tensor) -> AdamShard:
 
 
 def shared(num: int, dtype: torch.dtype) -> Tensor:
-    """Memory as arenas have it, every page there."""
+    """Return shared memory as arenas have it, zeroed, with every page present."""
     return torch.frombuffer(mmap.mmap(-1, num * dtype.itemsize), dtype=dtype).zero_()
 
 
@@ -216,7 +217,7 @@ def measured() -> Iterator[Usage]:
 
 
 def memory(name: str) -> int:
-    """Bytes, by a name of /proc/self/status."""
+    """Return the bytes that /proc/self/status has under this name, such as VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
@@ -231,7 +232,7 @@ def described(usage: Usage, num_bytes: int) -> dict[str, float]:
 
 
 def same_bytes(one: Path, other: Path) -> bool:
-    """As the library reads them, name by name."""
+    """Return whether both folders have the same tensors, name by name, as the safetensors library reads them."""
     first, second = tensors(one), tensors(other)
     return first.keys() == second.keys() and all(same_tensor(name, first[name], second[name]) for name in first)
 

@@ -1,9 +1,10 @@
-"""Host memory of a run by size of the model: the slope is what a parameter costs, the rest is fixed.
+"""Measures the host memory of a run by size of the model: the slope is what a parameter costs, the rest is fixed.
 
     python -m benchmarks.memory OUT.json
 
-Two models of one layer shape, about 100 and 300 million parameters, train a few steps on the CPU device. PSS of every
-process is read from the kernel. What the CPU device holds in place of a GPU's memory is counted apart.
+Two models with the same shape of layers, of about 100 and 300 million parameters, train a few steps on the CPU device.
+PSS of every process is read from the kernel. Memory that the CPU device holds in place of a GPU's is counted
+separately.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEPS = 3
 
 
 def prepared(folder: Path, num_layers: int) -> Prepared:
-    """14.2M parameters a layer, 21M in embedding and head."""
+    """Prepare a run of a model with 14.2M parameters a layer and 21M in embedding and head."""
     model = {
         "model_type": "llama", "vocab_size": 10240, "hidden_size": 1024, "intermediate_size": 3328,
         "num_hidden_layers": num_layers, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -93,7 +94,7 @@ def data_arguments(ready: Prepared) -> dict[str, Any]:
 
 
 def slopes(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes per parameter, gradients in waiting apart."""
+    """Return the bytes per parameter of each kind of memory. Buffered gradients are counted separately."""
     more = large["parameters"] - small["parameters"]
 
     def total(run: Mapping[str, Any], kind: str) -> int:

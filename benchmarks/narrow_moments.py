@@ -1,11 +1,14 @@
-"""What moments in bf16 do to the loss: the demo's model trained with FP32 moments, with bf16 ones rounded
-stochastically (train.moments: bf16), and with bf16 ones rounded to nearest.
+"""Measures what moments in bf16 do to the loss of the demo's model.
+
+It is trained with FP32 moments, with bf16 moments rounded stochastically (train.moments: bf16), and with bf16 moments
+rounded to nearest.
 
     python -m benchmarks.narrow_moments OUT.json [--seeds 0,1] [--kinds fp32,bf16,…] [--commit ID] [key=value …]
 
-Everything in one process, on the same batches: a seed is that of the weights, of the data's order and of the rounding.
-`again` is FP32 once more in micro-batches of half the size, the same mathematics rounded otherwise: gaps no larger than
-that mean nothing. Compared are the mean losses of the last 50 steps; each step has data of its own.
+Everything runs in one process, on the same batches. A seed is that of the weights, of the data's order and of the
+rounding. `again` is FP32 once more in micro-batches of half the size, which is the same mathematics rounded
+differently: gaps no larger than its own mean nothing. Compared are the mean losses of the last 50 steps; each step has
+data of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ KINDS = {
 
 
 class Nearest(TorchBlocks):
-    """Updates by torch of widened moments, which are rounded to nearest behind it."""
+    """Updates moments widened to FP32 with the torch kernel, and then rounds them to nearest bf16."""
 
     def __init__(self, num_threads: int, hyper: Hyper) -> None:
         super().__init__(num_threads, hyper)
@@ -74,7 +77,7 @@ def _wide(part: Part) -> Tensor | None:
 
 
 def train(config: TrainConfig, *, to_nearest: bool) -> list[dict[str, Any]]:
-    """Rows of all steps."""
+    """Train, and return the metrics rows of all steps. `to_nearest`: round moments to nearest, not stochastically."""
     prepared = prepare(config)
     tokens = tokenize(config.data, config.tokenizer, prepared.structure.vocab_size, Path(config.run_dir))
     rounding = patch.object(kernel_choice, "_proven", lambda hyper, candidates: Nearest)
@@ -101,7 +104,7 @@ def measure(kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By kind and seed: how much higher the last losses are than with FP32 moments."""
+    """Return how much higher the mean of the last losses is than with FP32 moments, by kind and seed."""
     plain = {run["seed"]: run["last"] for run in runs if run["kind"] == "fp32"}
     found: dict[str, dict[str, float]] = {}
     for run in runs:

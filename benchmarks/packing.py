@@ -1,10 +1,11 @@
-"""Several documents in a row on one device: whole masks (sdpa) against flex attention, and both against rows of one.
+"""Compares several documents in a row, with whole masks (sdpa) and flex attention, with rows of one document each.
 
     python benchmarks/packing.py OUT.json [--device cpu --seq-len 64 --layers 2 --hidden 64]
 
-Two questions. Parity, in FP32 and BF16 with four layers: loss and gradients of documents side by side in a row are
-those of the same documents in rows of their own, and flex attention gives the same bits twice. Cost, with all layers of
-a 0.5B shape (Qwen2.5's) in BF16: seconds a step, device memory against the plan's, first step included or not.
+There are two questions. Parity, in FP32 and BF16 with four layers: are loss and gradients of documents side by side in
+a row those of the same documents in rows of their own, and does flex attention give the same bits twice? Cost, with all
+layers of a 0.5B shape (Qwen2.5's) in BF16: seconds of a step, of the first one and of later ones, and device memory
+compared with the plan's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ VOCAB = 32000
 
 
 class Recorder:
-    """In place of a shard: the last gradients, or none."""
+    """Stands in for a shard: keeps the last gradient of each layer, or none."""
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
@@ -67,8 +68,10 @@ def prepared(options: argparse.Namespace, attention: str, num_layers: int, batch
 
 
 def documents(seq_len: int, num_rows: int, *, apart: bool) -> Batch:
-    """Rows of random ids, of eight documents each, about as long as texts of the web are; `apart`: each in a row of its
-    own, padded."""
+    """Return random ids in rows of eight documents each, about as long as texts of the web are.
+
+    apart: each document has a row of its own, padded.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB, (num_rows, seq_len + 1), generator=generator)
     cuts = torch.randperm(seq_len - 1, generator=generator)[:7].sort().values + 1
@@ -84,7 +87,7 @@ def documents(seq_len: int, num_rows: int, *, apart: bool) -> Batch:
 
 
 async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorder) -> dict[str, Any]:
-    """Of the engine without an optimizer, on weights that stay as they are."""
+    """Make steps of the engine without an optimizer, on weights that stay as they are; return what was measured."""
     plan, layout = ready.plan, ready.structure.layout(ready.plan.num_fragments)
     generator = torch.Generator().manual_seed(1)
     working = torch.zeros(layout.size, dtype=plan.precision.working_dtype)
@@ -124,7 +127,7 @@ async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorde
 def gradients(
     options: argparse.Namespace, attention: str, precision: str, *, apart: bool
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients by name."""
+    """Return the loss and the gradients by name, of one step on one row of eight documents."""
     batch = documents(options.seq_len, 1, apart=apart)
     ready = prepared(options, attention, min(4, options.layers), batch.input_ids.shape[0], precision)
     recorder = Recorder(keeps=True)
@@ -135,7 +138,7 @@ def gradients(
 
 
 def parity(options: argparse.Namespace) -> dict[str, Any]:
-    """Relative distance of a parameter's gradient, the largest of all."""
+    """Return the relative distance of gradients from those of documents apart: the largest of all parameters."""
     found: dict[str, Any] = {}
     for precision in ("fp32", "bf16"):
         loss, plain = gradients(options, "sdpa", precision, apart=True)

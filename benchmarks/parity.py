@@ -1,23 +1,24 @@
-"""Losses of 50 steps beside those of plain PyTorch on the same machine, in every mode that a row of results uses.
+"""Compares the losses of 50 steps with those of plain PyTorch on the same machine, in every mode that results are from.
 
     python -m benchmarks.parity OUT.json [--commit HASH] [--steps 50] [--config FILE] [--modes a,b,…] [key=value …]
 
-All in one process: the model's first values are drawn once, by the function that a run draws them with, and the batches
-come from a run's own data worker. Plain PyTorch (plain_training.py) trains first; then every mode (parity_modes.py)
-trains through the engine as `megatrain bench --compare-in-process` does: the classes that the actors wrap, the same
-shared memory, no Ray. A mode's plan is not left to the cost model: it is built from the one of the product's own
-candidates that the mode is about, and "limited" is what make_plan chooses where HBM has no byte to spare. The report
-says of each mode what its plan is. A mode is compared with the plain training of the same micro-batches and clipping.
+All of it runs in one process. The model's first values are drawn once, by the function that a run draws them with, and
+the batches come from a run's own data worker. Plain PyTorch (plain_training.py) trains first. Then every mode
+(parity_modes.py) trains through the engine as `megatrain bench --compare-in-process` does: with the classes that the
+actors wrap and the same shared memory, without Ray. A mode's plan is not left to the cost model: it is built from the
+one of the product's own candidates that the mode is about. Only "limited" is what make_plan chooses where HBM has no
+byte to spare. The report states the plan of each mode. A mode is compared with the plain training of the same
+micro-batches and clipping.
 
-Exit code 0: all modes within the tolerance. 1: one is not, or its run was not what it is about: another plan, a layer
-that was to be compiled and ran uncompiled, a skipped step, a failure. 2: a setting is wrong.
+Exit code 0: all modes are within the tolerance. 1: one is not, or its run was not what it is about: another plan, a
+layer that should have been compiled and ran uncompiled, a skipped step, a failure. 2: a setting is wrong.
 
-The tolerance of bf16 is 2e-2, absolute, at losses that fall from 12 to 3. It is chosen by what can be told apart.
-Measured on a CPU with a model of 1.5M parameters (hidden 128, 6 layers, 8 × 128 tokens, 50 steps, loss 6.3 to 4.5):
+The tolerance of bf16 is 2e-2, absolute, at losses that fall from 12 to 3. It is chosen by what can be told apart. This
+was measured on a CPU with a model of 1.5M parameters (hidden 128, 6 layers, 8 × 128 tokens, 50 steps, loss 6.3 to 4.5):
 plain PyTorch differs from itself by up to 2e-4 when a step is 2 or 4 micro-batches, and by 3e-4 when layers are
 compiled; with BF16 masters by 7e-2, without clipping by 6e-2, with a warm-up of 11 steps for 10 by 3e-2, with one of
-the six layers not trained by 3e-2; a learning rate 1 % higher (1.2e-2) would pass. The deeper the model the larger the
-first two figures; the report measures them again as its yardstick. At a learning rate at which training is unstable
+the six layers not trained by 3e-2. A learning rate 1 % higher (1.2e-2) would pass. The deeper the model, the larger the
+first two figures are; the report measures them again as its yardstick. At a learning rate at which training is unstable
 they pass the tolerance themselves (3e-2 for 2e-3 in place of 3e-4), and such a comparison shows nothing.
 """
 
@@ -60,8 +61,12 @@ TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}
 
 @dataclass(frozen=True)
 class Parity:
-    """The comparison of one configuration. `tokens`: folders of the data's sources. `made`: plain trainings, each once,
-    by grouping and clipping."""
+    """Compares the modes of one configuration with plain trainings.
+
+    tokens: folders of the tokenised data, one for each source.
+    batches: the batches of all steps.
+    made: plain trainings by grouping and clipping, each made once.
+    """
 
     common: Common
     tokens: Sequence[Path]
@@ -70,7 +75,10 @@ class Parity:
 
     @staticmethod
     def of(config: TrainConfig, *, compiled: bool) -> Parity:
-        """`compiled`: layers are in some modes."""
+        """Draw the model's first values, tokenise the data and assemble all batches.
+
+        compiled: some modes compile layers.
+        """
         common = Common.of(config, compiled=compiled)
         vocab_size = common.structure.vocab_size
         tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(config.run_dir))
@@ -82,7 +90,10 @@ class Parity:
         return TOLERANCES[self.common.config.train.precision]
 
     def plain(self, prepared: Prepared, *, compiled: bool = False) -> Numbers:
-        """Of the micro-batches and the clipping of such a run."""
+        """Return the plain training with the micro-batches and the clipping of such a run.
+
+        It is made on the first call.
+        """
         grouping = Grouping(prepared.plan.micro_batch_size, compiled)
         key = grouping, prepared.config.train.clip
         if key not in self.made:
@@ -94,7 +105,7 @@ class Parity:
         return self.made[key]
 
     def yardstick(self, *, compiled: bool) -> dict[str, Any]:
-        """How far plain trainings are from one another that differ in how products are grouped."""
+        """Measure how far plain trainings are apart that differ only in how products are grouped."""
         whole, parts = (self.common.prepared(MODES[name]) for name in ("uncompiled", "recomputed"))
         plain = self.plain(whole)
         found = {"micro_batches": compare(self.plain(parts), plain, self.tolerance)}
@@ -124,7 +135,10 @@ class Parity:
 
 
 def compare(ours: Numbers, theirs: Numbers, tolerance: float) -> dict[str, Any]:
-    """Losses step by step, and the gradients' norms in shares of theirs. A loss that is no number is not within."""
+    """Compare losses step by step, and gradient norms relative to theirs.
+
+    A loss that is NaN is not within the tolerance.
+    """
     differences = [a - b for a, b in zip(ours.losses, theirs.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(ours.grad_norms, theirs.grad_norms, strict=True)]
     return {
@@ -139,7 +153,7 @@ def compare(ours: Numbers, theirs: Numbers, tolerance: float) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """What the run before left in the compiler and on the device."""
+    """Release what the run before left in the compiler and on the device."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # by the first device, which has a say in it
@@ -149,8 +163,7 @@ def forget() -> None:
 
 @contextmanager
 def what_is_given_up() -> Iterator[list[str]]:
-    """Fills with a line for each function that was to be compiled and runs as it is in the block, and for a step that
-    was to be captured."""
+    """Collect a line for each function or step that the engine gives up compiling or capturing within the block."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -168,7 +181,7 @@ def what_is_given_up() -> Iterator[list[str]]:
 
 
 def measure(config: TrainConfig, names: Sequence[str], out: Path, commit_hash: str | None) -> list[str]:
-    """Writes the report, anew after each mode; the modes that failed."""
+    """Measure all modes and return those that failed. The report is written anew after each mode."""
     compiled = any(MODES[name].compiled for name in names)
     parity = Parity.of(config, compiled=compiled)
     measured = parity.yardstick(compiled=compiled)
@@ -195,7 +208,7 @@ def measure(config: TrainConfig, names: Sequence[str], out: Path, commit_hash: s
 
 
 def show(name: str, found: Mapping[str, Any]) -> None:
-    """A line, and one for each reason why it is not what it should be."""
+    """Print a line, and one for each reason why the mode is not what it should be."""
     if "greatest" in found:
         same = ", same bits" if found["same_bits"] else ""
         verdict = "within" if found["within"] else "OUTSIDE"
@@ -213,8 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(arguments)
-    # As the engine's device has it, which comes too late here: plain PyTorch takes memory first. Without it "limited",
-    # the smallest plan there is, ran out on an H200: 0.5 GiB lay in pieces.
+    # The engine's device sets this too, but too late here: plain PyTorch allocates first. Without it "limited", the
+    # smallest plan there is, ran out of memory on an H200: 0.5 GiB was fragmented.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     names = options.modes.split(",")
     if unknown := [name for name in names if name not in MODES]:

@@ -1,4 +1,4 @@
-"""The ways to run a step that parity is shown in, the plan of each, and whether a plan is what its mode is about."""
+"""Defines the modes in which parity is shown, builds their plans, and checks each plan against its mode."""
 
 from __future__ import annotations
 
@@ -33,13 +33,20 @@ SEVERAL = 4  # micro-batches
 
 @dataclass(frozen=True)
 class Mode:
-    """How a step runs. `budget`: of compiled layers; where none is compiled 1.0 keeps activations and 0.0 recomputes
-    them. `late_budget`: of the second half of the blocks. `hbm_share`: of the layers, from the embedding on, those that
-    live on the device. `gradients`: where complete ones of the other layers wait for the scale of clipping.
-    `boundaries`: where what enters layers waits for their backward. `kept`: where what late blocks keep does.
-    `captured`: a step is one graph. `is_limited`: the
-    split alone is given, and a device without a byte more than the smallest plan needs; the rest is the product's
-    choice."""
+    """Describes how a step runs.
+
+    about: the mode in words.
+    budget: activation budget of compiled layers. Where none is compiled, 1.0 keeps activations and 0.0 recomputes them.
+    sums: where sums of gradients over micro-batches are kept.
+    hbm_share: share of the layers that live on the device, counted from the embedding on.
+    late_budget: activation budget of the second half of the blocks; None: as `budget`.
+    gradients: where complete gradients of the other layers wait for the clip scale.
+    boundaries: where inputs of layers are kept until their backward.
+    kept: where the activations that the late blocks keep are held.
+    captured: a step is one CUDA graph.
+    is_limited: only the split is given, and a device without a byte more than the smallest plan needs; the product
+        chooses the rest.
+    """
 
     about: str
     num_micro_batches: int = 1
@@ -57,7 +64,7 @@ class Mode:
     is_limited: bool = False
 
     def matches(self, candidate: Candidate) -> bool:
-        """Whether it is one of the ways to run such a step, placement of layers aside."""
+        """Return whether the candidate is a way to run such a step, wherever it places layers."""
         c = candidate
         tiers = c.sums, c.gradients, c.boundaries
         if (c.order, *tiers) != (self.order, self.sums, self.gradients, self.boundaries):
@@ -107,7 +114,7 @@ MODES: Mapping[str, Mode] = {
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """Values by name, 1-D, for whoever reads a WeightSource."""
+    """Serves values by name, each 1-D, through the interface of a WeightSource."""
 
     values: Mapping[str, Tensor]
 
@@ -117,7 +124,7 @@ class DrawnWeights:
 
 @dataclass(frozen=True)
 class DrawnSource(ModelSource):
-    """A source whose values were drawn once, for all modes and for the plain training."""
+    """A model source whose weights were drawn once, for all modes and for the plain training."""
 
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -127,7 +134,7 @@ class DrawnSource(ModelSource):
 
 @dataclass(frozen=True)
 class Common:
-    """What all modes of a configuration share. `activations`: of one sequence."""
+    """Holds what all modes of a configuration share. `activations`: bytes of the activations of one sequence."""
 
     config: TrainConfig
     source: DrawnSource
@@ -137,7 +144,12 @@ class Common:
 
     @staticmethod
     def of(config: TrainConfig, *, compiled: bool) -> Common:
-        """`compiled`: some modes are. Draws the model's first values as a run would. Raises ConfigError."""
+        """Draw the model's first values as a run would, and discover its structure and activations.
+
+        compiled: some modes compile layers.
+
+        Raises ConfigError if train.batch_size cannot be split into SEVERAL equal micro-batches.
+        """
         if (config.train.batch_size or 0) % SEVERAL:
             raise ConfigError(f"train.batch_size: {config.train.batch_size} sequences are not {SEVERAL} equal parts")
         source, hardware = open_model(config.model), config.hardware
@@ -151,7 +163,7 @@ class Common:
         return Common(config, DrawnSource(**vars(source), drawn=drawn), structure, activations, machine)
 
     def prepared(self, mode: Mode) -> Prepared:
-        """A run in this mode. Raises CapacityError where a limited one fits nowhere."""
+        """Return a run in this mode. Raises CapacityError if the mode is limited and no plan fits."""
         batch_size = self.config.train.batch_size or 0
         config = self.config.with_split(batch_size // mode.num_micro_batches, mode.num_micro_batches)
         if not mode.clips:
@@ -159,7 +171,7 @@ class Common:
         return Prepared(config, self.source, self.structure, self._plan(config, mode))
 
     def _plan(self, config: TrainConfig, mode: Mode) -> Plan:
-        """That of the first of the product's own candidates that the mode matches, or what make_plan chooses."""
+        """Build the plan of the product's first candidate that matches; if the mode is limited, make_plan chooses."""
         request = _request(config, compiled=mode.compiled)
         activations = self.activations.times(request.micro_batch_size)
         if mode.is_limited:
@@ -181,8 +193,11 @@ class Common:
         return len(_blocks(self.structure)) // 2
 
     def _smallest_machine(self, request: Request, activations: ActivationBytes) -> Machine:
-        """With the least memory that a plan fits into. What is needed depends on what there is: chunks of the loss do,
-        and smaller ones may need more."""
+        """Return the machine with the least device memory that a plan fits into.
+
+        It takes several rounds, because what is needed depends on what there is: the chunks of the loss do, and smaller
+        chunks may need more.
+        """
         machine = self.machine
         while (needed := self._least_bytes(request, activations, machine)) != machine.hbm_bytes:
             machine = replace(machine, hbm_bytes=needed)
@@ -196,7 +211,7 @@ class Common:
         return min(plan.total_bytes(Tier.HBM) for plan in plans)
 
     def problems(self, mode: Mode, plan: Plan) -> Iterator[str]:
-        """What of the plan is not what the mode is about, a line each."""
+        """Yield a line for each property of the plan that is not what the mode is about."""
         got = summary(plan, self.structure)
         for key, expected in self._expected(mode).items():
             if got[key] != expected:
@@ -233,7 +248,10 @@ class Common:
 
 
 def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
-    """Plain data. Activation budgets: how many compiled layers have each."""
+    """Return what is checked of a plan, as plain data.
+
+    `activation_budgets` counts the compiled layers of each budget.
+    """
     blocks = [plan.layers[i] for i in _blocks(structure)]
     budgets = [layer.activation_budget for layer in blocks if layer.compiled]
     whole = [x for x in blocks if x.activations is ActivationPolicy.KEEP and x.activation_budget == 1.0]
@@ -270,7 +288,7 @@ def _blocks(structure: ModelStructure) -> Collection[int]:
 
 
 def _request(config: TrainConfig, *, compiled: bool) -> Request:
-    """What planning.prepare asks for, of a dense model with one document a row and a given split."""
+    """Return the request that planning.prepare makes for a dense model with one document a row and a given split."""
     micro_batch_size, num_micro_batches = config.split()
     return Request(
         precision=Precision(config.train.precision),

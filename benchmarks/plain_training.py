@@ -1,6 +1,8 @@
-"""Training in plain PyTorch, which parity is measured against: the unmodified model whole on the device, autograd,
-torch's clipping and torch.optim.AdamW on FP32 masters, the whole of a micro-batch's logits at once. Of models without
-dropout."""
+"""Trains in plain PyTorch, which parity is measured against.
+
+The unmodified model is whole on the device. It uses autograd, torch's clipping, torch.optim.AdamW on FP32 masters, and
+all logits of a micro-batch at once. Models must have no dropout.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.initialization import no_init_weights
 
-from megatrain_ray.config.schema import OptimizationConfig, TrainConfig
+from megatrain_ray.config.groups import OptimizationConfig
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
@@ -25,7 +28,7 @@ from megatrain_ray.io.batching.batch_stream import IGNORED, Batch
 from megatrain_ray.model.model_source import ModelSource
 from tests.support.reference import reference_learning_rate
 
-# Of train: what is done here, and what may differ because it changes no number or is the caller's choice.
+# Keys of `train` that are implemented here, or that may differ because they change no number or the caller sets them.
 KNOWN = (
     "steps", "lr", "min_lr", "schedule", "warmup_steps", "weight_decay", "betas", "eps", "clip", "precision",
     "deterministic", "batch_size", "micro_batch_size", "accumulate", "seed",
@@ -34,7 +37,7 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Grouping:
-    """In what portions a step is computed, and by what: the same mathematics, other roundings."""
+    """Describes how a step is split and whether layers are compiled: the same mathematics, rounded differently."""
 
     micro_batch_size: int
     compiled: bool = False  # the decoder layers, each on its own, by torch.compile
@@ -42,14 +45,14 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of each step: the loss before the update, the gradients' global norm before clipping."""
+    """Holds the loss before the update and the global gradient norm before clipping, of each step."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Raises ConfigError for settings that nothing here implements."""
+    """Raise ConfigError for settings that the plain training does not implement."""
     train = config.train
     if train != OptimizationConfig(**{key: getattr(train, key) for key in KNOWN}):
         raise ConfigError(f"train: the plain training knows {', '.join(KNOWN)}; leave the other keys at their defaults")
@@ -68,8 +71,11 @@ def train_plain(
     grouping: Grouping,
     device: Device,
 ) -> Numbers:
-    """One batch an update. `initial`: FP32 values of the parameters, 1-D. `device`: for its place, its streams and the
-    backends of its attention."""
+    """Train with one batch for each update; return losses and gradient norms.
+
+    initial: FP32 values of the parameters by name, 1-D.
+    device: gives the torch device, its streams and the backends of its attention.
+    """
     train, place = config.train, device.torch_device
     with device.activate():
         model = _build(source, Precision(train.precision).working_dtype).to(place).train()
@@ -108,7 +114,7 @@ def _compile_layers(model: nn.Module, structure: ModelStructure) -> None:
 
 
 def _optimizer(masters: Sequence[nn.Parameter], train: OptimizationConfig) -> torch.optim.AdamW:
-    """No decay on norms and biases."""
+    """Return AdamW without weight decay on norms and biases."""
     groups = [
         {"params": [m for m in masters if m.dim() > 1], "weight_decay": train.weight_decay},
         {"params": [m for m in masters if m.dim() <= 1], "weight_decay": 0.0},
@@ -130,7 +136,7 @@ def _gradients(
     batch: Batch,
     micro_batch_size: int,
 ) -> float:
-    """The loss of a step; FP32 gradients into the masters: those of each micro-batch, summed in their order."""
+    """Add the FP32 gradients of all micro-batches in the masters, in order, and return the loss of the step."""
     losses = []
     for j, micro_batch in enumerate(micro_batches_of(batch, micro_batch_size)):
         model.zero_grad(set_to_none=True)

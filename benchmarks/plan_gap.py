@@ -1,11 +1,13 @@
-"""How far `make_plan` is from the fastest plan there is: drawn small models (tests/support/plan_cases.py) with two
-blocks, beside every plan of them that can be (tests/support/exhaustive.py). By predicted seconds of a step: nothing is
-run.
+"""Measures how far `make_plan` is from the fastest plan there is, by predicted seconds of a step: nothing is run.
+
+Small models with two blocks are drawn (tests/support/plan_cases.py), and compared with every plan that is possible for
+them (tests/support/exhaustive.py).
 
     python -m benchmarks.plan_gap OUT.json FIRST LAST [--no-disk] [--minutes 30]
 
-OUT.json has of each case from FIRST to LAST its gap (0.03: the fastest takes 3 % less; below 0.005 it counts as 0) and
-the seconds that all plans took. `--no-disk`: the same models with plenty of host memory and no disk.
+For each case from FIRST to LAST, OUT.json has its gap (0.03: the fastest plan takes 3 % less; below 0.005 it counts as
+0) and the seconds that the search through all plans took. `--no-disk`: the same models with plenty of host memory and
+no disk.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatrain_ray.machine.environment import commit, hardware
 from tests.support.exhaustive import Exhaustive
 from tests.support.plan_cases import KINDS, PLENTY, SMALL_EXTENTS, Case, case
 
-LEAST_GAP = 0.005  # smaller ones are not looked for: what cannot be faster by more is not simulated
+LEAST_GAP = 0.005  # smaller gaps are not searched for: plans that cannot be faster by more are not simulated
 TOO_FAR = 0.03
 
 
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    # A constant of the product: slots of whole extents would take all that models of this size have.
+    # Makes a constant of the product smaller: slots of whole extents would take all memory of models of this size.
     spill_bytes.EXTENT_ELEMENTS = SMALL_EXTENTS  # type: ignore[misc]
     end_s = time.monotonic() + 60 * options.minutes
     found: dict[int, dict[str, float]] = {}
@@ -70,7 +72,7 @@ def without_disk(drawn: Case) -> Case:
 
 
 def gap(drawn: Case) -> dict[str, float] | None:
-    """None: nothing fits."""
+    """Return a case's step time, gap and search time; None if nothing fits."""
     try:
         plan = make_plan(*drawn)
     except CapacityError:

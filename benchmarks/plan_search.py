@@ -1,11 +1,14 @@
-"""How long `make_plan` takes: the rows of the tables of speed, and 28, 80 and 180 layers of two shapes, with short and
-long sequences, without a disk and with one where RAM is short by a little, by half and by most of the model.
+"""Measures how long `make_plan` takes, on the rows of the tables of speed and on models of several depths.
+
+The models have 28, 80 and 180 layers of two shapes, with short and long sequences, without a disk and with one where
+RAM is short by a little, by half and by most of the model.
 
     python -m benchmarks.plan_search OUT.json [--only TEXT] [--repeat 3] [--plans FOLDER] [--against BEFORE.json]
 
-Seconds are of the process, the best of several; the machine is imagined, with 16 cores and built-in rates. OUT.json has
-of each case its seconds, what the plan is predicted to take, and the plan's checksum. `--plans`: writes them there.
-`--against`: an OUT.json of other code; whose plans are others now is told, and what they are predicted to take.
+Seconds are processor time of the process, the best of several runs. The machine is imagined, with 16 cores and built-in
+rates. For each case OUT.json has the seconds, the predicted step time and the plan's checksum. `--plans` writes the
+plans into that folder. `--against` takes an OUT.json of other code, and prints which plans are different now and how
+their predicted step times compare.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from megatrain_ray.planning.prepare import Question, question_of
 
 HBM = "hardware.hbm_limit=141GB"
 DEPTHS = 28, 80, 180
-# Of what the model takes of host memory beyond processes and journals, how much there is.
+# Host memory that the machine has, as a share of what the model takes beyond processes and journals.
 SHARES = {"short by little": 0.97, "short by half": 0.5, "short by most": 0.15}
 LENGTHS = {"64 x 1k": (1024, 64), "2 x 32k": (32768, 2), "1 x 128k": (131072, 1)}
 SHAPES = {"1b": "llama3.2_depth.yaml", "72b": "qwen2.5_72b.yaml"}
@@ -42,7 +45,7 @@ SPILL = SpillSpace(PLENTY, TYPICAL_DISK_BYTES_PER_S)
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case. `seconds`: of the process. None of a plan: nothing fits."""
+    """Holds what was measured of one case: processor seconds, and the plan's figures (None: nothing fits)."""
 
     case: str
     seconds: float
@@ -75,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cases(only: str) -> Iterator[tuple[str, Question]]:
-    """Those whose names have this text in them."""
+    """Yield the cases whose names contain `only`."""
     for row, (config, *settings) in ROWS.items():
         if only in f"row {row}":
             yield f"row {row}", asked(config, *(text for text in settings if text != ALIASED))
@@ -92,7 +95,7 @@ def cases(only: str) -> Iterator[tuple[str, Question]]:
 
 
 def asked(config: str, *settings: str) -> Question:
-    """On an imagined machine."""
+    """Return the planning question of a configuration on an imagined machine."""
     path = CONFIGS / config
     device = () if "hbm_limit" in path.read_text() else (HBM,)
     question = question_of(load_config(path, [*device, *settings, "run_dir=nowhere"]).resolve())
@@ -101,20 +104,20 @@ def asked(config: str, *settings: str) -> Question:
 
 
 def _of_ram(question: Question) -> Iterator[Question]:
-    """With all that it takes, and no disk; then with less."""
+    """Yield the question with all the host memory that it takes and no disk, then with each share of it and a disk."""
     roomy = replace(question.machine, ram_bytes=PLENTY, spill=None)
     yield replace(question, machine=roomy)
     plan = replace(question, machine=roomy).plan()
     fixed = sum(row.num_bytes for row in plan.rows if row.tier is Tier.HOST and row.name in ("processes", "journals"))
     of_model = plan.total_bytes(Tier.HOST) - fixed
-    # Where all of it lives on the device: what it would take.
+    # If all of the model lives on the device it takes no host memory: count what it would take there.
     of_model = max(of_model, plan.precision.element_bytes * plan.num_trained)
     for share in SHARES.values():
         yield replace(question, machine=replace(roomy, ram_bytes=fixed + int(share * of_model), spill=SPILL))
 
 
 def measured(case: str, question: Question, repeat: int) -> tuple[Result, Plan | None]:
-    """The best of several."""
+    """Plan `repeat` times; return the result with the shortest time, and the plan, or None if nothing fits."""
     seconds, plan = math.inf, None
     for _ in range(repeat):
         start_s = time.process_time()

@@ -1,11 +1,11 @@
-"""What plans predicted beside what was measured: step time, device memory and host memory of each benchmark's report.
+"""Compares what plans predicted with what was measured: step time, device memory and host memory of each report.
 
     python -m benchmarks.predictions REPORT.json …
 
-Reports are those of `megatrain bench --json` or benchmarks.rows. Device memory is the GPU worker's by NVML, or, where
-that is not known, the most that tensors took and the plan's context; host memory is that of all processes of the run
-(PSS), Ray's own among them; where layers shared it the prediction is less by what they shared. What is off by more than
-it may be has a mark.
+Reports are those of `megatrain bench --json` or benchmarks.rows. Device memory is the GPU worker's by NVML. If that is
+unknown, it is the peak that tensors took plus the plan's context. Host memory is that of all processes of the run
+(PSS), including Ray's own. If layers shared host memory, the prediction is reduced by what they shared. A prediction
+outside its tolerance has a mark.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ GB = 1e9
 
 
 class Pair(NamedTuple):
-    """Seconds of a step, or GB."""
+    """Holds a predicted and a measured value, both in seconds of a step or both in GB."""
 
     predicted: float
     measured: float
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Return the error of the prediction, relative to what was measured."""
         return self.predicted / self.measured - 1
 
     def is_off(self, name: str) -> bool:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def pairs_of(report: Mapping[str, Any]) -> dict[str, Pair]:
-    """By name; what was not predicted or not measured is not among them."""
+    """Return the pairs of a report by name, without those that were not predicted or not measured."""
     rows, memory = report["plan"]["rows"], report["memory"]
     sizes = {tier: sum(row["num_bytes"] for row in rows if row["tier"] == tier) for tier in ("hbm", "host")}
     pairs = {}
@@ -77,7 +77,7 @@ def pairs_of(report: Mapping[str, Any]) -> dict[str, Pair]:
 
 
 def totals(found: Sequence[Mapping[str, Pair]]) -> Iterator[str]:
-    """How many are within their tolerance, and the furthest of each."""
+    """Yield a line for each name: how many predictions are within their tolerance, and the largest error."""
     for name, tolerance in TOLERANCES.items():
         pairs = [pairs[name] for pairs in found if name in pairs]
         if pairs:

@@ -1,4 +1,4 @@
-"""Training, saving and resuming at real size on a GPU, through the CLI and Ray.
+"""Trains, saves and resumes at real size on a GPU, through the CLI and Ray.
 
     python -m benchmarks.real_size OUT_FOLDER COMMIT PART [key=value …]
 
@@ -33,7 +33,7 @@ NUMBERS = ("step", "loss", "grad_norm")
 
 
 def write_batches() -> None:
-    """The texts of the configurations: one batch each, so that every epoch is the same batch."""
+    """Write the texts of the configurations: one batch each, so that every epoch is the same batch."""
     RUNS.mkdir(exist_ok=True)
     for name, windows in {"one_batch.txt": 8, "batch_16.txt": 16}.items():
         (RUNS / name).write_bytes(TEXT.read_bytes()[: windows * 1025])
@@ -58,7 +58,7 @@ def run_races(overrides: list[str]) -> dict[str, Any]:
 
 
 def run_resume(overrides: list[str]) -> dict[str, Any]:
-    """Undisturbed without saves; then with saves after steps 4 and 8, a kill once both are there, and the rest."""
+    """Train undisturbed without saves; then save after steps 4 and 8, kill once both are there, and resume."""
     config = CONFIGS / "qwen2.5_3b.yaml"
     undisturbed = train(config, fresh(RUNS / "real_3b"), *overrides)
     run_dir = fresh(RUNS / "real_3b")
@@ -86,7 +86,7 @@ def run_save(overrides: list[str]) -> dict[str, Any]:
 
 
 def save_twice_and_kill(config: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
-    """Saves after steps 4 and 8, killed once the second is there and a step has followed it."""
+    """Train with saves after steps 4 and 8, and kill the run once the second is there and a step has followed it."""
     process = start(config, run_dir, overrides)
     saves = [wait_for_save(run_dir, step, process) for step in (4, 8)]
     kill(process)
@@ -102,7 +102,7 @@ def start(config: Path, run_dir: Path, overrides: list[str]) -> subprocess.Popen
 
 
 def wait_for_save(run_dir: Path, step: int, process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the save of `step` cost, once it is there and a step after it has ended."""
+    """Wait until the save of `step` is there and a step after it has ended; return what the save cost."""
     manifest = run_dir / "saves" / f"step_{step}" / "manifest.json"
     wait_for(manifest.exists, process)
     timing = json.loads(manifest.read_bytes())["timing"]
@@ -118,7 +118,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Whole rows only: the last one may still be being written."""
+    """Return the complete rows of the metrics: the last line may still be being written."""
     metrics = run_dir / "metrics.jsonl"
     text = metrics.read_text() if metrics.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

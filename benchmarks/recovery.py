@@ -1,11 +1,11 @@
-"""How long a run takes to go on behind the death of one of its processes, killed from outside in a step.
+"""Measures how long a run takes to go on after the death of one of its processes, killed from outside in a step.
 
     python -m benchmarks.recovery OUT.json CONFIG [--role "GPU worker"] [--behind 3] [--beside] [--commit ID] [K=V …]
 
 The process is killed as soon as the row of step `--behind` is there. OUT.json has the seconds from the kill to the next
-row, what the run said of it, and the seconds of its steps. `--beside`: the same run undisturbed, too, whose losses and
-norms must have the same bits (train.deterministic on a GPU). Exit code 0: the run ended well, and so did what was
-compared.
+row, what the run printed about it, and the seconds of its steps. `--beside` also makes the same run undisturbed; its
+losses and norms must have the same bits (set train.deterministic on a GPU). Exit code 0: the run ended well, and what
+was compared is equal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def disturbed(train: Sequence[str], run_dir: Path, role: str, behind: int) -> dict[str, Any]:
-    """Runs the command, and kills."""
+    """Run the command, kill the process of `role` once `behind` rows are there, and return what was measured."""
     output = run_dir.with_suffix(".txt")
     with output.open("w") as file:
         process = subprocess.Popen([*train, f"run_dir={run_dir}"], stdout=file, stderr=subprocess.STDOUT)
@@ -80,24 +80,24 @@ def disturbed(train: Sequence[str], run_dir: Path, role: str, behind: int) -> di
 
 
 def undisturbed(train: Sequence[str], run_dir: Path) -> list[list[float]]:
-    """What the command's steps brought."""
+    """Run the command to its end, and return loss and norm of each step."""
     subprocess.run([*train, f"run_dir={run_dir}"], check=True, capture_output=True, timeout=LIMIT_S)
     return numbers_of(run_dir)
 
 
 def numbers_of(run_dir: Path) -> list[list[float]]:
-    """Loss and norm of each step."""
+    """Return loss and gradient norm of each step."""
     return [[row["loss"], row["grad_norm"]] for row in rows(run_dir)]
 
 
 def pid_of(run_dir: Path, role: str) -> int:
-    """Of a process of the run, by its name."""
+    """Return the pid of the run's process with this role."""
     processes = json.loads((run_dir / PROCESSES_NAME).read_text())["processes"]
     return next(int(process["pid"]) for process in processes if process["role"] == role)
 
 
 def _await_another(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """Until there is one more row than at the fewest: a run that begins again drops those that no save has."""
+    """Wait until there is one more row than at the fewest: a run that starts again drops the rows that no save has."""
     end_s, fewest = time.monotonic() + LIMIT_S, len(rows(run_dir))
     while (count := len(rows(run_dir))) <= fewest:
         fewest = count
@@ -107,7 +107,7 @@ def _await_another(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 def _await(process: subprocess.Popen[bytes], run_dir: Path, count: int) -> None:
-    """Until so many rows are there."""
+    """Wait until the metrics have `count` rows. Raises RuntimeError if the run ends before, or after LIMIT_S."""
     end_s = time.monotonic() + LIMIT_S
     while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir)) < count:
         if process.poll() is not None or time.monotonic() > end_s:

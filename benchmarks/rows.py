@@ -1,10 +1,10 @@
-"""The rows of README.md's tables of speed: `megatrain bench` for each named one, with its configuration and settings.
+"""Runs `megatrain bench` for each named row of README.md's tables of speed, with its configuration and settings.
 
     python -m benchmarks.rows OUT_DIR ROW[:seconds] … [--commit HASH] [--warmup 1] [--steps 3] [-- option …]
 
-Writes OUT_DIR/ROW.json (the report), ROW.log (what the run said) and ROW.trace_steps_N.json (its timeline). A row that
-fails or takes longer than its seconds is named at the end, with exit code 1; the others are run all the same. Options
-behind `--` go to every `megatrain bench`: `--no-ceiling`, `--compare-in-process`, settings.
+Writes OUT_DIR/ROW.json (the report), ROW.log (what the run printed) and ROW.trace_steps_N.json (its timeline). A row
+that fails or takes longer than its seconds is named at the end, with exit code 1; the other rows are run all the same.
+Options after `--` go to every `megatrain bench`: `--no-ceiling`, `--compare-in-process`, settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatrain_ray.accounting.trace_file import find_traces
 CONFIGS = Path(__file__).parent / "configs" / "speed"
 # 20.5 billion parameters: their state fits neither device memory nor 123 GiB of RAM nor both.
 TWENTY = "model.config.num_hidden_layers=67", "spill.path=runs/spill"
-# On machines with 128 GiB of RAM, as plans for others; what is computed means nothing (docs/bench.md).
+# Plans for larger machines, run on machines with 128 GiB of RAM; what they compute means nothing (docs/bench.md).
 ALIASED = "--alias-host-memory=32GiB"
 ROWS = {
     "14.8b": ("qwen2.5_14.8b.yaml",),
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(row: str, limit_s: float, out: Path, more: Sequence[str]) -> bool:
-    """Whether the row has a report now."""
+    """Run the benchmark of a row; return whether it has a report now."""
     config, *settings = ROWS[row]
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rows-") as folder, (out / f"{row}.log").open("w") as log:
@@ -142,7 +142,10 @@ def measure(row: str, limit_s: float, out: Path, more: Sequence[str]) -> bool:
 
 
 def _run(command: list[str], limit_s: float, log: int) -> str:
-    """Its standard output. In a process group of its own, which ends as a whole when time is up."""
+    """Return the command's standard output.
+
+    The command has a process group of its own, which is ended when time is up.
+    """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
     try:
         return process.communicate(timeout=limit_s)[0]
@@ -164,7 +167,7 @@ def _report(text: str) -> dict[str, Any] | None:
 
 
 def _line(report: Mapping[str, Any]) -> str:
-    """`report`: as docs/bench.md says."""
+    """Return the figures of a report on one line. docs/bench.md describes the report."""
     step, plan, memory = report["step_s"], report["plan"], report["memory"]
     predicted = (report["prediction"] or {}).get("model_tflops")
     ceiling = report["ceiling"] or {}
@@ -204,7 +207,7 @@ def _row(text: str) -> tuple[str, float | None]:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and behind `--`."""
+    """Return the arguments before and after `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
 

@@ -1,4 +1,4 @@
-"""Folders of benchmarks under a place that the user names, deleted only if a benchmark made them."""
+"""Makes folders of benchmarks under a place that the user names, and deletes only those that a benchmark made."""
 
 from __future__ import annotations
 

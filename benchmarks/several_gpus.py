@@ -1,12 +1,13 @@
-"""Runs on several GPUs, and on as many hosts with one each, beside the same run on one GPU. Through the CLI and Ray.
+"""Compares runs on several GPUs, and on as many hosts with one GPU each, with the same run on one GPU.
 
     python -m benchmarks.several_gpus OUT.json [--modes a,b,…] [--gpus 2] [--close 1e-6] [--device cuda] [key=value …]
 
-`whole`: each GPU uploads whole layers; `parts`: its part, and has the rest by an all-gather; `again`: the same once
-more; `hosts`: two Ray nodes of this machine, each with one of two GPUs; `sockets`: the same, with all that these
-exchange on the loopback, as it would be on a network. Four layers of Qwen2.5-0.5B's shape in FP32, deterministic, two
-of them on the devices. Exit code 0: losses and norms of each are as close to one GPU's as `--close` says, those of
-`parts` and `again` have the bits of `whole`.
+`whole`: each GPU uploads whole layers. `parts`: each GPU uploads its part and gets the rest by an all-gather. `again`:
+    the same once more. `hosts`: two Ray nodes of this machine, each with one of two GPUs. `sockets`: the same, with
+    everything that these exchange on the loopback, as it would be on a network. Runs go through the CLI and Ray. They
+    train four layers of Qwen2.5-0.5B's shape in FP32, deterministic, two of them on the devices. Exit code 0: losses
+    and norms of each are as close to one GPU's as `--close` says, and those of `parts` and `again` have the bits of
+    `whole`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Numbers = Sequence[tuple[float, float]]  # loss and norm of each step
 
 @dataclass(frozen=True)
 class Found:
-    """Of one mode. `worst`: the largest difference from `one`, as a share."""
+    """Holds what one mode's run gave. `worst`: the largest difference from `one`, relative."""
 
     settings: tuple[str, ...]
     gathers_slots: bool
@@ -65,7 +66,7 @@ class Found:
 
 @contextmanager
 def _surroundings(name: str, device: str) -> Iterator[Mapping[str, str]]:
-    """Variables of a run: of the cluster that it needs."""
+    """Yield the environment variables of a run, after starting the cluster that it needs."""
     if name not in OF_HOSTS:
         yield os.environ
         return
@@ -79,7 +80,7 @@ def _surroundings(name: str, device: str) -> Iterator[Mapping[str, str]]:
 
 
 def run(name: str, settings: Sequence[str], device: str) -> tuple[bool, Numbers, float]:
-    """Whether slots were gathered, losses and norms, and the median of a step's seconds."""
+    """Return whether slots were gathered, losses and norms, and the median of the steps' seconds."""
     with tempfile.TemporaryDirectory(prefix="several-gpus-") as folder, _surroundings(name, device) as environment:
         run_dir = Path(folder) / "run"
         arguments = command("train", str(CONFIG), *settings, f"run_dir={run_dir}", f"hardware.device={device}")
@@ -92,7 +93,7 @@ def run(name: str, settings: Sequence[str], device: str) -> tuple[bool, Numbers,
 
 
 def problems(name: str, numbers: Numbers, worst: float, close: float, earlier: Mapping[str, Found]) -> list[str]:
-    """Of a mode, beside those before it. `close`: how far it may be from one GPU."""
+    """Return the reasons why a mode is not what it should be. `close`: how far its numbers may be from one GPU's."""
     told = [] if worst <= close else [f"differs by {worst:.2g}"]
     if name in SAME_BITS and list(numbers) != list(earlier["whole"].numbers):
         told.append("other bits than whole uploads")
@@ -100,13 +101,13 @@ def problems(name: str, numbers: Numbers, worst: float, close: float, earlier: M
 
 
 def difference(numbers: Numbers, beside: Numbers) -> float:
-    """The largest, as a share; nan where one is no number."""
+    """Return the largest relative difference; NaN if one of the numbers is NaN."""
     pairs = (pair for of_step in zip(numbers, beside, strict=True) for pair in zip(*of_step, strict=True))
     return max((abs(a / b - 1) for a, b in pairs), key=lambda share: (math.isnan(share), share))
 
 
 def settings_of(name: str, options: argparse.Namespace) -> tuple[str, ...]:
-    """Four sequences an update for each GPU, whichever has them."""
+    """Return the settings of a mode: four sequences an update for each GPU, however they are split."""
     is_of_hosts = name in OF_HOSTS
     count = 2 if is_of_hosts else 1 if name == "one" else options.gpus
     of_hosts = ("hardware.num_hosts=2",) if is_of_hosts else ()

@@ -1,9 +1,9 @@
-"""Two thousand steps of a tiny model: does anything grow?
+"""Trains a tiny model for two thousand steps, to see whether anything grows.
 
     python -m benchmarks.soak OUT.json [STEPS]
 
-Samples every process of the run at equal numbers of steps: resident memory, descriptors, shared memory; and what Ray's
-object store holds. Growth is a line fitted to the samples of the second half.
+It samples every process of the run at equal numbers of steps: resident memory, descriptors, shared memory; and what
+Ray's object store holds. Growth is the slope of a line fitted to the samples of the second half.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def watch(run: Path, steps: int, samples: list[dict[str, Any]], ended: threading
 
 
 def growth(samples: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per process and kind: units per thousand steps, over the second half."""
+    """Return the growth of each process and kind, in units per thousand steps, over the second half of the samples."""
     late = samples[len(samples) // 2 :]
     steps = [s["step"] for s in late]
     return {

@@ -1,4 +1,4 @@
-"""The vertical slice on a GPU: the CLI through Ray trains two shapes twice each.
+"""Trains two shapes twice each on a GPU, by the CLI through Ray (the vertical slice).
 
     python benchmarks/vertical_slice.py OUT_FOLDER COMMIT [key=value …]
 

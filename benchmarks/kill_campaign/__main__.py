@@ -2,7 +2,7 @@
 
     python -m benchmarks.kill_campaign OUT.json [--seed N] [--random N] [--only TEXT ...]
 
-On the CPU, with py-spy beside the interpreter. Cases are in cases.py, what is checked in checks.py.
+It runs on the CPU, and needs py-spy beside the interpreter. Cases are in cases.py, checks in checks.py.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SHAPE = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 384, "intermediate_size": 1152,
     "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
-NUM_ATTEMPTS = 3  # at a case whose phase did not come
-CHAIN_KILLS = 15  # that end the run, before it is let come to its end and compared
-NUM_CHAINS = 100  # of a variant
+NUM_ATTEMPTS = 3  # tries of a case whose phase does not come
+CHAIN_KILLS = 15  # results of one chain, after which its run is left alone until its end and compared
+NUM_CHAINS = 100  # at most, for each variant
 
 
 def configure(folder: Path, variant: Variant) -> Path:
@@ -58,7 +58,7 @@ def undisturbed(folder: Path, variant: Variant) -> Undisturbed:
 
 
 def kill_training(folder: Path, variant: Variant, cases: Sequence[Case], expected: Undisturbed) -> Iterator[Any]:
-    """Results of cases, a verdict of each chain after its last kill, and in words what did not come about."""
+    """Yield results of cases, verdicts of chains after their last kill, and a sentence for each missed case."""
     queue, tries = list(cases), dict.fromkeys((case.name for case in cases), 0)
     for number in range(NUM_CHAINS):
         if not queue:
@@ -117,7 +117,7 @@ def all_cases(options: argparse.Namespace, save_bytes: int) -> list[Case]:
 
 
 class Report:
-    """What was found, written anew after every case."""
+    """Collects what was found, and writes the report anew after every case."""
 
     def __init__(self, out: Path, seed: int) -> None:
         self._out = out

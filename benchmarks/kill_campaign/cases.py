@@ -1,4 +1,4 @@
-"""What is killed, in which phase: the table of the campaign."""
+"""Lists what is killed and in which phase: the table of the campaign."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVE_KEEP = 2
 
 
 class Variant(Enum):
-    """A configuration; one undisturbed run of each is what all killed ones must equal."""
+    """Names the configurations. All killed runs of one must equal its one undisturbed run."""
 
     CLIPPED = "bf16, exact clipping: updates under the next step's forward"
     UNCLIPPED = "fp32, no clipping: updates under the backward"
@@ -35,7 +35,7 @@ class Variant(Enum):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Of the configuration, as `tests.support.runs.config` takes them."""
+        """Return the changes of the configuration, as `tests.support.runs.config` takes them."""
         changes: dict[str, Any] = {"train__precision": "bf16", "train__steps": 250}
         if self is Variant.UNCLIPPED:
             changes |= {"train__precision": "fp32", "train__clip": None, "train__steps": 120}
@@ -50,7 +50,7 @@ class Variant(Enum):
 
 
 class Needs(Enum):
-    """What the run directory must hold when the command starts."""
+    """Says what the run directory must hold when the command starts."""
 
     ANYTHING = "the command may be running already"
     NO_SAVE = "no save: weights are made"
@@ -58,7 +58,7 @@ class Needs(Enum):
 
 
 class Outcome(Enum):
-    """What a death must lead to."""
+    """Says what a death must lead to."""
 
     REPLACED = "another one in its place within the run, or all of them from the last save"
     ENDED = "exit 1 with one clear message; the same command resumes"
@@ -69,7 +69,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One kill, or several in a row. `starting`: while the actors start."""
+    """Describes one kill, or several in a row. `starting`: they come while the actors start."""
 
     blows: tuple[Blow, ...]
     variant: Variant = Variant.CLIPPED
@@ -129,7 +129,7 @@ def between_layers(shard: int) -> Phase:
 
 
 def save_lines(whole_bytes: int) -> Iterator[Phase]:
-    """The lines of a save as its folder shows them. `whole_bytes`: of all blobs of one save."""
+    """Yield the phases of a save, as its folder shows them. `whole_bytes`: bytes of all blobs of one save."""
 
     def of(name: str, holds: Callable[[SaveSight], bool]) -> Phase:
         return by_saves(f"save: {name}", holds)
@@ -143,7 +143,7 @@ def save_lines(whole_bytes: int) -> Iterator[Phase]:
 
 
 def table(source: random.Random, num_layers: int, whole_bytes: int, num_random: int) -> Iterator[Case]:
-    """All cases. `source` chooses updates, layers and the moments of the kills at random."""
+    """Yield all cases. `source` chooses updates, layers and the moments of the kills at random."""
 
     def case(*actors: Actor, at: Phase, **more: Any) -> Case:
         return Case((Blow(actors, at, source.randint(1, 6)),), **more)
@@ -160,8 +160,11 @@ def table(source: random.Random, num_layers: int, whole_bytes: int, num_random: 
 
 
 def _of_ray(case: Callable[..., Case]) -> Iterator[Case]:
-    """Ray's own processes. The last of all, so that the choices of the others stay what they were; a case that a run
-    survives stands before one that ends it, since the next start has those processes again."""
+    """Yield kills of Ray's own processes.
+
+    They come last, so that the random choices of the other cases stay what they were. A case that a run survives stands
+    before one that ends it, since the next start has those processes again.
+    """
     for phase in (BACKWARD, SAVING):
         yield case(DASHBOARD, LOG_MONITOR, AUTOSCALER, at=phase)
         for actor in (DASHBOARD_AGENT, RUNTIME_ENV_AGENT):

@@ -1,4 +1,4 @@
-"""One run directory and the same command again and again: killed, resumed, killed, until the run is done."""
+"""Starts the same command in one run directory again and again: killed, resumed, killed, until the run is done."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from benchmarks.kill_campaign.strike import Blow, Hit, strike
 from megatrain_ray.io.saves.save_folder import list_saves
 from tests.support.runs import command
 
-STRIKE_S = 90.0  # for a phase to come
-END_S = 120.0  # for a run to end, or to go on, after a kill: more is a hang
-RUN_S = 1800.0  # for a whole run that is left alone; 250 steps took over 600 s on two cores busy with other work
+STRIKE_S = 90.0  # limit for a phase to come
+END_S = 120.0  # limit for a run to end, or to go on, after a kill: more is a hang
+RUN_S = 1800.0  # limit of a whole run that is left alone; 250 steps took over 600 s on two cores busy with other work
 GOING_ON = (Outcome.REPLACED, Outcome.GOES_ON)
 AFTER_A_SAVE = Case((Blow((DRIVER,), by_saves("after a save", lambda s: bool(s.committed))),))
 
 
 @dataclass
 class Result:
-    """One case: what was hit, and what was found. `seconds`: from the kill to the end, or to the next updates."""
+    """Holds what was hit in one case, and what was found.
+
+    `seconds`: from the kill to the end, or to the next updates.
+    """
 
     case: str
     variant: str
@@ -45,7 +48,10 @@ class Result:
 
 @dataclass(frozen=True)
 class _Pending:
-    """Where the run that `result` ended must go on from; told by its next start."""
+    """Holds the step from which the run that `result` ended must resume.
+
+    The next start of the run shows whether it does.
+    """
 
     result: Result
     step: int
@@ -53,7 +59,7 @@ class _Pending:
 
 
 class Chain:
-    """`config`: of a run in `folder`/run that does not exist yet."""
+    """Kills one run in case after case and checks it each time. `config`: of a run in `folder`/run, not yet started."""
 
     def __init__(self, folder: Path, config: Path, undisturbed: Undisturbed) -> None:
         self._folder = folder
@@ -67,7 +73,7 @@ class Chain:
         self.results: list[Result] = []
 
     def possible(self, cases: Sequence[Case]) -> Case | None:
-        """The first of them whose phase can come next."""
+        """Return the first case whose phase can come next; AFTER_A_SAVE if none can before there is a save."""
         saved = bool(list_saves(self._run_dir / "saves"))
         for case in cases:
             early = case.blows[0].phase.early
@@ -82,8 +88,10 @@ class Chain:
         return None
 
     def perform(self, case: Case) -> Result | None:
-        """None when the phase did not come; the run may be over then. When one of several blows did not, the result is
-        that of those before it, and has their name."""
+        """Perform the case and return its result, or None if its phase did not come; the run may be over then.
+
+        If only some of several blows came, the result is that of these, and has their name.
+        """
         live = self._live = self._live or self._start()
         num_failures = _num_failures(live)
         hits = list(self._hits(live, case))
@@ -108,7 +116,7 @@ class Chain:
         return result
 
     def finish(self) -> dict[str, str]:
-        """Lets the run come to its end; what must hold then."""
+        """Let the run come to its end, and return the verdict of each check that must hold then."""
         live = self._live or self._start()
         try:
             code: int | None = live.process.wait(RUN_S)
@@ -132,7 +140,7 @@ class Chain:
 
     @property
     def over(self) -> bool:
-        """The command ended by itself."""
+        """Return whether the command ended by itself."""
         return self._live is not None and self._live.over
 
     def _start(self) -> LiveRun:
@@ -142,7 +150,7 @@ class Chain:
         return live
 
     def _hits(self, live: LiveRun, case: Case) -> Iterator[Hit]:
-        """Of its blows, up to the first whose phase does not come."""
+        """Yield the hits of the case's blows, up to the first whose phase does not come."""
         for blow in case.blows:
             hit = strike(live, blow, STRIKE_S)
             if hit is None:
@@ -166,7 +174,7 @@ class Chain:
         self._pending = _Pending(result, max(list_saves(self._run_dir / "saves"), default=0), len(self._starts()))
 
     def _of_saves(self, result: Result, live: LiveRun) -> str:
-        """A driver that lives stands still meanwhile: it would delete saves that are being read."""
+        """Check the saves. A living driver is stopped meanwhile: it would delete saves that are being read."""
         stopped = live.process.poll() is None and stop(live.process.pid)
         try:
             return checks.of_saves(self._run_dir, {step for hit in result.hits for step in hit.committed})
@@ -183,26 +191,26 @@ class Chain:
             self._pending = None
 
     def _starts(self) -> list[int]:
-        """The steps from which the starts of this run went on, by its log."""
+        """Return the steps from which the starts of this run went on, as its log says."""
         log = self._run_dir / "logs" / "driver.log"
         return [int(step) for step in re.findall(r"step (\d+) of \d+, cpu", log.read_text())] if log.exists() else []
 
     def _end(self, live: LiveRun) -> int | None:
-        """The exit code; None for a hang."""
+        """Return the exit code, or None if the run hangs."""
         try:
             return live.process.wait(END_S)
         except subprocess.TimeoutExpired:
             return None
 
     def _became(self, live: LiveRun, num_failures: int) -> Outcome:
-        """Which of the two it was: the run says that it replaced, or ends."""
+        """Return which of the two outcomes it was: REPLACED if the run says that it replaced the dead, else ENDED."""
         deadline_s = time.monotonic() + END_S
         while not live.over and time.monotonic() < deadline_s and _num_failures(live) < num_failures:
             time.sleep(0.02)
         return Outcome.REPLACED if _num_failures(live) >= num_failures else Outcome.ENDED
 
     def _goes_on(self, live: LiveRun, num_failures: int) -> str:
-        """Waits for updates after a replacement, where there is one."""
+        """Wait for three more updates, after the replacement where there is one, and return the verdict."""
         deadline_s = time.monotonic() + END_S
         first = None
         while not live.over and time.monotonic() < deadline_s:
@@ -218,6 +226,8 @@ class Chain:
 
 
 def _num_failures(live: LiveRun) -> int:
-    """That the run has told of, by its own count: one line may tell of two. After a replacement, but before all start
-    again."""
+    """Return how many failures the run has reported, by its own count. One line may report two.
+
+    A failure is reported after a replacement, but before all actors start again.
+    """
     return max((int(number) for number in re.findall(r"\(failure (\d+) of at most", live.text())), default=0)

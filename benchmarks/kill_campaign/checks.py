@@ -1,4 +1,4 @@
-"""What must hold after a kill, and at the end of a run that was killed many times."""
+"""Checks what must hold after a kill, and at the end of a run that was killed many times."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ OK = "ok"
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run that nobody killed: its rows, a digest of its exported FP32 masters.
+    """Holds what a run gave that nobody killed: its rows, and a digest of its exported FP32 masters.
 
-    `save_bytes`: of all blobs of a save; `master_bytes`: of the masters.
+    save_bytes: bytes of all blobs of a save.
+    master_bytes: bytes of the masters.
     """
 
     rows: list[dict[str, Any]]
@@ -48,7 +49,7 @@ class Undisturbed:
 
 
 def compared(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics without times."""
+    """Return the rows of metrics without times."""
     return [{key: row[key] for key in COMPARED} for row in rows(run_dir)]
 
 
@@ -75,7 +76,11 @@ def of_rows(run_dir: Path, undisturbed: Undisturbed, *, whole: bool = False) -> 
 
 
 def of_saves(run_dir: Path, before: Collection[int]) -> str:
-    """`before`: those that had their manifest when the kill came; of them and what came since the newest are there."""
+    """Verify all saves, and check that the newest SAVE_KEEP are there.
+
+    before: steps of the saves that had their manifest when the kill came. The newest of these and of those made since
+        must be there.
+    """
     saves = run_dir / "saves"
     there = list_saves(saves)
     problems = [problem for step in there for problem in verify(save_folder(saves, step))]
@@ -85,7 +90,7 @@ def of_saves(run_dir: Path, before: Collection[int]) -> str:
 
 
 def of_message(run: LiveRun, outcome: Outcome, roles: set[Role]) -> str:
-    """One line of error that names who died; none where nobody was left to write it."""
+    """Check that one line of error names who died; none where the run goes on or nobody was left to write it."""
     errors = [line for line in run.text().splitlines() if line.startswith("error:")]
     if "Traceback" in run.text():
         return f"a traceback: {run.last_words()}"
@@ -98,7 +103,10 @@ def of_message(run: LiveRun, outcome: Outcome, roles: set[Role]) -> str:
 
 
 def of_processes(run: LiveRun, outcome: Outcome) -> str:
-    """Nobody is left; where the driver itself was killed none of the actors, and Ray's helpers have `RAY_END_S`."""
+    """Check that no process is left.
+
+    If the driver itself was killed, only actors count: Ray's helpers have `RAY_END_S`.
+    """
     if outcome is not Outcome.SILENT:
         return of_all_processes([run], 5.0)
     deadline_s = time.monotonic() + ACTORS_END_S
@@ -115,14 +123,14 @@ def of_all_processes(runs: Sequence[LiveRun], timeout_s: float = RAY_END_S) -> s
 
 
 def of_folders(drivers: Sequence[int]) -> str:
-    """Session folders of these drivers that the next start would leave."""
+    """Check for session folders of these drivers that the next start would not remove."""
     remove_left_sessions()
     left = [str(path) for pid in drivers for path in Path("/tmp").glob(f"megatrain-{pid}-*")]
     return OK if not left else f"left: {left}"
 
 
 def of_shared_memory(before: set[str]) -> str:
-    """Names in /dev/shm that were not there before, and stay."""
+    """Check that no name stays in /dev/shm that is not in `before`."""
     deadline_s = time.monotonic() + 10.0
     while (left := shared_memory_names() - before) and time.monotonic() < deadline_s:
         time.sleep(0.5)
@@ -134,7 +142,7 @@ def shared_memory_names() -> set[str]:
 
 
 def of_unfinished(run_dir: Path) -> str:
-    """Nothing half written in the run directory once a run has ended well."""
+    """Check that nothing is half written in the run directory once a run has ended well."""
     left = [str(path) for path in run_dir.parent.rglob("*") if re.search(r"\.(partial|new)$", path.name)]
     left += [str(path) for path in (run_dir / "saves").iterdir() if not (path / "manifest.json").exists()]
     return OK if not left else f"left: {left}"

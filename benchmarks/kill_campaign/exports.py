@@ -1,4 +1,4 @@
-"""Kills of `megatrain export`: the folder appears whole or not at all, and the same command makes it."""
+"""Kills `megatrain export`: the folder must appear whole or not at all, and the same command must then make it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from benchmarks.kill_campaign.strike import Blow, strike
 from tests.support.runs import command
 
 WEIGHTS = "model.safetensors"
-NUM_ATTEMPTS = 5  # at a phase that did not come
+NUM_ATTEMPTS = 5  # tries of a phase that does not come
 
 
 def export_phases(partial: Path, whole_bytes: int) -> Iterator[Phase]:
-    """`whole_bytes`: of the weights, without their file's header."""
+    """Yield the phases of an export into the folder `partial`.
+
+    `whole_bytes`: bytes of the weights, without the file's header.
+    """
     yield by_stack("starting", "cli.py", "main", early=True)
     yield by_folder("folder without weights", partial, lambda files: WEIGHTS not in files)
     yield by_folder("weights growing", partial, lambda files: 0 < files.get(WEIGHTS, 0) < whole_bytes)
@@ -28,7 +31,10 @@ def export_phases(partial: Path, whole_bytes: int) -> Iterator[Phase]:
 
 
 def kill_exports(run_dir: Path, scratch: Path, expected: str, whole_bytes: int) -> Iterator[Result | str]:
-    """Results, and in words which phases did not come. `expected`: the digest of what an undisturbed export gives."""
+    """Yield results, and a sentence for each phase that did not come.
+
+    `expected`: the digest of an undisturbed export.
+    """
     for k, phase in enumerate(export_phases(scratch / ".out.partial", whole_bytes)):
         out = scratch / "out"
         arguments = command("export", str(run_dir), str(out), "--dtype", "fp32")

@@ -1,4 +1,4 @@
-"""A command that is running, and what can be seen of it from outside: processes, signal words, files."""
+"""Runs a command, and shows what can be seen of it from outside: processes, signal words, files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = "words"
 
 @dataclass(frozen=True)
 class Moment:
-    """What the words say at one time. `begun`, `generation`: by shard, then by layer."""
+    """Holds what the words say at one time. `begun` and `generation` are indexed by shard, then by layer."""
 
     committed: int
     landed: tuple[int, ...]
@@ -33,7 +33,7 @@ class Moment:
 
     @property
     def update(self) -> int:
-        """The update that gradients are computed for."""
+        """Return the number of the update that gradients are computed for."""
         return self.committed + 1
 
     @property
@@ -41,7 +41,7 @@ class Moment:
         return sum(landed >= self.update for landed in self.landed)
 
     def torn(self, shard: int) -> int | None:
-        """The layer that the shard is in the middle of."""
+        """Return the layer whose update the shard has begun and not finished, if there is one."""
         pairs = zip(self.begun[shard], self.generation[shard], strict=True)
         return next((layer for layer, (begun, generation) in enumerate(pairs) if begun > generation), None)
 
@@ -51,9 +51,9 @@ class Moment:
 
 
 class WordsView(HostWords):
-    """Reads the words; writes none."""
+    """Reads the words of a run; writes none."""
 
-    # By HostWords' own names for them: no part of a run needs all words at once, so it has no public way to read them.
+    # Uses private names of HostWords: no part of a run needs all words at once, so there is no public way to read them.
 
     def moment(self) -> Moment:
         load, layers, shards = self._words.load, range(self._num_layers), range(self._num_shards)
@@ -66,9 +66,11 @@ class WordsView(HostWords):
 
 
 class SaveSight(NamedTuple):
-    """The files of the saves of a run. `unfinished`: the newest step whose folder has no manifest, None when all have.
+    """Holds what the files of a run's saves show.
 
-    `num_blobs`, `num_bytes`, `partial_manifest`: of that folder.
+    committed: steps of the saves with a manifest.
+    unfinished: the newest step whose folder has no manifest; None if all have one.
+    num_blobs, num_bytes, partial_manifest: what is in the folder of `unfinished`.
     """
 
     committed: tuple[int, ...]
@@ -79,7 +81,7 @@ class SaveSight(NamedTuple):
 
     @property
     def writing(self) -> bool:
-        """The unfinished one is newer than the others; else it is being deleted."""
+        """Return whether the unfinished save is newer than the others; else it is being deleted."""
         return self.unfinished is not None and self.unfinished > max(self.committed, default=-1)
 
     def __str__(self) -> str:
@@ -91,7 +93,7 @@ class SaveSight(NamedTuple):
 
 
 class LiveRun:
-    """A command in a process of its own. Its output goes to a file; what it leaves is told by `processes`."""
+    """Runs a command in a process of its own, with its output in a file. `processes` shows what it leaves behind."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, output: Path) -> None:
         self.run_dir = run_dir
@@ -111,8 +113,11 @@ class LiveRun:
         return self.process.poll() is not None
 
     def moment(self) -> Moment | None:
-        """None until the words are there and training has begun. Where all start again there are others: looked for
-        once the process that had the old ones is dead."""
+        """Return what the words say; None until they exist and training has begun.
+
+        If all actors start again there are new words. They are looked for once the process that had the old ones is
+        dead.
+        """
         if self._words is None or state(self._words_pid) in "ZX":
             self._words = self._attach()
         if self._words is None:
@@ -136,12 +141,12 @@ class LiveRun:
         return self.output.read_text(errors="replace")
 
     def last_words(self) -> str:
-        """The end of what it said, without Ray's paragraphs."""
+        """Return the end of what it printed, without Ray's paragraphs."""
         lines = [line for line in self.text().splitlines() if "raylet" not in line]
         return " | ".join(line[:300] for line in lines[-4:])
 
     def close(self) -> None:
-        """Kills what still runs, and gives the words up."""
+        """Kill what still runs, and drop the words."""
         self.processes.kill_all()
         self.process.wait()
         self._words = None

@@ -1,7 +1,7 @@
-"""Named phases of a run: what must be seen of it for a process to be in that phase.
+"""Defines named phases of a run by what must be seen of it for a process to be in that phase.
 
-Each look is made while the process stands still, so what it sees is where the kill comes. `near` is a cheaper look at
-the running process: it says when stopping is worth it.
+Each look is made while the process is stopped, so what it sees is where the kill comes. `near` is a cheaper look at the
+running process: it says when stopping is worth it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from pathlib import Path
 from benchmarks.kill_campaign.live_run import WORDS, LiveRun, Moment, SaveSight
 from benchmarks.kill_campaign.processes import Actor, arenas, shard_number, stack, title
 
-Look = Callable[[LiveRun, int], str | None]  # at the run and the process that is to be killed
+Look = Callable[[LiveRun, int], str | None]  # arguments: the run, and the pid of the process that is to be killed
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`look`: what is seen, None when it is not this phase. `early`: it may come before training begins.
+    """Describes a phase by the looks that recognise it.
 
-    `wait_s`: not before so long after it could be; `pause_s`: between two looks.
+    look: returns what is seen, or None if the run is not in this phase.
+    early: it may come before training begins.
+    wait_s: seconds to let pass before the first look.
+    pause_s: seconds between two looks.
     """
 
     name: str
@@ -48,7 +51,10 @@ def by_saves(name: str, holds: Callable[[SaveSight], bool]) -> Phase:
 
 
 def by_title(name: str, title_end: str, of: Actor | None = None, *, early: bool = True) -> Phase:
-    """An actor runs a method, by the title that Ray gives its process. `of`: another one than is killed."""
+    """Return the phase in which an actor runs a method, seen in the title that Ray gives its process.
+
+    of: the actor that is looked at, if it is not the one to be killed.
+    """
 
     def look(run: LiveRun, pid: int) -> str | None:
         whose = pid if of is None else run.processes.find(of)
@@ -59,7 +65,10 @@ def by_title(name: str, title_end: str, of: Actor | None = None, *, early: bool 
 
 
 def attaching(of: Actor | None = None) -> Phase:
-    """A shard has started and not mapped its state yet. `of`: another one than is killed."""
+    """Return the phase in which a shard has started and not mapped its state yet.
+
+    of: the shard that is looked at, if it is not the one to be killed.
+    """
 
     def look(run: LiveRun, pid: int) -> str | None:
         shard = pid if of is None else run.processes.find(of)
@@ -69,7 +78,7 @@ def attaching(of: Actor | None = None) -> Phase:
 
 
 def before_words(actor: Actor) -> Phase:
-    """The actor is not there yet, or has not mapped the words."""
+    """Return the phase in which the actor is not there yet, or has not mapped the words."""
 
     def look(run: LiveRun, pid: int) -> str | None:
         there = run.processes.find(actor)
@@ -83,8 +92,11 @@ def before_words(actor: Actor) -> Phase:
 def by_stack(
     name: str, file: str, *functions: str, thread: str = "", early: bool = False, near: Phase | None = None
 ) -> Phase:
-    """One of the functions is on the stack of a thread, any or the one of that name. py-spy takes its time: `near` says
-    when it may be so."""
+    """Return the phase in which one of the functions is on the stack of a thread.
+
+    thread: what the thread's name begins with; by default any thread.
+    near: phase whose cheaper look says when it is worth asking py-spy, which takes its time.
+    """
 
     def look(run: LiveRun, pid: int) -> str | None:
         for frame in stack(pid):
@@ -96,7 +108,7 @@ def by_stack(
 
 
 def by_folder(name: str, folder: Path, holds: Callable[[dict[str, int]], bool]) -> Phase:
-    """The files of a folder and their sizes."""
+    """Return the phase in which `holds` accepts the files of a folder, given as sizes by name."""
 
     def look(run: LiveRun, pid: int) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""The processes of a run, seen from outside: which is which, what each is at, and whether any is left."""
+"""Shows the processes of a run from outside: which is which, what each is doing, and whether any is left."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import psutil
 
 MARK = "MEGATRAIN_KILLED_RUN"  # in the environment of every process of a run that is to be killed; its value names it
-STOP_S = 5.0  # a stopped process comes to stand still within: a thread may be in the middle of a write to disk
+STOP_S = 5.0  # limit for a stopped process to stand still: a thread may be in the middle of a write to disk
 
 
 class Role(Enum):
-    """A kind of process, by the name that messages of the run give it."""
+    """Names a kind of process as messages of the run do."""
 
     DRIVER = "driver"
     GPU = "GPU worker"
@@ -46,7 +46,7 @@ RAYLET_ENDS_WITH = {
     Role.DASHBOARD_AGENT: "ray::DashboardAgent",
     Role.RUNTIME_ENV_AGENT: "ray::RuntimeEnvAgent",
 }
-SCRIPTS = {  # of Ray's processes without which a run goes on
+SCRIPTS = {  # scripts of those of Ray's processes without which a run goes on
     Role.DASHBOARD: "/ray/dashboard/dashboard.py",
     Role.LOG_MONITOR: "/ray/_private/log_monitor.py",
     Role.AUTOSCALER: "/ray/autoscaler/_private/monitor.py",
@@ -54,7 +54,7 @@ SCRIPTS = {  # of Ray's processes without which a run goes on
 
 
 class Actor(NamedTuple):
-    """One process of a run. `number`: of a shard; None: one that has not mapped its state yet."""
+    """Names one process of a run. `number`: that of a shard; None for a shard that has not mapped its state yet."""
 
     role: Role
     number: int | None = None
@@ -64,7 +64,7 @@ class Actor(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A line of the stack of a Python thread."""
+    """Holds one frame of the stack of a Python thread."""
 
     thread: str
     file: str
@@ -72,7 +72,7 @@ class Frame(NamedTuple):
 
 
 class Processes:
-    """All that descend from a driver, those included that outlive it."""
+    """Tracks all processes that descend from a driver, including those that outlive it."""
 
     def __init__(self, driver: int, mark: str) -> None:
         self._driver = driver
@@ -80,7 +80,7 @@ class Processes:
         self._known: dict[int, psutil.Process] = {}
 
     def refresh(self) -> None:
-        """Remembers who is there now."""
+        """Remember the processes that are there now."""
         for pid in (self._driver, *self._known):
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
@@ -88,7 +88,7 @@ class Processes:
                 self._known |= {p.pid: p for p in found if p.pid not in self._known}
 
     def find(self, actor: Actor) -> int | None:
-        """The process that is this actor now. Cheap when it was known before."""
+        """Return the process that is this actor now, or None. It is cheap if the process was known before."""
         if actor.role is Role.DRIVER:
             return self._driver
         for _ in range(2):
@@ -99,33 +99,36 @@ class Processes:
         return None
 
     def left(self) -> list[str]:
-        """Those that still run."""
+        """Return the processes that still run, each as a line of pid and title."""
         self.refresh()
         known = {pid for pid, process in self._known.items() if process.is_running() and state(pid) not in "ZX"}
         marked = {int(path.name) for path in Path("/proc").glob("[0-9]*") if self._mark in _read(path / "environ")}
         return [f"{pid} {title(pid)[:80]}" for pid in sorted(known | marked - {os.getpid()}) if state(pid) not in "ZX"]
 
     def await_end(self, timeout_s: float) -> list[str]:
-        """Who still runs after at most `timeout_s`."""
+        """Return the processes that still run after at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while (left := self.left()) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         return left
 
     def kill_all(self) -> None:
-        """The end of a run that would not end. By process, never by name."""
+        """Kill every process that still runs, by pid and never by name, to end a run that would not end."""
         for line in self.left():
             with suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), signal.SIGKILL)
 
 
 def title(pid: int) -> str:
-    """What a process calls itself: Ray's actors add the method that they run."""
+    """Return what a process calls itself: Ray's actors add the method that they run."""
     return _read(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def arenas(pid: int, *, mapped: bool) -> dict[str, int]:
-    """Shared memory of a run in a process, by what it holds: descriptors, or (`mapped`) only what is in its memory."""
+    """Return the shared memory of a run in a process, as file descriptors by what it holds.
+
+    mapped: only memory that the process has mapped; the descriptors are -1.
+    """
     found = {}
     if mapped:
         for line in _read(Path(f"/proc/{pid}/maps")).decode(errors="replace").splitlines():
@@ -142,13 +145,13 @@ def arenas(pid: int, *, mapped: bool) -> dict[str, int]:
 
 
 def shard_number(pid: int) -> int | None:
-    """Which shard a process is, None before it has mapped its state."""
+    """Return which shard a process is, or None before it has mapped its state."""
     states = [name for name in arenas(pid, mapped=True) if name.startswith("state-")]
     return int(states[0].removeprefix("state-")) if states else None
 
 
 def stop(pid: int) -> bool:
-    """SIGSTOP; True when every thread stands still, False when the process is gone or does not get there."""
+    """Send SIGSTOP; return True when every thread stands still, False if the process is gone or does not get there."""
     deadline_s = time.monotonic() + STOP_S
     try:
         os.kill(pid, signal.SIGSTOP)
@@ -167,13 +170,13 @@ def go_on(pid: int) -> None:
 
 
 def state(pid: int, thread: int | None = None) -> str:
-    """The kernel's letter: T stopped, Z dead and not yet waited for, X gone."""
+    """Return the kernel's letter for a process or thread: T stopped, Z dead and not yet waited for, X gone."""
     text = _read(Path(f"/proc/{pid}/task/{thread or pid}/stat")).decode(errors="replace")
     return text.rpartition(")")[2].split()[0] if text else "X"
 
 
 def stack(pid: int) -> list[Frame]:
-    """All frames of all Python threads of a stopped process, by py-spy; empty when it cannot tell."""
+    """Return all frames of all Python threads of a stopped process, by py-spy; an empty list if it cannot tell."""
     spy = Path(sys.executable).with_name("py-spy")
     command = [str(spy), "dump", "--nonblocking", "--json", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -199,7 +202,10 @@ def _is(pid: int, actor: Actor) -> bool:
 
 
 def _content(name: str) -> str:
-    """`megatrain-<run>-words (deleted)` holds words, `state-0` the state of shard 0."""
+    """Return what an arena holds, by its name.
+
+    `megatrain-<run>-words (deleted)` holds words, `state-0` shard 0's state.
+    """
     name = name.split(" ")[0]
     return name.split("-", 2)[2] if name.startswith("megatrain-") else name
 

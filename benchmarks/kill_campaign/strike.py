@@ -1,4 +1,4 @@
-"""Stop, look, kill: a process is killed in a named phase, and in no other."""
+"""Stops a process, looks at it and kills it in a named phase, and in no other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from benchmarks.kill_campaign.processes import Actor, Role, go_on, state, stop
 
 @dataclass(frozen=True)
 class Blow:
-    """SIGKILL to `actors`, all of them together, when the first is in the phase. `num_updates`: not before so many
-    more have been committed."""
+    """Describes one kill: SIGKILL to all `actors` together, when the first is in the phase.
+
+    num_updates: so many more updates must have been committed before.
+    """
 
     actors: tuple[Actor, ...]
     phase: Phase
@@ -25,8 +27,11 @@ class Blow:
 
 @dataclass(frozen=True)
 class Hit:
-    """What was killed, and what was seen of it. `committed`: saves that existed then. `attempts`: how often it was
-    stopped until the phase was met."""
+    """Holds what was killed, and what was seen of it.
+
+    committed: steps of the saves that existed then.
+    attempts: how often it was stopped until the phase was met.
+    """
 
     phase: str
     actors: tuple[str, ...]
@@ -38,7 +43,10 @@ class Hit:
 
 
 def strike(run: LiveRun, blow: Blow, timeout_s: float) -> Hit | None:
-    """None when the phase did not come within `timeout_s`, or the run ended before."""
+    """Kill the actors in the phase, and return what was hit.
+
+    Returns None if the phase did not come within `timeout_s`, or the run ended before.
+    """
     deadline_s = time.monotonic() + timeout_s
     if not _await_begin(run, blow, deadline_s):
         return None
@@ -80,7 +88,10 @@ def _await_begin(run: LiveRun, blow: Blow, deadline_s: float) -> bool:
 
 
 def _find(run: LiveRun, blow: Blow, before: tuple[int, ...]) -> tuple[int, ...]:
-    """The processes to kill; `before`: those found last, which still are them unless one has gone, or got a number."""
+    """Return the processes to kill, or none if one is missing.
+
+    before: the processes found last; they are still right unless one has gone or a shard has got its number.
+    """
     changing = Actor(Role.SHARD, None) in blow.actors
     if before and not changing and all(state(pid) not in "ZX" for pid in before):
         return before
@@ -89,7 +100,7 @@ def _find(run: LiveRun, blow: Blow, before: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _kill(pids: tuple[int, ...]) -> None:
-    """Returns when they are dead."""
+    """Kill the processes, and return when they are dead."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.io.saves.manifest import PartManifest
 from megatrain_ray.io.saves.save_folder import write_part

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import zstandard
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.io.storage.blob_store import aligned, aligned_block
 
 ZSTD_LEVEL = 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import DamagedSaveError, MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError, explained
 from megatrain_ray.io.files.durable import sync

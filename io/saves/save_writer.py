@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.manifest import BlobEntry, PartManifest, PieceEntry
 from megatrain_ray.io.saves.piece_codec import PieceCodec

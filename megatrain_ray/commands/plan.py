@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatrain_ray.config.schema import SpillConfig, TrainConfig
+from megatrain_ray.config.groups import SpillConfig
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.tokenize_data import missing_data

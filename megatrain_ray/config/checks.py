@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from megatrain_ray.config.groups import DataConfig, HardwareConfig, NodeConfig, OptimizationConfig, Settings
 from megatrain_ray.units import format_ranges, parse_ranges
-
-if TYPE_CHECKING:
-    from megatrain_ray.config.schema import DataConfig, HardwareConfig, NodeConfig, OptimizationConfig, TrainConfig
 
 OTHER_NAMES = {  # names in Transformers' TrainingArguments, and the keys that they correspond to
     "learning_rate": "train.lr",
@@ -61,7 +59,7 @@ def describe_problems(error: ValidationError, root: type[BaseModel]) -> str:
     return "\n".join(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
 
 
-def disagreements(config: TrainConfig) -> Iterator[str]:
+def disagreements(config: Settings) -> Iterator[str]:
     """Yield problems of settings that are valid one by one but not together; each line says what to set instead."""
     model, train = config.model, config.train
     if model.path is not None and model.config is not None:
@@ -119,7 +117,7 @@ def _upload_disagreements(hardware: HardwareConfig) -> Iterator[str]:
         )
 
 
-def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
+def _several_hosts_disagreements(config: Settings) -> Iterator[str]:
     """Yield problems of settings that do not work with several hosts."""
     num_gpus, num_hosts = config.hardware.num_gpus, config.hardware.num_hosts
     if num_gpus % num_hosts:
@@ -144,7 +142,7 @@ def _several_hosts_disagreements(config: TrainConfig) -> Iterator[str]:
             yield f"{key}: {path} is relative, and other hosts have other working directories; give an absolute path"
 
 
-def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
+def _several_gpus_disagreements(config: Settings) -> Iterator[str]:
     """Yield problems of settings that do not work with several GPUs."""
     train, num_gpus = config.train, config.hardware.num_gpus
     if num_gpus == 1:
@@ -161,7 +159,7 @@ def _several_gpus_disagreements(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _missing_paths(config: TrainConfig) -> Iterator[str]:
+def _missing_paths(config: Settings) -> Iterator[str]:
     if config.eval_every and config.data.eval_path is None:
         yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     if config.spill.limit is not None and config.spill.path is None:
@@ -188,7 +186,7 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
             yield f"data.{key}: goes with data.kind: {expected}, and data.kind is {data.kind}; leave the key out"
 
 
-def _batch_disagreements(config: TrainConfig) -> Iterator[str]:
+def _batch_disagreements(config: Settings) -> Iterator[str]:
     train, num_gpus = config.train, config.hardware.num_gpus
     if train.batch_size is None or train.split_is_free:
         return

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config.checks import known_keys
-from megatrain_ray.config.schema import ModelConfig, TrainConfig
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_settings, override, read_settings
 from megatrain_ray.convert.axolotl import AXOLOTL
 from megatrain_ray.convert.foreign_groups import axolotl_groups, trained_layers

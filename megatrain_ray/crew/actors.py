@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from megatrain_ray.accounting.gpu_work import GpuWork
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.crew.batch_feed import Feed
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Meeting, Place

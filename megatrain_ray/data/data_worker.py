@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import WeightedPath
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, Stream

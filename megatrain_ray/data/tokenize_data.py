@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from megatrain_ray.config.schema import DataConfig, TrainConfig
+from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_eval_path, sources_of

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s

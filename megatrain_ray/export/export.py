@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_ray.config.schema import ModelConfig, TrainConfig
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.model.structure import build_empty

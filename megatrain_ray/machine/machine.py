@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain_ray.config.schema import HardwareConfig, NodeConfig
+from megatrain_ray.config.groups import HardwareConfig, NodeConfig
 from megatrain_ray.engine.device.cuda_device import num_gpus as gpus_here
 from megatrain_ray.engine.device.cuda_device import pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu

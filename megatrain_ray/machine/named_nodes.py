@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatrain_ray.config.schema import NodeConfig
+from megatrain_ray.config.groups import NodeConfig
 from megatrain_ray.engine.device.numa_homes import Gpu, NumaNode
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine.numa_topology import Topology, cores_of

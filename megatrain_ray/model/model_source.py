@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.config.schema import LoraConfig, ModelConfig
+from megatrain_ray.config.groups import LoraConfig, ModelConfig
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
 from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.expert_groups import GroupedFactory

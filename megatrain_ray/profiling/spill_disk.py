@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatrain_ray.config.schema import SpillConfig
+from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.cuda_device import total_memory_bytes
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate

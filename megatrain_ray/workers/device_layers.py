@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout

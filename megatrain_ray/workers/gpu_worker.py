@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatrain_ray.accounting.gpu_work import GpuDisk, GpuWork
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Place, RankGroup
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatrain_ray.accounting.shard_work import ShardWork
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.measure.save_cost import measure_copy
 from megatrain_ray.engine.plan.plan_shards import shard_layout, spill_layout

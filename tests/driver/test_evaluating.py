@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import HeldOutData
 from megatrain_ray.driver.running_evaluation import RunningEvaluation, evaluation_row, perplexity
 from megatrain_ray.io.batching.batch_stream import Batch

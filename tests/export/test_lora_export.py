@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.model.lora import is_adapter
 from megatrain_ray.engine.model.structure import build_empty

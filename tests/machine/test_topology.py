@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.schema import NodeConfig
+from megatrain_ray.config.groups import NodeConfig
 from megatrain_ray.engine.device.numa_homes import Gpu, Home, NumaNode, fewest_cpus, gpu_homes, shard_homes
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine.named_nodes import named_nodes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError

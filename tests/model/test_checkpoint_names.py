@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError

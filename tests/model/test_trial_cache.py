@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.config.schema import ModelConfig, TrainConfig
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery import discover
 from megatrain_ray.engine.discovery.compile_trial import BudgetCost, CompileTrial, try_compiling
 from megatrain_ray.engine.planner.request import Machine

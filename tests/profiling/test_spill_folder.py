@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.schema import SpillConfig
+from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.storage.spill_file import SpillFile

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatrain_ray import trainer
-from megatrain_ray.config.schema import SpillConfig, TrainConfig
+from megatrain_ray.config.groups import SpillConfig
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTES_PER_S

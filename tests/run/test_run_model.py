@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError

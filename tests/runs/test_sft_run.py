@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from megatrain_ray.cli import main
-from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.io.batching.batch_stream import IGNORED, Batch
 from tests.support.chat_fixtures import FAMILIES, build

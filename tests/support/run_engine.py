@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatrain_ray.config.schema import LoraConfig, ModelConfig
+from megatrain_ray.config.groups import LoraConfig, ModelConfig
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.discovery.discover import discover

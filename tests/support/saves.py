@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
 from megatrain_ray.io.saves.save_folder import (
     commit_save,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.schema import SpillConfig
+from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU
 from megatrain_ray.engine.planner.request import Machine, SpillSpace
 from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData, naming_eval_path
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain_ray.config.schema import DataConfig
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_recipe import ChatRecipe

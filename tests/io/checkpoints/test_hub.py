@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatrain_ray.cli import main
-from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
@@ -84,7 +84,7 @@ def test_code_of_a_repository_needs_trust_and_runs_from_the_cache(tmp_path: Path
 
 def test_what_the_hub_refuses_is_named(tmp_path: Path) -> None:
     code = """
-from megatrain_ray.config.schema import ModelConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.model_source import open_model
 from megatrain_ray.engine.discovery.discover import discover

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import DamagedSaveError, MegatrainError
 from megatrain_ray.io.saves import save_writer as pieces_module
 from megatrain_ray.io.saves.manifest import _sealed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import CapacityError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.files.free_space import check_room
 from megatrain_ray.io.saves.save_folder import clean_unfinished, list_saves, save_room, set_aside, verify

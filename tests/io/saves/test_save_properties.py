@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import DamagedSaveError
 from megatrain_ray.io.saves import save_writer as pieces_module
 from megatrain_ray.io.saves.manifest import (

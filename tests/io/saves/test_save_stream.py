@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.schema import SaveCompression
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves import save_writer as pieces_module
 from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, prepare_save, write_part
