@@ -124,7 +124,7 @@ class DrawnWeights:
 
 @dataclass(frozen=True)
 class DrawnSource(ModelSource):
-    """A model source whose weights were drawn once, for all modes and for the plain training."""
+    """Holds a model source whose weights were drawn once, for all modes and for the plain training."""
 
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
 

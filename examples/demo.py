@@ -1,6 +1,6 @@
-"""The demo: train, stop, resume, export and generate, through the commands a user would type.
+"""Runs the demo: train, stop, resume, export and generate, through the commands a user would type.
 
-Run by `make demo`, from the root of the repository.
+`make demo` runs it, from the root of the repository.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FOLDER = Path("runs/demo")
 RUN = FOLDER / "run"
 EXPORT = FOLDER / "exported"
 TRAIN = (CONFIG, f"run_dir={RUN}")
-STOP_AFTER = 60  # steps, by Ctrl-C
-STATED_LOSS = 2.0  # the mean of the last ten steps is below; 1.96 where it was measured
+STOP_AFTER = 60  # steps; then the demo sends a Ctrl-C
+STATED_LOSS = 2.0  # the mean of the last ten steps must be below; 1.96 where it was measured
 PROMPT = "ROMEO:"
 
 
@@ -40,7 +40,7 @@ def rows() -> list[dict[str, float]]:
 
 
 def begin_anew() -> None:
-    """Makes the folder of the demo, after deleting that of an earlier one. Nothing else is ever deleted."""
+    """Make the folder of the demo, after deleting that of an earlier one. Nothing else is ever deleted."""
     if FOLDER.exists() or FOLDER.is_symlink():
         if holder := lock_holder(RUN):
             sys.exit(f"{RUN} is in use by process {holder}: end it, then start again")
@@ -53,12 +53,12 @@ def begin_anew() -> None:
 
 
 def train_and_stop() -> None:
-    """Starts training and sends it a Ctrl-C after some steps: it saves and exits 130."""
+    """Start training and send it a Ctrl-C after some steps: it saves and exits 130."""
     process = subprocess.Popen(megatrain("train", *TRAIN))
     try:
         while process.poll() is None and len(rows()) < STOP_AFTER:
             time.sleep(0.2)
-    except KeyboardInterrupt:  # of the user: the run hears it as well, and saves
+    except KeyboardInterrupt:  # from the user: the run gets it as well, and saves
         sys.exit(process.wait())
     if process.poll() is None:
         os.kill(process.pid, signal.SIGINT)
@@ -68,7 +68,7 @@ def train_and_stop() -> None:
 
 
 def run(*arguments: str) -> None:
-    """One command to its end. It hears a Ctrl-C as well, and has something to save."""
+    """Run one command to its end. It gets a Ctrl-C as well, and may have something to save."""
     process = subprocess.Popen(megatrain(*arguments))
     try:
         code = process.wait()
@@ -79,7 +79,7 @@ def run(*arguments: str) -> None:
 
 
 def generate() -> str:
-    """Bytes after a prompt, from the exported folder, in plain Transformers."""
+    """Return the text that the exported model generates after a prompt, byte by byte, in plain Transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""What all tests share: no network, quiet libraries, one Ray cluster for those that need one."""
+"""Sets up what all tests share: no network, quiet libraries, one Ray cluster for those that need one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ settings.register_profile("few", deadline=None, derandomize=True, max_examples=2
 settings.register_profile("many", deadline=None, derandomize=True, max_examples=200)
 settings.load_profile("few")
 
-END_S = 30.0  # a thread that has been told to end does so within
+END_S = 30.0  # limit for a thread to end that has been told to
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what needs the machine for itself: all that uses the cluster of the tests. Leaves out what is long."""
+    """Mark what uses the tests' cluster as `ray`, since it needs the machine for itself; leave out long tests."""
     for item in items:
         if "ray_address" in getattr(item, "fixturenames", ()):
             item.add_marker("ray")
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def left_for_all_cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """What `make test` does not run: tests marked `long`, and most cases of those marked `pairwise` or `spread`."""
+    """Yield what `make test` leaves out: tests marked `long`, and most cases of those marked `pairwise` or `spread`."""
     groups: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("long"):
@@ -61,13 +61,16 @@ def left_for_all_cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tokens are made again in each run of the tests, and the user's cache stays as it is."""
+    """Give each run of the tests a cache of its own: tokens are made again, and the user's cache stays as it is."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """The address of a cluster that this process started; a run given it as RAY_ADDRESS starts none of its own."""
+    """Yield the address of a cluster that this process started.
+
+    A run given it as RAY_ADDRESS starts none of its own.
+    """
     import ray
 
     from megatrain_ray.crew.ray_cluster import cluster
@@ -78,9 +81,9 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test after which a thread of ours still runs, or more shared memory or sockets are open than before.
+    """Fail a test after which a thread of ours still runs, or more shared memory or sockets are open than before.
 
-    Not where Ray is in this process: it keeps connections and threads as it likes.
+    Tests with Ray in this process are not checked: Ray keeps connections and threads as it likes.
     """
     if "ray_address" in request.fixturenames:
         yield
@@ -99,12 +102,15 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def running_threads() -> set[threading.Thread]:
-    """Daemons are those of libraries, but for a shard's."""
+    """Return the threads that a test must end: all but daemons, which are those of libraries.
+
+    Daemons of shards are included.
+    """
     return {t for t in threading.enumerate() if not t.daemon or t.name.startswith("shard ")}
 
 
 def open_files() -> Counter[str]:
-    """How many descriptors there are of each shared memory, and of sockets."""
+    """Count the descriptors of each shared memory, and of sockets."""
     names: Counter[str] = Counter()
     for path in Path("/proc/self/fd").iterdir():
         try:

@@ -108,7 +108,7 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
 def test_a_reader_that_goes_ends_a_command_quietly(arguments: list[str]) -> None:
-    """As of `megatrain doctor | head -1`; here the reader is gone before the first line."""
+    """A reader goes as in `megatrain doctor | head -1`; here it is gone before the first line."""
     command = [sys.executable, "-m", "megatrain_ray", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     end, out = os.pipe()

@@ -37,15 +37,17 @@ MAX_FILES = 12  # of a room, its __init__.py not counted
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted name: the longest one that the name is or begins with. Names of the package itself, such as
-    megatrain_ray.Trainer, are in the room of its __init__.py."""
+    """Return the room of a dotted name: the longest room that the name is or begins with.
+
+    Names of the package itself, such as megatrain_ray.Trainer, are in the room of its __init__.py.
+    """
     name = module.removeprefix("megatrain_ray").lstrip(".")
     rooms = [room for room in ORDER if name == room or name.startswith(f"{room}.")]
     return max(rooms, key=len, default="__init__")
 
 
 def sources() -> list[Path]:
-    """The real files, not those that links lead to."""
+    """Return the real files, not those that links lead to."""
     return sorted(file for folder in ("megatrain_ray", "io", "engine") for file in (ROOT / folder).rglob("*.py"))
 
 
@@ -241,7 +243,10 @@ def _in_with_blocks(tree: ast.AST) -> Iterator[int]:
 
 
 def _in_exit_stacks(tree: ast.AST) -> Iterator[int]:
-    """A stack may outlive its block, so every suspension of the function counts that comes after."""
+    """Yield the lines where an exit stack enters a torch context and the function is suspended later.
+
+    A stack may outlive its block, so every suspension of the function counts that comes after.
+    """
     for function in ast.walk(tree):
         if isinstance(function, ast.AsyncFunctionDef):
             inner = list(ast.walk(function))

@@ -87,7 +87,7 @@ def unsafe_calls(source: str) -> Iterator[str]:
 
 
 def imported_bare(source: str) -> Iterator[str]:
-    """`from pickle import loads` would hide from the calls."""
+    """Yield unsafe functions that are imported by name: `from pickle import loads` would hide from the calls' check."""
     modules = {name.partition(".")[0] for name in UNSAFE}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in modules:

@@ -1,5 +1,7 @@
-"""What a run moves on the disk, measured where it is moved, is what its plan says: shards and GPU worker in one
-process, without Ray."""
+"""What a run moves on the disk, measured where it is moved, is what its plan says.
+
+Shards and GPU worker run in one process, without Ray.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ TRACED = STEPS - 1
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Of a plan with all that may be there on disk: activations, gradients, state and working copies."""
+    """Prepare a run whose plan has all on disk that may be there: activations, gradients, state and working copies."""
     folder = tmp_path_factory.mktemp("run")
     tree = config(
         folder / "run", long_model(folder), data__seq_len=64, train__steps=STEPS,
@@ -61,8 +63,11 @@ def handles(ready: Prepared) -> Iterator[Handles]:
 
 
 async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], list[RunWork], Sequence[Span]]:
-    """Rows of all steps, what had been done after the second one and after the last, with evaluations in between; what
-    the GPU worker's trace has."""
+    """Train with an evaluation after the second and the last step.
+
+    Returns the rows of all steps, the work that had been done at each evaluation, and the spans of the GPU worker's
+    trace.
+    """
     config, plan = ready.config, ready.plan
     tokens = tokens_of(config.data, Path(config.run_dir))
     data, held_out = (DataWorker(config.data, tokens, 320, 4, 0, None) for _ in range(2))
@@ -136,7 +141,7 @@ async def test_a_step_moves_what_the_plan_says(ready: Prepared, handles: Handles
 
 
 def assert_traced(ready: Prepared, spans: Sequence[Span]) -> None:
-    """The disk's row has all of a step."""
+    """Assert that the disk's row of the trace has all bytes of a step."""
     num_bytes: dict[str, int] = {}
     for span in spans:
         if span.row is Row.DISK:

@@ -57,7 +57,7 @@ def test_a_disk_twice_as_fast_as_it_is_is_named() -> None:
 
 
 def test_a_disk_that_activations_wait_for_is_named() -> None:
-    """Where waits for copies are what is off: of their own no disk is a part."""
+    """The disk is named where waits for copies are what is off, because these have no part of the disk's own."""
     right, wrong = replace(PROFILE, disk_bytes_per_s=1e8), replace(PROFILE, disk_bytes_per_s=2e8)
     plan = with_more_on_disk(planned(wrong), wrong)
     assert not plan.uses_disk

@@ -18,7 +18,7 @@ def busy(*times: tuple[float, float], since_s: float = 0.0) -> Busy:
 
 
 def steps(*ends: float) -> tuple[Time, ...]:
-    """One after the other, the first from 0 on."""
+    """Return the times of steps that follow each other, the first from 0 on."""
     return tuple(Time(start_s, end_s) for start_s, end_s in zip((0.0, *ends), ends, strict=False))
 
 

@@ -103,8 +103,11 @@ def test_spans_that_nest_stay_in_one_row() -> None:
 
 
 def test_busy_share_is_work_without_waits_in_the_time_of_the_steps() -> None:
-    """Of 4 µs: [0.5, 1] of a span from before, [1, 3] with a wait of 0.5 in it, an overlap that counts once, and a wait
-    alone."""
+    """Work without waits takes 2.0 of the 4 µs of the steps.
+
+    Counted are [0.5, 1] of a span that began before the steps, and [1, 3] with a wait of 0.5 in it. Overlaps count
+    once, and a wait outside of work does not count.
+    """
     spans = [
         Span(Row.STEPS, "step 1", 500, 2500),
         Span(Row.STEPS, "wait data", 500, 2500, waits=True),

@@ -72,7 +72,7 @@ def aliased(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Bench
 
 
 def work(run: Bench) -> Counter[tuple[str, str, str, str, str]]:
-    """What was done in the traced step and for it: process, row, name, layer and bytes of each span, how often."""
+    """Count what was done in the traced step and for it, by process, row, name, layer and bytes of each span."""
     threads = check_format(read_trace(*find_traces(run.run_dir)))
     committed = next(begin(span) for span in threads["GPU worker", "steps"] if span["name"] == "commit")
     return Counter(
@@ -84,7 +84,7 @@ def work(run: Bench) -> Counter[tuple[str, str, str, str, str]]:
 
 
 def shared_bytes(run: Bench) -> int:
-    """Of arenas, that processes of the run have touched."""
+    """Return the bytes of arenas that processes of the run have touched."""
     processes = run.report["memory"]["pss_bytes_by_process"]
     return sum(processes[name]["shared"] for name in ("GPU worker", "optimizer shard 0", "optimizer shard 1"))
 
@@ -112,7 +112,7 @@ def test_memory_is_what_was_given(ordinary: Bench, aliased: Bench) -> None:
 
 
 def test_weights_stay_what_they_are(aliased: Bench) -> None:
-    """Or the updates of many layers would make them grow until a step is skipped."""
+    """Otherwise the updates of many layers would make weights grow until a step is skipped."""
     found = rows(aliased.run_dir)
     assert [(row["lr"], row["skipped"]) for row in found] == [(0.0, False)] * 2
     assert all(5.4 < row["loss"] < 5.7 for row in found), "that of a model that knows nothing of 257 bytes: 5.55"

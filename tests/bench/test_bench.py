@@ -205,7 +205,7 @@ def test_the_memory_of_a_process() -> None:
 
 
 class FakeNvml:
-    """`processes` of two GPUs: pid → bytes."""
+    """Stands in for NVML. `processes`: bytes by pid, for each GPU."""
 
     def __init__(self, *processes: dict[int, int | None]) -> None:
         self._processes = processes

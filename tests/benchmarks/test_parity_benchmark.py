@@ -114,7 +114,7 @@ def test_what_is_given_up_is_heard() -> None:
 
 
 def test_why_layers_run_uncompiled_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Of an actor nobody sees less."""
+    """The reason is a warning, because nobody sees less of an actor."""
     CompiledCall("layers", abs).give_up(ValueError("no graph"))
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("WARNING", "layers run uncompiled: ValueError: no graph")

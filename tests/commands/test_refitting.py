@@ -70,8 +70,10 @@ def test_a_wrong_rate_is_found_and_the_next_plan_predicts_the_run(name: str) -> 
 
 @pytest.mark.parametrize("link_is_faster", [False, True])
 def test_sums_over_gpus_are_left_to_the_link(link_is_faster: bool) -> None:
-    """They are taken off both sides. Where the plan predicted more for them than all compute took, nothing is known of
-    products, and their rates stay."""
+    """The time of sums over GPUs is subtracted from prediction and measurement.
+
+    If the plan predicted more for the sums than all compute took, nothing is known of products, and their rates stay.
+    """
     link = replace(PROFILE, gpu_link_bytes_per_s=1e9)
     wrong = replace(WRONG["compute"], gpu_link_bytes_per_s=1e9)
     plan = planned(wrong, num_gpus=2)
@@ -162,7 +164,7 @@ def test_updates_that_nobody_timed_keep_their_rate() -> None:
 
 
 def made(folder: Path, plan: Plan, found: Comparison | None) -> Path:
-    """A run directory that holds no more than a refit reads."""
+    """Make a run directory that holds no more than a refit reads."""
     with RunDir.open(config(run_dir=str(folder))) as run:
         run.begin(plan.to_json(), 0)
     if found is not None:

@@ -16,7 +16,7 @@ LIST = Path(__file__).with_name("surface.txt")
 
 
 def models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """The groups of settings that a field's type names."""
+    """Yield the groups of settings that a field's type names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in typing.get_args(annotation):
@@ -24,7 +24,7 @@ def models_in(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[str]:
-    """Every key of a configuration, dotted; `[]` for the elements of a list of groups."""
+    """Yield every key of a configuration, dotted; `[]` stands for the elements of a list of groups."""
     for name, field in model.model_fields.items():
         groups = list(models_in(field.annotation))
         is_list = "tuple" in str(field.annotation)
@@ -34,7 +34,7 @@ def keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[str
 
 
 def options(parser: argparse.ArgumentParser, command: str = "megatrain") -> Iterator[str]:
-    """Every command with its arguments and options."""
+    """Yield every command with each of its arguments and options."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             choices: Mapping[str, argparse.ArgumentParser] = action.choices

@@ -103,7 +103,7 @@ special_tokens:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a model, its tokenizer, and data sets of 7 and 3 chats."""
+    """Return the working directory, with a model, its tokenizer, and data sets of 7 and 3 chats."""
     monkeypatch.chdir(tmp_path)
     build(build_tiny(tmp_path / "model", vocab_size=320), FAMILIES["qwen2.5"])
     chats = [
@@ -125,7 +125,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, text: str, **changes: Any) -> Path:
-    """The file with these keys set; None: without them."""
+    """Write the file with these keys changed; a key that is None is left out."""
     tree = {key: value for key, value in (yaml.safe_load(text) | changes).items() if value is not None}
     (folder / "theirs.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
     return folder / "theirs.yaml"

@@ -119,7 +119,7 @@ def test_a_whole_config_takes_no_arguments(tmp_path: Path) -> None:
 
 
 def test_every_field_is_known() -> None:
-    """Of the version of Transformers that is installed."""
+    """Every field of the installed version of Transformers is known."""
     from fnmatch import fnmatchcase
 
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}

@@ -14,7 +14,7 @@ from megatrain_ray.crew import actors
 def test_a_gpu_worker_sees_the_gpus_that_it_was_given(
     given: list[str], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where Ray leaves it to see all; on the CPU device it is given none."""
+    """A worker sees its own GPUs only, where Ray leaves it to see all; on the CPU device it is given none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": given})
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)

@@ -73,7 +73,7 @@ def test_what_is_in_use_is_named() -> None:
 
 @contextmanager
 def taken(**resources: float) -> Iterator[None]:
-    """By somebody else."""
+    """Take these resources of the cluster during the block, as somebody else would."""
     group = placement_group([resources])
     assert group.wait(60)
     try:
@@ -101,7 +101,7 @@ def test_a_full_cluster_whose_processes_died_is_not_waited_for(ray_address: str)
 
 
 def test_a_run_ends_with_the_ray_node_of_its_driver(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cluster that it did not start: from a dead node the driver can start nothing again."""
+    """A run ends with its driver's node, in a cluster that it did not start: a dead node can start nothing again."""
     placement = Placement(CrewSpec(1, "cpu"))
     with closing_placement(placement):
         placement.wait()

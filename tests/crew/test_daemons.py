@@ -28,7 +28,7 @@ OTHERS = {
 
 @contextmanager
 def waiting(command: list[str]) -> Iterator[psutil.Process]:
-    """A process with that command line, but for a word or two more; it does nothing until it is killed."""
+    """Yield a process with that command line and a word or two more, which does nothing until it is killed."""
     program = command[0]
     child = subprocess.Popen([program, "-c", "read _", *command], executable="/bin/sh", stdin=subprocess.PIPE)
     with child:

@@ -15,7 +15,7 @@ WAIT_S = 60.0
 
 
 def data_process(name: str, *, lives: bool = True) -> Any:
-    """In the place of an actor's handle: its batches are their number and its name."""
+    """Return a stand-in for an actor's handle, whose batches are their number and its name."""
 
     async def batch(number: int) -> str:
         if not lives:

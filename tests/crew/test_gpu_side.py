@@ -30,7 +30,7 @@ def asked() -> list[tuple[str, str, Any]]:
 
 @pytest.fixture
 def side(asked: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch) -> GpuSide:
-    """Of two hosts with two GPUs each."""
+    """Return the GPU workers of two hosts with two GPUs each."""
     handles = iter(range(100, 200))
     monkeypatch.setattr(gpu_worker_group, "await_begin", lambda *_: None)
     monkeypatch.setattr(gpu_worker_group, "answer", lambda *_: {"arena": SimpleNamespace(pid=next(handles))})

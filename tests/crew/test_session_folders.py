@@ -31,7 +31,7 @@ with cluster(num_cpus=1, num_gpus=0):
 
 @pytest.fixture
 def sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in the place of /tmp."""
+    """Return a folder that takes the place of /tmp."""
     monkeypatch.setattr(cluster_module, "SESSIONS", tmp_path)
     return tmp_path
 
@@ -41,7 +41,7 @@ def session(path: Path) -> Path:
 
 
 def aged(folder: Path, text: str = "precious") -> Path:
-    """A folder of a user, as old as any."""
+    """Make a folder of a user, with the oldest time there is."""
     folder.mkdir(exist_ok=True)
     (folder / "file").write_text(text)
     (folder / ".lock").touch()  # which earlier releases took for their own
@@ -103,7 +103,7 @@ def test_one_that_a_process_still_uses_stays(sessions: Path) -> None:
 
 @pytest.fixture(scope="module")
 def killed_driver() -> Iterator[tuple[Path, list[psutil.Process]]]:
-    """The session folder of a driver that was killed with Ray up, and Ray's processes."""
+    """Yield the session folder of a driver that was killed with Ray up, and Ray's processes."""
     before = set(session_folders())
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert driver.stdout is not None
@@ -131,7 +131,7 @@ def test_no_other_user_can_enter_a_session(killed_driver: tuple[Path, list[psuti
 def test_a_killed_drivers_session_goes_once_rays_processes_have_ended(
     killed_driver: tuple[Path, list[psutil.Process]],
 ) -> None:
-    """Beside it a benchmark runs in a folder of its own, and a user has one of such a name."""
+    """Only the session goes: a benchmark runs in a folder of its own beside it, and a user has one of such a name."""
     folder, processes = killed_driver
     with tempfile.TemporaryDirectory(prefix="megatrain-bench-", dir="/tmp") as bench:
         users = aged(Path(bench) / "run")

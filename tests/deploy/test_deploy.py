@@ -92,7 +92,7 @@ def test_scripts_are_shell(script: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
 def test_the_unit_is_one(tmp_path: Path) -> None:
-    """With a program and a user that are here."""
+    """systemd accepts the unit, with a program and a user that are here."""
     unit = (DEPLOY / "systemd" / "megatrain.service").read_text()
     unit = unit.replace("/opt/megatrain/bin/megatrain", sys.executable).replace("User=megatrain", "User=root")
     (tmp_path / "megatrain.service").write_text(unit)
@@ -115,7 +115,7 @@ sys.exit(130)
 
 @contextmanager
 def batch(tmp_path: Path, program: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """The batch script with stand-ins for the run and for Slurm."""
+    """Yield the batch script as a process, with stand-ins for the run and for Slurm."""
     for name, text in (("megatrain", program), ("scontrol", f'#!/bin/sh\necho "$@" > {tmp_path}/requeued\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -256,7 +256,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_commands_of_pages_are_commands(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With options that there are, and with settings that load where the file is in the repository."""
+    """Commands have options that there are, and settings that load where the file is in the repository."""
     monkeypatch.setattr(cli, "_run", lambda options: 0)
     for arguments in commands(page.read_text()):
         assert cli.main(arguments) == 0, arguments

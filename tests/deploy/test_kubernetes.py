@@ -41,7 +41,7 @@ CONTAINER = {
 
 
 def misfits(tree: Any, schema: Any, at: str = "") -> Iterator[str]:
-    """Where it has a field that the schema has not, or another type."""
+    """Yield the places where the tree has a field that the schema has not, or a value of another type."""
     if isinstance(schema, dict) and isinstance(tree, dict):
         for key, value in tree.items():
             inner = schema.get(key, schema.get(type(key)))

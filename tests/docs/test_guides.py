@@ -22,7 +22,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def configurations(folder: Path) -> None:
-    """Those of the guides, under the names that the guides give them, and those of the repository."""
+    """Write the guides' configurations, under the names that the guides give them, and link the repository's own."""
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     (folder / "runs").mkdir()
@@ -61,7 +61,10 @@ def test_commands_and_options_exist(page: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings: lower case, blanks to hyphens, letters, digits and _ kept."""
+    """Return the anchors that GitHub makes of headings.
+
+    They are in lower case, with hyphens for blanks; letters, digits and _ are kept.
+    """
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

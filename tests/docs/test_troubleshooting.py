@@ -22,7 +22,7 @@ PLACEHOLDER = re.compile(
 
 
 def messages() -> list[str]:
-    """In backticks, in the first column of the page's tables of messages."""
+    """Return the messages of the page: those in backticks in the first column of its tables of messages."""
     tables = re.findall(r"^\| message \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
     cells = [re.split(r"(?<!\\)\|", row)[1] for table in tables for row in table.splitlines()]
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
@@ -30,7 +30,7 @@ def messages() -> list[str]:
 
 @functools.cache
 def said() -> str:
-    """All texts in the code, each with a hole for whatever is put into it."""
+    """Return all texts in the code, each with a hole for whatever is put into it."""
     files = [file for folder in ("megatrain_ray", "io", "engine") for file in (ROOT / folder).rglob("*.py")]
     of_the_system = [os.strerror(number) for number in errno.errorcode]
     return "\n".join([*of_the_system, *(text for file in files for text in texts(ast.parse(file.read_text())))])
@@ -46,8 +46,11 @@ def texts(node: ast.AST) -> Iterator[str]:
 
 
 def strange(piece: str) -> list[str]:
-    """Words that neither stand in the code beside their neighbours nor where it has a hole. Names of settings and words
-    of three letters are not looked at."""
+    """Return the words that the code does not say.
+
+    A word is in the code beside its neighbours, or beside a hole of a message. Names of settings and words of three
+    letters are not checked.
+    """
     words, found = piece.split(), []
     while words:
         n = next((n for n in range(len(words), 1, -1) if " ".join(words[:n]) in said()), 1)

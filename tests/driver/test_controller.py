@@ -75,8 +75,12 @@ def test_which_steps_are_saved(policy: RunPolicy, observation: Observation, save
 def play(
     policy: RunPolicy, start: int = 0, interrupt_after: int | None = None, miss: frozenset[int] = frozenset()
 ) -> tuple[int, list[int]]:
-    """Steps completed and saves made when every step succeeds. A save ends once the step after it has: those of `miss`
-    do not come about the first time."""
+    """Return the steps completed and the saves made when every step succeeds.
+
+    A save ends once the step after it has ended.
+
+    miss: steps whose saves fail the first time.
+    """
     submitted = completed = start
     saves, saving, missed, to_miss = ([start] if start else []), None, False, set(miss)
     for _ in range(1000):

@@ -31,7 +31,7 @@ def test_a_loss_is_the_mean_over_tokens_and_of_weighted_sources_the_mean_of_thei
 
 
 class FakeGpu:
-    """Its calls are numbers, in the order they are made."""
+    """Stands in for a GPU worker. Its calls are numbers, in the order in which they are made."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, int]] = []
@@ -94,7 +94,7 @@ def numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def held_out_batches(tree: dict[str, Any], folder: Path) -> list[Batch]:
-    """As the run evaluates them."""
+    """Return the held-out batches as the run evaluates them."""
     data = DataConfig.model_validate(tree["data"]).held_out
     assert data is not None
     held_out = HeldOutData(data, tokens_of(data, folder), VOCAB_SIZE, 4, 1).open()
@@ -102,7 +102,7 @@ def held_out_batches(tree: dict[str, Any], folder: Path) -> list[Batch]:
 
 
 def keep_rows(run_dir: Path, last_step: int) -> None:
-    """What a kill during the next evaluation leaves."""
+    """Cut the evaluations to what a kill during the next evaluation leaves."""
     rows = [json.dumps(row) + "\n" for row in evaluations(run_dir) if row["step"] <= last_step]
     (run_dir / "evaluations.jsonl").write_text("".join(rows) + '{"step": ')
 

@@ -22,8 +22,7 @@ from tests.support.planned_steps import PROFILE, measured, planned
 
 
 class Shards:
-    """A crew of a GPU worker and one shard, which have done what they do in a step for each time they were asked
-    before."""
+    """Stands in for a crew of a GPU worker and a shard, which have done a step's work each time they are asked."""
 
     def __init__(self, update_s: float) -> None:
         self.pids = {"optimizer shard 0": 7}
@@ -33,7 +32,7 @@ class Shards:
     def check(self) -> None: ...
 
     def work(self) -> WorkCalls:
-        """With the answers themselves in the place of calls."""
+        """Return the work so far, with the answers themselves in place of calls."""
         self.num_asked += 1
         shard = ShardWork(7, self.num_asked, self._update_s * self.num_asked)
         return WorkCalls([shard], [GpuWork(self.num_asked)])

@@ -22,7 +22,7 @@ UPDATE = RecordedSpans(8, (Span(Row.UPDATES, "update", 2, 8, 0),), 3)
 
 @dataclass
 class FakeCrew:
-    """Its calls are their answers."""
+    """Stands in for a crew whose calls are their answers."""
 
     answers: dict[str, Any] = field(default_factory=lambda: {"GPU worker": STEP, "optimizer shard 0": UPDATE})
     asked: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ def tracing(folder: Path, first: int, last: int, completed: int = 0) -> Tracing:
 
 
 def run(traced: Tracing, crew: Any, completed: int, last: int) -> list[bool]:
-    """Whether the driver's own spans are recorded after each step."""
+    """Make the steps; return after each whether the driver's own spans are recorded."""
     watched = []
     for step in range(completed + 1, last + 1):
         traced.ended(crew, step)

@@ -39,7 +39,7 @@ CASES = {
 
 
 def saved(folder: Path, model: Path, recipe: Recipe) -> Manifest:
-    """A save without its base: of what a run begins with, and what is trained beside pairs half as large again."""
+    """Make a save without its base, of a run's first values; trained weights beside the pairs are times 1.5."""
     source = folder_source(model).with_lora(lora_of(recipe))
     structure, plan = plan_for(source.factory, recipe, Mode(num_shards=2), (1, 8))
     source.check_weights(structure)
@@ -113,7 +113,7 @@ def test_nothing_is_merged_into_another_base(tmp_path: Path) -> None:
 
 
 def test_targets_are_named_as_shortly_as_they_can_be(tmp_path: Path) -> None:
-    """By last names where these mean the same modules, else by paths."""
+    """Last names are used where these mean the same modules, else paths."""
     model = build_family("Llama", tmp_path / "model")
     for targets, expected in {
         ("q_proj", "lm_head"): ["lm_head", "q_proj"],

@@ -54,7 +54,7 @@ def see(monkeypatch: pytest.MonkeyPatch, addresses: Sequence[str | None]) -> Non
 
 
 def test_the_address_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /sys names it, made of torch's numbers, which some versions of torch do not tell."""
+    """/sys has this name, which is made of torch's numbers; some versions of torch do not tell these."""
     told = [SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0), SimpleNamespace(total_memory=1)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -169,7 +169,7 @@ def arenas() -> Iterator[Mapping[str, Arena]]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the kernel is asked for: CPUs of threads, and nodes of memory."""
+    """Return a list that fills with what the kernel is asked for: CPUs of threads, and nodes of memory."""
     found: list[Any] = []
     monkeypatch.setattr(node_memory, "pin_process", lambda cpus: found.append(sorted(cpus)) or "")
     monkeypatch.setattr(node_memory, "take_from", lambda memory, nodes: found.append(tuple(nodes)))
@@ -236,7 +236,7 @@ def test_plans_say_it_of_each_gpu() -> None:
 
 
 def test_own_pages_are_those_of_large_mappings_of_no_file() -> None:
-    """Of address space alone but for a page, and more of it than anything else in this process has."""
+    """The mapping is address space only but for a page, and more of it than anything else in this process has."""
     least_bytes, large = 1 << 38, 1 << 39
     private = mmap.MAP_PRIVATE | MAP_NORESERVE
     assert own_pages_of(os.getpid(), least_bytes) == {}

@@ -24,7 +24,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def with_nodes(root: Path, cpu_lists: Sequence[str]) -> Path:
-    """One folder a node, and beside them what else lies there."""
+    """Write one folder for each node, and beside them another entry, as kernels have it."""
     for k, cpus in enumerate(cpu_lists):
         write(root, f"sys/devices/system/node/node{k}/cpulist", f"{cpus}\n")
     write(root, "sys/devices/system/node/online", f"0-{len(cpu_lists) - 1}\n")

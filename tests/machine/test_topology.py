@@ -25,7 +25,7 @@ def read(root: Path, files: Mapping[str, str], allowed: Iterable[int] = EVERY_CP
 
 
 def described(nodes: Iterable[NumaNode]) -> list[str]:
-    """Number, CPUs, and @ the node that memory is taken from."""
+    """Return a line for each node: number, CPUs, and @ the node that memory is taken from."""
     return [f"{n.number}: {format_ranges(cpu for core in n.cores for cpu in core)} @{n.memory}" for n in nodes]
 
 

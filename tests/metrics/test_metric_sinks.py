@@ -29,7 +29,7 @@ def row(step: int, loss: float) -> dict[str, Any]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard would draw."""
+    """Return what TensorBoard would draw: steps and values by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder)).Reload()
@@ -76,7 +76,7 @@ def test_without_tensorboard_nothing_is_written(tmp_path: Path) -> None:
 
 
 class Broken:
-    """A tracker whose server goes away."""
+    """A tracker whose server goes away at step 2."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -136,7 +136,10 @@ def wandb_told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class Mlflow:
-    """A client and its server. Params cannot be written twice; what is sent without waiting counts once waited for."""
+    """Stands in for an MLflow client and its server.
+
+    Params cannot be written twice. What is sent without waiting counts once somebody has waited for it.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}

@@ -93,7 +93,7 @@ def test_pickled_weights_are_refused_whoever_is_trusted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
 def test_what_a_model_computes_and_nobody_stores_is_that_of_from_pretrained(tmp_path: Path, model_type: str) -> None:
-    """In bf16 too, where these two compute angles of 2048 positions in the type that is the default meanwhile."""
+    """It is so in bf16 too, where both compute angles of 2048 positions in the type that is the default meanwhile."""
     sizes = {"vocab_size": 50, "n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 32, "n_positions": 2048}
     model = Architecture({"model_type": model_type, **sizes})(torch.float32)
     model.save_pretrained(tmp_path)

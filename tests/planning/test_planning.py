@@ -65,8 +65,11 @@ def test_rows_that_are_too_long_are_refused_before_any_process_starts(
 def test_a_model_is_tried_as_often_as_its_attention_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, packing: bool, num_trials: int
 ) -> None:
-    """Rows of one document have flex attention where their masks would be whole ones, rows of several have it always:
-    then two calls differ. A trial of 180 layers takes 3 s."""
+    """A second trial is made only where rows of one document and rows of several have different attention.
+
+    Rows of one document have flex attention where their masks would be whole ones; rows of several have it always. A
+    trial of 180 layers takes 3 s.
+    """
     trials = []
     monkeypatch.setattr(
         discover_model, "discover", lambda *args, **kwargs: trials.append(kwargs) or discover(*args, **kwargs)
@@ -81,7 +84,7 @@ def test_a_model_is_tried_as_often_as_its_attention_is_open(
 
 @pytest.mark.parametrize("rules", [ParameterRules(), ParameterRules(freeze=("embed_tokens",))])
 def test_a_forward_is_tried_once_for_all_numbers_of_parts(rules: ParameterRules) -> None:
-    """And what is found is what a trial of each would find."""
+    """What is found is what a trial of each would find."""
     factory, shape = Architecture(LLAMA, None, None), (torch.bfloat16, 1, 16)
     trials: Trials = {}
     for block_parts in (1, 2, 4):

@@ -28,7 +28,7 @@ FIRST_TWO, FIRST_AND_UNKNOWN = ("0000:18:00.0", "0000:2a:00.0"), ("0000:18:00.0"
 
 
 def test_a_link_between_gpus_has_the_bytes_of_an_exchange_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that knows what an exchange takes, of which there are two in a row in a round."""
+    """The clock knows what an exchange takes; a round has two exchanges in a row."""
     exchange_s = 2.0**-10
     asked: list[tuple[int, int]] = []
 
@@ -48,7 +48,7 @@ def test_a_link_between_gpus_has_the_bytes_of_an_exchange_in_its_time(monkeypatc
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str | None, ...]]:
-    """Sets of visible GPUs, of which the last counts; with a cache of the test's own."""
+    """Return sets of visible GPUs, of which the last counts; the test has a cache of its own."""
     seen: list[tuple[str | None, ...]] = [FIRST_TWO]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("megatrain_ray.profiling.profiles.total_memory_bytes", lambda: 24 << 30)
@@ -59,7 +59,10 @@ def visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str |
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What processes that measure were asked. The first link has 1 byte per second more than 1e11, the next one 2."""
+    """Return a list that fills with what measuring processes are asked for.
+
+    The first link has 1 byte per second more than 1e11, the next one 2.
+    """
     asked: list[str] = []
 
     def run(function: str, bound_s: float, *arguments: str) -> str:
@@ -82,7 +85,7 @@ def link_of_two() -> float | None:
 def test_a_run_on_several_gpus_measures_their_link_once(
     visible: list[tuple[str | None, ...]], done: list[str], tmp_path: Path
 ) -> None:
-    """Of those that are visible, also where the rest was measured before, or is measured anew."""
+    """The link is that of the visible GPUs, also where the rest was measured before, or is measured anew."""
     assert measured(GPU, "auto", Startup()).rates.gpu_link_bytes_per_s is None
     assert done == ["main"]
     assert link_of_two() == link_of_two() == 1e11 + 1
@@ -161,7 +164,7 @@ def test_a_ring_is_as_fast_as_its_slowest_pair(
 def test_the_link_is_measured_with_everything_else(
     count: int, link: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are several GPUs. Of those that do not reach each other the rest is known."""
+    """It is measured where there are several GPUs. If these do not reach each other, the rest is known."""
     alone = replace(TYPICAL_GPU, gpu_link_bytes_per_s=None)
     monkeypatch.setattr("megatrain_ray.profiling.profiles.num_gpus", lambda: count)
     monkeypatch.setattr("megatrain_ray.profiling.profiles.measure_here", lambda device: alone)

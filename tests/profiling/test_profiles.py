@@ -110,7 +110,10 @@ def test_a_profile_may_say_how_fast_the_disk_is() -> None:
 
 
 def test_what_was_measured_here_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until something of the machine changes. A damaged file is left out; none is used for a GPU that is not here."""
+    """It is found until something of the machine changes.
+
+    A damaged file is left out; none is used for an absent GPU.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = this_machine("cpu")
     assert with_profile(CPU, "auto").profile is None

@@ -65,7 +65,7 @@ def owner_elsewhere(folder: Path, *, by_kvikio: bool = False) -> ArenaOwner:
 
 
 def test_what_is_wrong_with_the_disk_of_another_host_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its arena owner, which makes the files: what, where, and what to do."""
+    """The arena owner there, which makes the files, tells what is wrong, where, and what to do."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as refused:
         owner_elsewhere(tmp_path / "file" / "spill")
@@ -101,5 +101,5 @@ def test_a_folder_in_the_memory_of_another_host_is_told(tmp_path: Path, monkeypa
 
 
 def kinds_of_file_systems() -> tuple[str, ...]:
-    """All that there are here."""
+    """Return the kinds of all file systems that there are here."""
     return tuple(line.partition(" - ")[2].split()[0] for line in Path("/proc/self/mountinfo").read_text().splitlines())

@@ -66,8 +66,10 @@ def test_a_run_may_use_what_is_free_and_no_more_than_the_limit(
 def test_a_disk_is_measured_once(
     tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until the folder is on another file system. What is kept holds for a plan without the folder, and a relative path
-    is that of the working directory."""
+    """A disk is measured again only when the folder is on another file system.
+
+    The rate that is kept holds for a plan without the folder. A relative path starts at the working directory.
+    """
     folder, other = tmp_path / "nvme", tmp_path / "other"
     monkeypatch.chdir(tmp_path)
     for path in (Path("nvme"), folder, other, folder):
@@ -144,7 +146,7 @@ RATES = {DiskWay(POSIX): 2e9, DiskWay(POSIX, True): 3e9, DiskWay(KVIKIO): 4e9, D
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DiskWay]:
-    """What was measured, where kvikio is installed and works."""
+    """Return a list that fills with the ways that are measured; kvikio is installed and works."""
     measured: list[DiskWay] = []
 
     def measure(folder: Path, num_bytes: int, way: DiskWay) -> float:
@@ -171,7 +173,7 @@ def test_the_fastest_way_is_taken(
     tmp_path: Path, ways: list[DiskWay], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     rates: Sequence[float], best: DiskWay,
 ) -> None:  # fmt: skip
-    """But a simpler one where it is so by less than two measurements differ."""
+    """A simpler way is taken if the fastest is ahead by less than two measurements differ."""
     for way, rate in zip(RATES, rates, strict=True):
         monkeypatch.setitem(RATES, way, rate * 1e9)
     for _ in range(2):
@@ -229,7 +231,7 @@ def test_a_profile_may_have_both_rates(
 def test_what_was_installed_since_is_measured(
     tmp_path: Path, ways: list[DiskWay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what was measured holds when it is gone."""
+    """What was measured still holds when the library is gone."""
     with monkeypatch.context() as changed:
         changed.setattr(importlib.util, "find_spec", lambda name: None)
         assert space(tmp_path).way == DiskWay(POSIX, True)
@@ -258,7 +260,10 @@ GPU = replace(MACHINE, device="cuda", hbm_bytes=80 << 30)
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch, ways: list[DiskWay]) -> Callable[[float | MegatrainError], list[int]]:
-    """A GPU is here, and what kvikio's way to it was measured to be, or why it was not; each measurement is noted."""
+    """Return a function that sets what kvikio's way to a GPU is measured to be, or the error that it raises.
+
+    The function returns a list that fills with the measurements.
+    """
     measured = list[int]()
 
     def make(found: float | MegatrainError) -> list[int]:

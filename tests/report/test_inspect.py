@@ -26,7 +26,7 @@ from tests.support.settings import config
 
 
 def save(saves: Path, step: int, timing: SaveTiming | None = None) -> None:
-    """One layer of 1024 elements of 4 bytes."""
+    """Write a save of one layer of 1024 elements of 4 bytes."""
     folder = prepare_save(saves, step)
     piece = Piece("embed", "m", 0, 1024, [memoryview(bytes([step]) * 4096)])
     manifest = Manifest(
@@ -196,7 +196,7 @@ def test_what_is_said_at_the_end() -> None:
 
 
 def test_what_the_disk_moved_is_said_at_the_end(tmp_path: Path) -> None:
-    """Of the start that has just ended, not of one before."""
+    """The bytes are those of the start that has just ended, not of one before."""
     plan = with_more_on_disk(planned(PROFILE, spilled=True), PROFILE)
     rows, work = measured(plan, PROFILE)
     found = compare(plan, rows, replace(work, disk_bytes=3 << 30, disk_s=1.5))

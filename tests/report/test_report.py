@@ -39,7 +39,7 @@ def page_of(run_dir: Path) -> str:
 
 
 def paths_of(page: str) -> dict[str, str]:
-    """By the name of the curve."""
+    """Return the paths of the page's curves, by the name of the curve."""
     return {html.unescape(name): d for d, name in re.findall(r'<path [^>]*d="([^"]*)"><title>([^<]*)</title>', page)}
 
 
@@ -124,7 +124,7 @@ def test_ticks_are_round_numbers(low: float, high: float, labels: list[str]) -> 
 
 
 def test_text_of_a_run_is_text(tmp_path: Path) -> None:
-    """Of its folder, its configuration, its history: none of it becomes a tag."""
+    """Nothing of its folder, its configuration or its history becomes a tag."""
     evil = "<script>alert(1)</script>&\"'"
     run_dir = make_run(tmp_path / "<img src=x>", 5, reason=evil, data__text_field=evil)
     page = page_of(run_dir)

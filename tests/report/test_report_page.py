@@ -55,7 +55,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(params=[(PHONE, "light"), (PHONE, "dark"), (DESK, "light")], ids=str)
 def page(request: pytest.FixtureRequest, browser: Any, report: Path) -> Iterator[Any]:
-    """The page, open; at the end it must have said nothing and asked for nothing but itself."""
+    """Yield the open page. At the end it must have printed nothing and asked for nothing but itself."""
     width, scheme = request.param
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     said, asked = [], []

@@ -45,7 +45,7 @@ def pid_of(run_dir: Path, role: str) -> int:
 
 
 def told(run_dir: Path) -> list[str]:
-    """The lines about its state."""
+    """Return the lines that `inspect` prints about the run's state."""
     done = cli_here("inspect", str(run_dir))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -87,7 +87,7 @@ def test_a_live_run_one_of_whose_processes_dies_and_then_its_driver(tmp_path: Pa
 
 @pytest.fixture
 def files(tmp_path: Path) -> RunFiles:
-    """Of a run of 10 steps, 4 of them made."""
+    """Return the files of a run of 10 steps, 4 of them made."""
     with RunDir.open(config(run_dir=str(tmp_path / "run"), train__steps=10)) as opened:
         opened.begin("{}", 0)
         for step in range(1, 5):

@@ -37,7 +37,7 @@ def test_a_run_is_its_resolved_configuration_and_its_plan(tmp_path: Path) -> Non
 
 
 def kept(folder: Path, **data: Any) -> dict[str, str]:
-    """What the run keeps of its tokenizer."""
+    """Return the files that the run keeps of its tokenizer, by name."""
     with RunDir.open(in_folder(folder, **{f"data__{key}": value for key, value in data.items()})) as run:
         run.begin("{}", 0)
         run.keep_tokenizer()
@@ -299,8 +299,10 @@ def test_a_file_is_replaced_and_not_what_a_link_of_its_name_leads_to(tmp_path: P
 
 
 def save_of(run: Path, step: int, **changes: Any) -> Manifest:
-    """A save of a run as its manifest tells of it. `changes`: of the configuration; a run without a token: that of an
-    earlier release."""
+    """Return the manifest of a run's save.
+
+    changes: of the configuration. `token`: replaces the run's own; a run without one is that of an earlier release.
+    """
     token = changes.pop("token", RunFiles(run).read_token())
     settings = config_to_dict(in_folder(run, **changes).resolve())
     return replace(make_manifest([], step=step), run=token, config=settings)

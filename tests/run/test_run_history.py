@@ -18,7 +18,7 @@ from megatrain_ray.run.run_history import History, newest_start, read_history
 
 
 class Counter:
-    """A sink that keeps what it is told."""
+    """A sink that keeps what is counted."""
 
     def __init__(self) -> None:
         self.counted: list[tuple[Count, float, str]] = []

@@ -18,7 +18,7 @@ from tests.support.run_folders import begin, in_folder, refusal
 
 
 def lock_elsewhere(folder: Path, then: str) -> subprocess.CompletedProcess[str]:
-    """In another process: hold the lock and run a statement."""
+    """Hold the lock and run a statement in another process."""
     code = (
         "import os, signal\nfrom pathlib import Path\nfrom megatrain_ray.run.run_lock import hold_lock\n"
         f"with hold_lock(Path({str(folder)!r})): {then}"
@@ -73,7 +73,7 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("folder", ["/proc/new/run", "/proc/self"])
 def test_a_folder_that_cannot_be_written_to(folder: str) -> None:
-    """Of /proc the kernel refuses new files even to root."""
+    """The kernel refuses new files in /proc even to root."""
     message = refusal(in_folder(Path(folder)))
     assert message.startswith(f"run_dir: cannot write to {folder}: ")
     assert message.endswith("; choose a folder that can be written to and locked")

@@ -20,7 +20,7 @@ from megatrain_ray.run.run_processes import PROCESSES_NAME, await_end, forget, r
 
 @contextmanager
 def living() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives as long as the block."""
+    """Yield a process that lives as long as the block."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         yield process
@@ -30,7 +30,7 @@ def living() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    """Of the first process that was written down, and of the place."""
+    """Change fields of the first process that was written down, or of the place."""
     file = folder / PROCESSES_NAME
     values = json.loads(file.read_text())
     for key, value in changes.items():
@@ -94,7 +94,7 @@ def test_the_same_pid_elsewhere_or_later_is_another_process(
 
 
 def test_a_name_with_spaces_and_brackets(tmp_path: Path) -> None:
-    """As Ray's processes have them; the kernel puts the name between the pid and everything else."""
+    """Ray's processes have such names; the kernel puts the name between the pid and everything else."""
     sleeper = tmp_path / "a) Z 1 (b"
     sleeper.symlink_to("/bin/sleep")
     process = subprocess.Popen([sleeper, "600"])
@@ -124,6 +124,6 @@ def test_a_clean_end_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written_to() -> None:
-    """Of /proc the kernel refuses new files even to root."""
+    """The kernel refuses new files in /proc even to root."""
     with pytest.raises(MegatrainError, match=r"cannot write /proc/self/processes\.json: "):
         record(Path("/proc/self"), {"driver": os.getpid()})

@@ -25,7 +25,7 @@ LEAST_RAM: dict[str, int] = {}  # by what it is of: it takes a while to find
 
 
 def on_disk(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Settings with so little host memory that activations have no room there, nor what else may be on disk."""
+    """Return settings with so little host memory that all is on disk that may be, activations included."""
     spill = {"spill__path": str(folder / "spill"), "spill__compression": "none"}
     settings = {"data__seq_len": 512, "train__steps": 4, **spill, **changes}
     tree = config(folder / "run", long_model(folder), **settings)
@@ -39,6 +39,7 @@ ONE = {"train__micro_batch_size": 4, "train__accumulate": 1}
 SEVERAL = {"train__precision": "bf16", "train__micro_batch_size": 2, "train__accumulate": 2, "save_every": 2}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("changes", [ONE, SEVERAL], ids=["fp32", "bf16, several micro-batches"])
 def test_a_run_with_activations_on_disk_equals_plain_pytorch(
     tmp_path: Path, ray_address: str, changes: dict[str, Any]
@@ -68,6 +69,7 @@ def test_a_gpu_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path) -> No
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> None:
     """Whenever it happens between a forward and its backward."""
     path = write_config(tmp_path / "config.yaml", on_disk(tmp_path, train__steps=100_000, **ONE))
@@ -87,7 +89,7 @@ def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> N
 
 
 def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, ray_address: str) -> None:
-    """Where something else fits within it that is taken; here nothing does."""
+    """A run within the limit would be chosen if something else fitted; here nothing does."""
     tree = on_disk(tmp_path, **ONE)
     done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)), "spill.limit=64KiB")
     assert done.returncode == 3

@@ -40,7 +40,7 @@ def prepared(folder: Path, shape: dict[str, int], **changes: Any) -> Prepared:
 
 
 def arguments_of(ready: Prepared) -> dict[str, Any]:
-    """Of the data process."""
+    """Return the arguments of the data process."""
     data = ready.config.data
     return {
         "data": data,
@@ -65,7 +65,7 @@ def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Cre
 
 
 def losses_of(crew: Crew, steps: range) -> list[float]:
-    """Runs them, one after the other, replacing whoever dies."""
+    """Run the steps one after the other and return their losses, replacing whoever dies."""
     losses = []
     for step in steps:
         call = crew.step(step, save=False)
@@ -85,7 +85,7 @@ def end(pid: int) -> None:
 
 
 def size_of(reference: Any) -> int:
-    """Bytes of an object that passed through Ray, in the store or inline."""
+    """Return the bytes of an object that passed through Ray, in the store or inline."""
     ray.wait([reference], timeout=120)
     size: int = get_object_locations([reference])[reference]["object_size"]
     return size
@@ -159,7 +159,7 @@ def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path,
 
 
 def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
-    """In any order, the owner and a shard at the same time too: whoever is left holds the memory."""
+    """They die in any order, the owner and a shard at the same time too: whoever is left holds the memory."""
     ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, max_failures=4)
     with started(ready) as crew:
         undisturbed = losses_of(crew, range(1, 4))
@@ -275,7 +275,7 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
 
 
 def test_a_step_that_cannot_be_made_again_is_told(tmp_path: Path, ray_address: str) -> None:
-    """Without clipping its updates have begun."""
+    """Without clipping, the updates of the step have begun."""
     with started(prepared(tmp_path, SHAPES[300_000], train__clip=None)) as crew:
         losses_of(crew, range(1, 2))
         end(crew.pids["GPU worker"])

@@ -14,8 +14,11 @@ STEPS = 6
 
 
 def test_saved_and_resumed_wherever_layers_live(tmp_path: Path, ray_address: str) -> None:
-    """Six steps with three layers on the device and a save after each second; then, from the save in the middle, with
-    none there, and with all: the same bits."""
+    """A resumed run has the same bits, wherever layers live.
+
+    Six steps are made with three layers on the device and a save after each second. Then the run goes on from the save
+    in the middle, with no layers there, and with all.
+    """
     model = build_tiny(tmp_path / "model", attention_dropout=0.1)
     tree = config(
         tmp_path / "run", model, train__steps=STEPS, train__precision="bf16", save_every=2, save_keep=3,

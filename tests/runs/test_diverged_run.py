@@ -18,7 +18,7 @@ STEP_BYTES = 4 * 33  # of a batch of 4 windows of 32 inputs and targets
 
 
 def build_model(folder: Path) -> Path:
-    """A tiny model that computes NaN for the byte "~" and for no other: only its embedding reaches a huge weight."""
+    """Write a tiny model that computes NaN for the byte "~" only, because only its embedding reaches a huge weight."""
     model = LlamaForCausalLM.from_pretrained(build_tiny(folder))
     block = model.model.layers[0]
     with torch.no_grad():
@@ -33,7 +33,7 @@ def build_model(folder: Path) -> Path:
 
 @pytest.fixture
 def diverging(tmp_path: Path) -> dict[str, Any]:
-    """A run that trains the head, whose batches hold a "~" from step GOOD_STEPS + 1 on."""
+    """Return settings of a run that trains the head, whose batches hold a "~" from step GOOD_STEPS + 1 on."""
     good, bad = TEXT.read_bytes()[: GOOD_STEPS * STEP_BYTES], b"~" * (STEPS - GOOD_STEPS) * STEP_BYTES
     (tmp_path / "text.txt").write_bytes(good + bad)
     changes = {"data__path": str(tmp_path / "text.txt"), "data__shuffle": False, "train__freeze": ["^model"]}
@@ -41,7 +41,7 @@ def diverging(tmp_path: Path) -> dict[str, Any]:
 
 
 def saved(run: Path) -> list[int]:
-    """Steps of the saves, each of which is whole."""
+    """Return the steps of the saves, after checking that each is whole."""
     steps = list_saves(run / "saves")
     assert [problem for step in steps for problem in verify(save_folder(run / "saves", step))] == []
     assert {path.name for path in (run / "saves").iterdir()} == {f"step_{step}" for step in steps}

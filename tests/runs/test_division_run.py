@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.adapters import build_adapter
@@ -29,8 +30,11 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def test_saves_are_the_same_however_blocks_are_divided(tmp_path: Path, ray_address: str) -> None:
-    """Six steps with four parts a block and a save after each second; then, from the save in the middle, with whole
-    blocks, and with two parts: the same bits."""
+    """A resumed run has the same bits, however blocks are divided.
+
+    Six steps are made with four parts a block and a save after each second. Then the run goes on from the save in the
+    middle, with whole blocks, and with two parts.
+    """
     tree = config(
         tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=STEPS, train__precision="bf16", save_every=2,
         save_keep=3, hardware__num_shards=2, hardware__block_parts=4,
@@ -53,6 +57,7 @@ def test_saves_are_the_same_however_blocks_are_divided(tmp_path: Path, ray_addre
     assert cli_here("inspect", str(tmp_path / "run")).returncode == 0
 
 
+@pytest.mark.long
 def test_adapters_of_a_base_that_saves_leave_out(tmp_path: Path, ray_address: str) -> None:
     """The base is compared with that of a save of other layers; then it is another one."""
     model = build_tiny(tmp_path / "model")

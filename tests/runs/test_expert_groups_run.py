@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
@@ -25,8 +26,10 @@ def norms(run_dir: Path) -> list[float]:
 
 
 def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, ray_address: str) -> None:
-    """A run with whole blocks; the same with eight parts, which goes on from its save with two, one and eight. Without
-    clipping all numbers are the same bits but for the norm that is written down."""
+    """A run with whole blocks equals one with eight parts, which goes on from its save with two, one and eight.
+
+    Without clipping all numbers have the same bits, except for the norm that is written down.
+    """
     model = build_family(
         "Qwen3-MoE", tmp_path / "model", vocab_size=300, num_experts_per_tok=3, tie_word_embeddings=True
     )
@@ -60,6 +63,7 @@ def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, ray_addres
     assert cli_here("inspect", str(tmp_path / "apart")).returncode == 0
 
 
+@pytest.mark.long
 def test_adapters_beside_frozen_experts(tmp_path: Path, ray_address: str) -> None:
     """Saves leave the base out; it is compared with that of a save whose layers are other ones."""
     model = build_family("Mixtral", tmp_path / "model", vocab_size=300)

@@ -56,6 +56,7 @@ def test_shards_and_the_arena_owner_are_replaced(tmp_path: Path) -> None:
     assert checks.of_unfinished(tmp_path / "run") == OK
 
 
+@pytest.mark.long
 def test_a_shard_that_dies_in_an_update_of_muon_is_replaced(tmp_path: Path) -> None:
     """Another one makes the same update from the gradient and the directions that still lie there."""
     tree, path = prepare(tmp_path, train__steps=10, train__optimizer="muon", train__muon={"ns_steps": 1})
@@ -67,7 +68,7 @@ def test_a_shard_that_dies_in_an_update_of_muon_is_replaced(tmp_path: Path) -> N
 
 
 def test_the_gpu_worker_and_the_data_process_are_replaced(tmp_path: Path) -> None:
-    """In the backward, and while an update is made that is committed; nothing but the dead is started again."""
+    """They die in the backward, and while a committed update is made; nothing but the dead is started again."""
     tree, path = prepare(tmp_path, train__steps=60, max_failures=4, save_every=0)
     with training(tmp_path, path) as run:
         kill(run, BACKWARD, GPU)
@@ -83,8 +84,10 @@ def test_the_gpu_worker_and_the_data_process_are_replaced(tmp_path: Path) -> Non
 
 
 def test_what_dies_with_the_gpu_worker_is_made_again_from_the_last_save(tmp_path: Path) -> None:
-    """Without clipping updates begin in the backward, so a step cannot be made once more: within the same run all
-    others are started again, too."""
+    """Without clipping, updates begin in the backward, so a step cannot be made once more.
+
+    Within the same run all other processes are started again, too.
+    """
     tree, path = prepare(tmp_path, train__steps=24, train__clip=None)
     with training(tmp_path, path) as run:
         hit = kill(run, SECOND_SAVE, GPU)
@@ -117,7 +120,7 @@ def test_a_run_goes_on_without_rays_helpers_and_ends_with_an_agent(tmp_path: Pat
 
 
 def _ends_with(run: LiveRun, role: Role) -> int:
-    """The run ends in time, says what died and leaves nobody behind. Returns the pid of its driver."""
+    """Assert that the run ends in time, says what died and leaves nobody behind. Returns the pid of its driver."""
     assert run.process.wait(RAY_END_S) == 1, run.text()
     assert checks.of_message(run, Outcome.ENDED, {role}) == OK
     assert run.processes.await_end(5.0) == []

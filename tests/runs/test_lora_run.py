@@ -37,7 +37,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def adapted(model: Path, adapter: Path) -> Any:
-    """By peft, which warns, and so fails a test, where a tensor is missing."""
+    """Load model and adapter by peft, which warns, and so fails a test, where a tensor is missing."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(base, adapter)
 
@@ -50,8 +50,10 @@ def change_one_weight(model: Path) -> None:
 
 
 def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Goes on from an adapter of peft's, norms trained beside it; resumed by another number of shards; another base is
-    refused; what is exported is what plain PyTorch has trained."""
+    """A run goes on from an adapter of peft's, with norms trained beside it; another number of shards resumes it.
+
+    Another base is refused. What is exported is what plain PyTorch has trained.
+    """
     model, run_dir = build_tiny(tmp_path / "model"), tmp_path / "run"
     adapter = build_adapter(tmp_path / "adapter", model, ["q_proj", "down_proj"])
     tree = config(

@@ -1,5 +1,8 @@
-"""A run with Ray on two nodes by hand: CPU 0 is one, CPU 1 the other, and the memory of both is the kernel's node 0. So
-threads and memory are put where the plan says for real, on any machine with two CPUs."""
+"""A run with Ray uses two NUMA nodes that are made by hand.
+
+CPU 0 is one, CPU 1 the other, and the memory of both is the kernel's node 0. So threads and memory are really put where
+the plan says, on any machine with two CPUs.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def threads_of(pid: int) -> set[str]:
 
 
 def policies_of(pid: int) -> Mapping[str, set[str]]:
-    """By arena, as the kernel has them."""
+    """Return the memory policies of a process by arena, as the kernel has them."""
     found: dict[str, set[str]] = {}
     for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
         if "memfd:megatrain-" in line:
@@ -81,7 +84,7 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
     seen: dict[str, Any] = {}
 
     def look(job: Job, crew: Crew) -> None:
-        """At the end, when every thread has worked."""
+        """Record what the kernel has at the end of the run, when every thread has worked."""
         pids = crew.pids
         seen["threads"] = {name: threads_of(pids[name]) for name in (*SHARDS, GPU)}
         seen["policies"] = {name: policies_of(pids[name]) for name in (*SHARDS, GPU)}
@@ -149,8 +152,10 @@ def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: s
 def test_what_the_kernel_refuses_is_one_warning(
     tmp_path: Path, ray_address: str, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A plan that was made for nodes that are not here any more: as a filter of a container, which cannot be had
-    here, it has every call refused."""
+    """A plan that was made for nodes that are no longer here has every call refused.
+
+    A filter of a container does the same, but cannot be had here.
+    """
     tree = settings(tmp_path / "run", model, NODES)
     tree["train"]["batch_size"], tree["hardware"]["num_gpus"] = 8, 2
     trainer = _ElsewhereTrainer(TrainConfig.model_validate(tree))

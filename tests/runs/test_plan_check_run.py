@@ -23,13 +23,13 @@ LIMIT, LOWER, TOO_LOW = "1GB", "160MB", "100MB"
 
 
 def far_too_fast() -> HardwareProfile:
-    """But for updates, which are far too slow."""
+    """Return a profile in which all but updates is far too fast, and updates are far too slow."""
     faster = tuple(replace(point, per_s=1e15) for point in TYPICAL_CPU.matmul["fp32"])
     return replace(TYPICAL_CPU, matmul={"fp32": faster}, device_bytes_per_s=1e15, launch_s=0.0, adamw_per_s=1e7)
 
 
 def settings(folder: Path) -> Mapping[str, Any]:
-    """Of steps that no machine makes in less than some 50 ms."""
+    """Return settings with steps that no machine makes in less than about 50 ms."""
     shape = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256,

@@ -1,5 +1,7 @@
-"""`ray job submit` to a head, from nothing but a checkout and with the package installed: logs, status, stop and the
-same command once more. With a token and without."""
+"""`ray job submit` works on a head, from nothing but a checkout and with the package installed.
+
+Tested are logs, status, stop and the same command once more, with a token and without.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SECRETS = {"WANDB_API_KEY": "secret-of-a-tracker", "HF_TOKEN": "hf_secret-of-the
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a clone has, as it is here."""
+    """Return a copy of the files that a clone has, as they are here."""
     folder = tmp_path_factory.mktemp("clone") / "megatrain-ray"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in listed.stdout.split("\0")[:-1]:
@@ -45,7 +47,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages that has this one, as an image has it."""
+    """Return a folder of packages that has this one, as an image has it."""
     site = tmp_path_factory.mktemp("site")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site)]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, str(checkout)], check=True)
@@ -61,7 +63,7 @@ def until(met: Callable[[], Any], what: str) -> None:
 
 @contextmanager
 def frozen(run_dir: Path, role: str) -> Iterator[None]:
-    """A process of the run that does nothing in the block: a GPU or a disk that hangs."""
+    """Stop a process of the run during the block, like a GPU or a disk that hangs."""
     pid = next(process.pid for process in recorded(run_dir / "processes.json") if process.role == role)
     process = psutil.Process(pid)
     process.send_signal(signal.SIGSTOP)
@@ -87,7 +89,10 @@ def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_checkout_is_enough_and_a_stop_saves_first(checkout: Path, tmp_path: Path) -> None:
-    """Without a token. deploy/runtime_env.yaml gives the time for the save, and leaves out what a job needs not."""
+    """There is no token.
+
+    deploy/runtime_env.yaml gives the time for the save, and leaves out what a job does not need.
+    """
     tree = tree_of(tmp_path, data__path="examples/data/tinyshakespeare.txt")
     write_config(checkout / "job.yaml", tree)
     run = tmp_path / "run"
@@ -117,7 +122,7 @@ def test_a_checkout_is_enough_and_a_stop_saves_first(checkout: Path, tmp_path: P
 def test_a_job_goes_on_after_its_driver_and_after_rays_own_processes_were_killed(
     installed: Path, tmp_path: Path
 ) -> None:
-    """By the same command: on the same head, and on a new one in the place of one of which nothing is left."""
+    """The same command goes on, on the same head, and on a new one in place of one of which nothing is left."""
     tree = tree_of(tmp_path, save_every=2)
     write_config(tmp_path / "job.yaml", tree)
     run, entrypoint = tmp_path / "run", command_of(str(tmp_path / "job.yaml"))
@@ -155,7 +160,10 @@ def assert_left_out(head: Head) -> None:
 def test_the_installed_package_is_enough_and_a_save_cut_short_costs_no_earlier_one(
     installed: Path, tmp_path: Path
 ) -> None:
-    """With a token, which nothing that the run writes has. Ray's own 3 s are too few: a shard cannot write its part."""
+    """There is a token, which nothing that the run writes has.
+
+    Ray's own 3 s are too few: a shard cannot write its part.
+    """
     tree = tree_of(tmp_path, save_every=SAVE_EVERY)
     folder, run = tmp_path / "job", tmp_path / "run"
     folder.mkdir()

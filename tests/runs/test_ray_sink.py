@@ -63,7 +63,7 @@ def test_a_run_can_be_scraped(tmp_path: Path, ray_address: str) -> None:
 
 
 class Now:
-    """A clock that stands."""
+    """A clock that stands still until a test moves it."""
 
     seconds = 0.0
 

@@ -66,6 +66,7 @@ PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, 
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", PARITY_ROWS)
 def test_parity_through_the_command_line(tmp_path: Path, ray_address: str, name: str) -> None:
     """Memory limits choose the mode, as a user would; the plan tells which it was."""
@@ -81,12 +82,15 @@ def test_parity_through_the_command_line(tmp_path: Path, ray_address: str, name:
 
 
 def leftovers(pid: int) -> list[str]:
-    """What an embedded Ray of that driver left in /tmp."""
+    """Return what an embedded Ray of that driver left in /tmp."""
     return [p.name for p in Path("/tmp").iterdir() if p.name.startswith(f"megatrain-{pid}-")]
 
 
 def arenas_mapped(pid: int) -> set[str]:
-    """What they hold; their names begin with megatrain- and the run's own eight digits."""
+    """Return what the arenas hold that a process maps.
+
+    Their names begin with megatrain- and the run's own eight digits.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -95,8 +99,10 @@ def arenas_mapped(pid: int) -> set[str]:
 
 
 def interrupt(path: Path, run_dir: Path, number: signal.Signals) -> str:
-    """Trains in a process with an embedded Ray, some steps further; then a signal to the whole process group, as a
-    terminal or a scheduler sends it. What was written to standard error."""
+    """Train some steps further with an embedded Ray, interrupt the run, and return what it wrote to standard error.
+
+    The signal goes to the whole process group, as a terminal or a scheduler sends it.
+    """
     enough = len(rows(run_dir)) + 4
     process = subprocess.Popen(
         command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -153,8 +159,10 @@ def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_addre
 
 
 def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
-    """Resuming in a new process from the save after 4 updates, in mid-epoch, is bit for bit the whole run; TensorBoard
-    shows the steps that were made twice once."""
+    """Resuming in a new process from the save after 4 updates, in mid-epoch, is bit for bit the whole run.
+
+    TensorBoard shows the steps that were made twice once.
+    """
     model = build_tiny(tmp_path / "model", attention_dropout=0.1)
     tree = config(tmp_path / "run", model, save_every=4, save_keep=5, train__precision="bf16")
     path = write_config(tmp_path / "config.yaml", tree)
@@ -179,7 +187,7 @@ def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Path:
-    """A whole run from random weights, and its configuration beside it. Tests leave it as it is."""
+    """Return the folder of a whole run from random weights, and its configuration. Tests leave it as it is."""
     shape = {
         "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,

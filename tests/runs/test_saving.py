@@ -38,7 +38,7 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Path:
-    """A whole run with four saves, and its export. Tests copy it."""
+    """Return the folder of a whole run with four saves, and its export. Tests copy it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     path = write_config(folder / "config.yaml", settings(folder / "run"))
     done = cli_here("train", str(path))
@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> P
 
 
 def copy_of(undisturbed: Path, folder: Path, *, saves: set[int]) -> Path:
-    """A run directory as `undisturbed` left it, with only these saves, and its configuration file beside it."""
+    """Make a run directory as `undisturbed` left it, with only these saves; return its configuration file beside it."""
     shutil.copytree(undisturbed / "run", folder / "run")
     for save in (folder / "run" / "saves").iterdir():
         if int(save.name.removeprefix("step_")) not in saves:
@@ -65,7 +65,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 def assert_is_undisturbed(folder: Path, undisturbed: Path) -> None:
-    """The run in `folder` went on as that one had, to the last bit."""
+    """Assert that the run in `folder` went on as the undisturbed one had, to the last bit."""
     assert numbers(folder / "run") == numbers(undisturbed / "run")
     ours, theirs = exported_masters(folder / "run", folder / "ours"), load_file(undisturbed / "fp32" / SINGLE_NAME)
     assert ours.keys() == theirs.keys()
@@ -86,6 +86,7 @@ def test_the_log_tells_what_a_save_cost(undisturbed: Path) -> None:
         assert f"saved step {step}: SaveTiming(predicted_stall_s=" in log
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("damaged", ["part_1.residual", "manifest.json"])  # every kind: test_save_faults.py
 def test_a_damaged_save_costs_the_steps_since_the_one_before(
     tmp_path: Path, ray_address: str, undisturbed: Path, damaged: str
@@ -115,7 +116,7 @@ def test_the_only_save_damaged_is_an_error_that_loses_nothing(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+    """Yield a file system of 8 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True)

@@ -1,5 +1,7 @@
-"""Several GPU workers on one host, through the CLI and real Ray: the losses of one, saves that go from any number to
-any other, and one that dies."""
+"""Several GPU workers on one host have the losses of one, through the CLI and real Ray.
+
+Saves go from any number to any other, and one worker may die.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from tests.support.tiny import TEXT
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("num_gpus", "changes"),
     [
@@ -45,12 +48,15 @@ def test_several_gpus_compute_what_one_does(
     assert len(held_out(several)) == (3 if "eval_every" in changes else 0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
     tmp_path: Path, ray_address: str, optimizer: str
 ) -> None:
-    """Two numbers have one sum, whoever takes it, and nothing depends on norms; whoever has a matrix orthogonalises the
-    same."""
+    """Two numbers have one sum, whoever takes it, and nothing depends on norms.
+
+    Whoever has a matrix orthogonalises the same.
+    """
     changes = {"train__clip": None, "train__precision": "bf16", "train__grad_dtype": "bf16"}
     changes["train__optimizer"] = optimizer
     run_dir = trained(tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
@@ -69,11 +75,12 @@ def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, ray_address
     assert worst(run_dir, whole, "grad_norm") == 0.0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("optimizer", "close"), [("adamw", CLOSE), ("muon", CLOSE_WITH_MUON)])
 def test_a_save_goes_on_with_another_number_of_gpus(
     tmp_path: Path, ray_address: str, optimizer: str, close: float
 ) -> None:
-    """From two to one to three: with a split that is given for each, or with one that the plan chooses anew."""
+    """A run goes from two GPUs to one to three, with a split given for each, or with one that the plan chooses anew."""
     shape = {**SHAPE, "attention_dropout": 0.0}  # which would be another one with other micro-batches
     constant = {"train__schedule": "constant", "model__config": shape, "train__optimizer": optimizer}
     whole = trained(tmp_path / "whole", 1, train__steps=9, **constant)
@@ -87,6 +94,7 @@ def test_a_save_goes_on_with_another_number_of_gpus(
     assert worst(run_dir, whole) < close
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("optimizer", "hbm_layers", "phase", "expected"),
     [
@@ -99,8 +107,10 @@ def test_a_save_goes_on_with_another_number_of_gpus(
 def test_one_of_two_gpu_workers_dies(
     tmp_path: Path, optimizer: str, hbm_layers: int, phase: Phase, expected: str
 ) -> None:
-    """All are replaced, or with what lives on the devices start again from the last save: the bits of an undisturbed
-    run."""
+    """The run has the bits of an undisturbed one.
+
+    All GPU workers are replaced; if something lives on the devices, they start again from the last save.
+    """
     changes = {"train__steps": 20, "save_every": 2, "hardware__hbm_layers": hbm_layers, "train__optimizer": optimizer}
     tree = settings(tmp_path / "run", 2, **changes)
     with training(tmp_path, write_config(tmp_path / "config.yaml", tree)) as run:

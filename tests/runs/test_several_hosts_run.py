@@ -1,5 +1,7 @@
-"""Several hosts, as Ray nodes on one machine: the losses of one, saves that go from any number to any other, and a host
-that dies."""
+"""Several hosts, as Ray nodes on one machine, have the losses of one.
+
+Saves go from any number to any other, and a host may die.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ STILL = {**SHAPE, "attention_dropout": 0.0}  # dropout would be another one with
 
 
 class Cluster:
-    """Two nodes, on which runs train."""
+    """Holds two nodes, on which runs train."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
@@ -53,7 +55,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -> None:
-    """With held-out data that one of them has none of, and two shards on each."""
+    """One host has none of the held-out data, and each has two shards."""
     (tmp_path / "held_out.txt").write_text(TEXT.read_text()[:170])
     changes = {"eval_every": 5, "data__eval_path": str(tmp_path / "held_out.txt"), "hardware__num_shards": 2}
     one, two = cluster.train(tmp_path / "one", 1, 1, **changes), cluster.train(tmp_path / "two", 2, 2, **changes)
@@ -71,6 +73,7 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
     assert_same_masters(two, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Cluster) -> None:
     """Two GPUs on each of two hosts, one alone, one on each of two hosts; some layers live on the devices."""
     constant = {"train__schedule": "constant", "model__config": STILL, "hardware__hbm_layers": 2}
@@ -82,6 +85,7 @@ def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Clust
     assert worst(run_dir, whole) < CLOSE
 
 
+@pytest.mark.long
 def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, cluster: Cluster) -> None:
     """A save leaves the base out; a host with all of it makes sure that it is the same."""
     changes = {"lora": {"match": r"\.(q|down)_proj$", "rank": 4}, "model__config": STILL, "train__schedule": "constant"}
@@ -95,6 +99,7 @@ def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, 
     assert worst(run_dir, whole) < CLOSE
 
 
+@pytest.mark.long
 def test_two_hosts_with_a_disk_compute_what_they_do_in_memory(tmp_path: Path, cluster: Cluster) -> None:
     """Each has its share of gradients and state there, and its own GPU's activations."""
     two = {"hardware__num_hosts": 2, "hardware__num_shards": 2, "train__steps": 4}
@@ -123,7 +128,7 @@ LONG = {"train__steps": 60, "save_every": 4}
 def disturbed(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, disturb: Callable[[], None]
 ) -> tuple[str, list[float]]:
-    """What a run says, and its losses. `disturb`: once there is a save, while steps are made."""
+    """Return what a run prints, and its losses. `disturb`: called once there is a save, while steps are made."""
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     tree = settings(tmp_path / "run", 2, hardware__num_hosts=2, **LONG)
@@ -142,6 +147,7 @@ def disturbed(
         run.close()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "name"), [("ShardWorker", "optimizer shard 1"), ("ArenaOwner", "arena owner of host 1")]
 )
@@ -162,10 +168,11 @@ def test_who_dies_on_the_second_host_is_replaced_there(
     assert found == undisturbed
 
 
+@pytest.mark.long
 def test_a_gpu_worker_of_the_second_host_that_dies_is_made_good(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
 ) -> None:
-    """By a step made once more, or from the last save where its update was committed already."""
+    """The step is made once more, or the run goes on from the last save if the step's update was already committed."""
 
     def kill() -> None:
         for pid in actors_of(cluster.second, "GpuActor"):

@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 
 
 def settings(folder: Path, **changes: Any) -> Tree:
-    """A tiny model and tokenizer on the shipped problems."""
+    """Return settings of a tiny model and tokenizer on the shipped problems."""
     model = build_tiny(folder / "model", vocab_size=VOCAB_SIZE)
     tree = config(folder / "runs" / "run", model, **changes)
     tree["data"] = {
@@ -47,7 +47,7 @@ def batches_of(tree: Tree, run_dir: Path) -> list[Batch]:
 
 
 def assert_answers_are_learned(tree: Tree, batches: list[Batch]) -> None:
-    """Of each row its answer and the end mark, or the beginning of that, where the row is too short for all."""
+    """Assert that the answer and the end mark of each row are supervised, or the beginning if the row is too short."""
     tokenizer = tokenizers.Tokenizer.from_file(f"{tree['data']['tokenizer']}/tokenizer.json")
     lines = (GSM8K / "train_400.jsonl").read_text().splitlines()
     problems = {m[0]["content"]: m[1]["content"] for m in (json.loads(line)["messages"] for line in lines)}

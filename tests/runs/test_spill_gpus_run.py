@@ -1,5 +1,7 @@
-"""Two GPU workers on one host with activations, gradients and state on disk, through the CLI and real Ray: the bits of
-a run in memory, saves that go from one to the other, and who dies."""
+"""Two GPU workers on one host with activations, gradients and state on disk have the bits of a run in memory.
+
+Runs go through the CLI and real Ray. Saves go from one kind of run to the other, and processes may die.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,13 @@ def trained(folder: Path, tree: Mapping[str, Any], **train: Any) -> Plan:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Of a run in memory, and of one with a disk."""
+    """Return the folders of a run in memory, and of one with a disk."""
     for folder in (found := (tmp_path / "memory", tmp_path / "disk")):
         folder.mkdir()
     return found
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "changes",
     [{"hardware__num_shards": 2}, {"train__precision": "bf16", "train__clip": None}],
@@ -56,8 +59,9 @@ def test_two_gpus_with_a_disk_compute_what_they_do_in_memory(
     assert_same_masters(run_dir, folders[0] / "run")
 
 
+@pytest.mark.long
 def test_a_save_goes_on_where_things_live_elsewhere(folders: tuple[Path, Path], ray_address: str) -> None:
-    """From disk to memory and back, a process each."""
+    """A run goes on from disk to memory and back, with a process each."""
     whole, common = (spilling_settings(folder) for folder in folders)
     spilling = with_all_on_disk(folders[1], common)
     trained(folders[0], whole, steps=6)
@@ -71,7 +75,10 @@ WIDE = {**SHAPE, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_laye
 
 
 def disturbed(folders: tuple[Path, Path], disturb: Callable[[LiveRun], object], **changes: Any) -> tuple[str, Plan]:
-    """What a run with a disk says, which ends with the losses of an undisturbed one in memory; and its plan."""
+    """Return what a run with a disk prints, and its plan.
+
+    Its losses must be those of an undisturbed run in memory.
+    """
     in_memory, spilling = (spilling_settings(folder, max_failures=4, **changes) for folder in folders)
     with training(folders[0], write_config(folders[0] / "config.yaml", in_memory)) as run:
         assert run.process.wait(END_S) == 0, run.text()
@@ -85,6 +92,7 @@ def disturbed(folders: tuple[Path, Path], disturb: Callable[[LiveRun], object], 
     return run.text(), plan_of(folders[1] / "run")
 
 
+@pytest.mark.long
 def test_shards_that_die_while_two_gpus_train_are_replaced(folders: tuple[Path, Path]) -> None:
     """What waits on disk outlives the GPU workers as little as what is in the slab: all start again from the save."""
 

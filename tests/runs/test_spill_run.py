@@ -19,6 +19,7 @@ from tests.support.spilling import ROUNDED, small_model, spill_file_of, spilling
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -52,7 +53,7 @@ def test_a_run_that_spills_equals_plain_pytorch(
 
 
 def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, ray_address: str) -> None:
-    """From disk to memory and back, a process each."""
+    """A run goes on from disk to memory and back, with a process each."""
     common = config(tmp_path / "run", small_model(tmp_path), train__precision="bf16", train__schedule="constant")
     on_disk = spilling(tmp_path, common)
     for tree, steps in ((on_disk, 4), (common, 7), (on_disk, 10)):

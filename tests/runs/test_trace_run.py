@@ -60,8 +60,10 @@ def check_rows(threads: dict[tuple[str, str], list[Event]]) -> None:
 
 
 def check_one_clock(threads: dict[tuple[str, str], list[Event]], layers: list[str]) -> None:
-    """What happened in one process after something in another stands after it: a shard's update after the landing of
-    its gradient and the commit, the next upload after the update."""
+    """Assert that what happened in one process after something in another stands after it.
+
+    A shard's update comes after the landing of its gradient and the commit, the next upload after the update.
+    """
     landings = spans(threads["GPU worker", "event loop: landings"], "land")
     uploads = spans(threads["GPU worker", "h2d"], "load")
     step, next_step, *_ = (s for s in threads["GPU worker", "steps"] if s["name"].startswith("step "))

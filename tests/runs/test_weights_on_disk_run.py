@@ -19,6 +19,7 @@ pytestmark = pytest.mark.ray
 NUM_LAYERS = 8  # of five or fewer, windows and slots would take as much as the working copies
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -42,7 +43,7 @@ def test_a_run_with_weights_on_disk_equals_plain_pytorch(
 
 
 def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, ray_address: str) -> None:
-    """From disk to memory and back, a process each; evaluations read them, too."""
+    """A run goes on from disk to memory and back, with a process each; evaluations read the weights, too."""
     model = small_model(tmp_path, num_layers=NUM_LAYERS)
     common = config(tmp_path / "run", model, train__schedule="constant", train__steps=6)
     held_out = tmp_path / "held_out.txt"
@@ -57,9 +58,12 @@ def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, ray_address
     assert_equals_reference(tmp_path / "run", common, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_shard_that_dies_while_its_weights_are_on_disk_is_replaced(tmp_path: Path) -> None:
-    """In an update of layers whose working copies the GPU worker then reads from the file, and in a backward that reads
-    them."""
+    """A shard dies in an update of layers whose working copies the GPU worker then reads from the file.
+
+    Another one dies in a backward that reads them.
+    """
     model = small_model(tmp_path, hidden_size=384, num_layers=NUM_LAYERS)
     settings = {"hardware__num_shards": 2, "train__steps": 12, "max_failures": 4}
     tree = with_all_on_disk(tmp_path, config(tmp_path / "run", model, save_every=6, **settings, **ROUNDED))
@@ -75,6 +79,7 @@ def test_a_shard_that_dies_while_its_weights_are_on_disk_is_replaced(tmp_path: P
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_damaged_weights_end_the_run_with_what_happened(tmp_path: Path) -> None:
     model = small_model(tmp_path, num_layers=NUM_LAYERS)
     tree = with_all_on_disk(tmp_path, config(tmp_path / "run", model, train__steps=100_000, save_every=3))

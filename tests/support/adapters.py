@@ -1,4 +1,4 @@
-"""Adapters made by the peft library, for models of the tests."""
+"""Makes adapters by the peft library, for models of the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ peft = pytest.importorskip("peft")
 def build_adapter(
     folder: Path, model: Path, targets: Sequence[str], *, rank: int = 4, alpha: int = 8, dropout: float = 0.0
 ) -> Path:
-    """Writes pairs of random matrices, B's too, for the modules of these names (or ends of paths)."""
+    """Write pairs of random matrices, B's too, for the modules of these names (or ends of paths)."""
     base = load_model(model, torch.float32)
     settings = peft.LoraConfig(
         r=rank,

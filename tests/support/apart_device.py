@@ -1,4 +1,4 @@
-"""A CPU device whose memory is, to a store, memory of a GPU: nobody who wants a memoryview gets at it."""
+"""Simulates a device whose memory a store must treat like a GPU's: there is no memoryview of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from megatrain_ray.io.storage.blob_store import Blob, Block, MemoryStore
 
 
 class ApartMemory:
-    """`content`: what only this module and a GPU's driver know of."""
+    """Wraps memory so that it looks like a GPU's: it has `__cuda_array_interface__`, and no buffer protocol.
+
+    content: the memory, which only this module and stand-ins for a GPU's driver may touch.
+    """
 
     def __init__(self, content: memoryview) -> None:
         self.content = content
@@ -31,7 +34,7 @@ class ApartMemory:
 
 
 class ApartDevice(CpuDevice):
-    """Sums of its own memory are its own."""
+    """Simulates a GPU on the CPU: its memory is ApartMemory to a store, and it computes checksums of it itself."""
 
     def block(self, memory: torch.Tensor) -> Block:
         return ApartMemory(memory.numpy().data)
@@ -42,7 +45,7 @@ class ApartDevice(CpuDevice):
 
 
 class ApartStore(MemoryStore):
-    """Blobs in memory, which such memory goes to and comes from. Keeps how much of it did."""
+    """Keeps blobs in memory, moves ApartMemory to and from them, and counts the bytes moved."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()

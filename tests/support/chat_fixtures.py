@@ -1,4 +1,4 @@
-"""Chat templates of well-known families, each with a tiny tokenizer of the same kind as the family's own."""
+"""Holds chat templates of well-known families, each with a tiny tokenizer of the same kind as the family's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ def as_written(content: str) -> str:
 
 @dataclass(frozen=True)
 class Family:
-    """`ending`: the end mark; `content`: what the template makes of an answer; `swallows`: blanks after a special."""
+    """Describes a family's chat template and tokenizer.
+
+    ending: the end mark of an answer.
+    content: what the template makes of an answer.
+    swallows: special tokens swallow the blanks after them.
+    """
 
     name: str
     ending: str
@@ -38,7 +43,7 @@ class Family:
         return (TEMPLATES / f"{self.name}.jinja").read_text()
 
     def answer(self, content: str) -> str:
-        """What is learned of an answer."""
+        """Return the text of an answer that is trained on."""
         return self.content(content) + self.ending + "\n" * self.swallows
 
 
@@ -106,7 +111,7 @@ FAMILIES = {
 
 
 def build(folder: Path, family: Family) -> Path:
-    """Writes tokenizer.json, with a post-processor that would add the first token, and tokenizer_config.json."""
+    """Write tokenizer.json, with a post-processor that would add the first token, and tokenizer_config.json."""
     tokenizer = _metaspace_bpe(family) if family.metaspace else _byte_level_bpe(family)
     tokenizer.add_special_tokens([AddedToken(s, special=True, rstrip=family.swallows) for s in family.specials])
     if family.bos:
@@ -132,7 +137,7 @@ def _byte_level_bpe(family: Family) -> tokenizers.Tokenizer:
 
 
 def _metaspace_bpe(family: Family) -> tokenizers.Tokenizer:
-    """Characters and merges with ▁ for spaces, other bytes as <0x..>, as sentencepiece has it."""
+    """Return a BPE tokenizer with ▁ for spaces and <0x..> for bytes of unknown characters, as sentencepiece has it."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

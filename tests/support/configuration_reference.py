@@ -1,5 +1,7 @@
-"""The table of settings in docs/configuration.md, made from the configuration's own classes. Run as a module it writes
-the table into the page."""
+"""Makes the table of settings in docs/configuration.md from the configuration's own classes.
+
+Run as a module it writes the table into the page.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +58,14 @@ def _is_group(kind: Any) -> bool:
 
 
 def _validators(field: Any) -> list[Any]:
-    """Of a key that may be null, too: functions that read its value."""
+    """Return the functions that read a key's value before validation, also of a key that may be null."""
     annotated = [field, *(part for part in get_args(field.annotation) if get_origin(part) is Annotated)]
     metadata = [item for part in annotated for item in (part.metadata if part is field else part.__metadata__)]
     return [item.func for item in metadata if isinstance(item, BeforeValidator)]
 
 
 def _property(schema: dict[str, Any], key: str) -> dict[str, Any]:
-    """What JSON schema says of a key."""
+    """Return what the JSON schema says of a key."""
     node = schema
     for name in key.split("."):
         node = _resolved(node, schema)["properties"][name]
@@ -98,7 +100,7 @@ def _default(field: Any) -> str:
 
 
 def written(page: str) -> str:
-    """The page with today's table."""
+    """Return the page with today's table."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 

@@ -1,4 +1,4 @@
-"""What steps of Qwen2.5-7B cost on a typical GPU, as plans predict it."""
+"""Predicts what steps of Qwen2.5-7B cost on a typical GPU, as plans predict it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
 
 @cache
 def shape(seq_len: int = 1024) -> tuple[Any, ActivationBytes]:
-    """Qwen2.5-7B's."""
+    """Return structure and activations (of one sequence) of Qwen2.5-7B."""
     return qwen(28, seq_len, hidden=3584, heads=28, kv_heads=4, inner=18944)  # type: ignore[no-any-return]
 
 
@@ -38,7 +38,11 @@ def predicted(
     changes: dict[str, Any] | None = None,
     kept_bytes: int | None = None,
 ) -> Prediction:
-    """`changes`: of all layers of the plan."""
+    """Return the prediction for the candidate's plan.
+
+    changes: fields to replace in all layers of the plan.
+    kept_bytes: bytes of activations that each block keeps for a token, instead of its own.
+    """
     structure, activations = shape(request.seq_len)
     activations = activations.times(request.micro_batch_size)
     if kept_bytes:

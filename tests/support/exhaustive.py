@@ -1,12 +1,18 @@
-"""The fastest plan of a small model, by trying all that a plan can say and the engine can run: what `make_plan`, which
-tries few of them, is held to.
+"""Finds the fastest plan of a small model by trying all that a plan can say and the engine can run.
 
-Tried are every split into micro-batches, both loop orders, MLPs in chunks where sequences are long, every set of layers
-on the device (as many of the first ones as are asked for), every number of slots, what each block keeps for itself,
-where sums, gradients, and what enters blocks and what they keep wait, every length of a segment, and every set of
-gradients, state, working copies and activations on disk that takes nothing there without which the host had room, too:
-more there never makes a step faster. Of those only what cannot be faster than asked is not simulated: that its bounds
-hold tests/engine/planner/search/test_plan_bounds.py tells.
+`make_plan` tries few of these plans, and is compared with the fastest. Tried are all combinations of:
+
+- every split into micro-batches, and both loop orders;
+- MLPs in chunks where sequences are long;
+- every set of layers on the device, or as many of the first ones as are asked for;
+- every number of slots;
+- what each block keeps for its backward;
+- where sums, gradients, inputs of blocks and the activations that blocks keep wait;
+- every length of a segment;
+- every set of gradients, state, working copies and activations on disk that is just enough for the host.
+
+More on disk than that never makes a step faster. Only plans that cannot be faster than asked are not simulated; that
+the bounds for this hold is shown by tests/engine/planner/search/test_plan_bounds.py.
 """
 
 from __future__ import annotations
@@ -39,16 +45,21 @@ from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from tests.support.exhaustive_disk import DiskChoices, on_disk_of, subsets
 
-# Rows of the device that may take less the more layers live there.
+# Rows of device memory that may need less the more layers live on the device.
 SHRINKING = ("slots", "gradient slots", "gradients in HBM")
-# Of each block: what of its forward waits, its budget if compiled, and where.
+# For each block: what it does with activations, its budget if compiled, and where the kept ones wait.
 Keeps = tuple[tuple[ActivationPolicy, float, Tier], ...]
 
 
 @dataclass(frozen=True)
 class Exhaustive:
-    """`request`: of micro-batches of one sequence, which may be split otherwise. A plan may take FILLED_SHARE of the
-    device's memory, as `make_plan` has it for what need not be there."""
+    """Searches through all plans of a model on a machine.
+
+    A plan may take FILLED_SHARE of the device's memory, which is what `make_plan` allows for things that need not be
+    there.
+
+    request: asks for micro-batches of one sequence; with a free split they may be larger.
+    """
 
     structure: ModelStructure
     activations: ActivationBytes
@@ -56,7 +67,7 @@ class Exhaustive:
     request: Request
 
     def faster_than(self, limit_s: float) -> Plan | None:
-        """The fastest plan that fits and takes less; None: there is none."""
+        """Return the fastest plan that fits and takes less than `limit_s`; None if there is none."""
         best: Plan | None = None
         for search in self._splits():
             for plan in search.plans(limit_s):
@@ -86,7 +97,7 @@ class Exhaustive:
 
 
 class _Split:
-    """All plans of one split."""
+    """Enumerates all plans of one split into micro-batches."""
 
     def __init__(
         self, structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
@@ -108,7 +119,7 @@ class _Split:
         self._drafts = Drafts(structure, self._layout, activations, replace(machine, spill=None), request)
 
     def plans(self, limit_s: float) -> Iterator[Plan]:
-        """Those that fit, with predictions, but for what takes `limit_s` or longer in any case."""
+        """Yield the plans that fit, with predictions, but not those that take `limit_s` or longer in any case."""
         self.limit_s = limit_s
         for way, keeps in itertools.product(self._ways(), self._keeps()):
             plan = self._with(way, keeps)
@@ -128,8 +139,10 @@ class _Split:
                         yield replace(whole, prediction=predict(whole, self._basis, self._activations, self._shared))
 
     def _least_moving_s(self, candidate: Candidate, keeps: Keeps) -> float:
-        """What the host has no room for is written and read. Slots, and what is kept on the device, make no difference
-        to it."""
+        """Return the least seconds to write to disk and read back what the host has no room for.
+
+        Slots, and what is kept on the device, make no difference to it.
+        """
         away_from = tuple(kept if kept[2] is Tier.HOST else None for kept in keeps)
         key = replace(candidate, num_block_slots=1, num_edge_slots=1), away_from
         if key not in self._known_moving_s:
@@ -139,7 +152,7 @@ class _Split:
         return self._known_moving_s[key]
 
     def _room(self, plan: Plan) -> int:
-        """The most that layers may take on the device, however small slots are. `plan`: with none there."""
+        """Return the bytes that layers may take on the device, however small slots are. `plan`: has no layers there."""
         rest = (row for row in plan.rows if row.tier is Tier.HBM and row.name not in SHRINKING)
         return (plan.hbm_limit_bytes or 0) - sum(row.num_bytes for row in rest)
 
@@ -150,7 +163,7 @@ class _Split:
         return [layers for layers in subsets(range(self._num_layers)) if sum(sizes[i] for i in layers) <= room]
 
     def _ways(self) -> Iterator[Candidate]:
-        """But for layers on the device, slots, and what is kept."""
+        """Yield candidates that differ in everything except layers on the device, slots, and what blocks keep."""
         several = self._request.num_micro_batches > 1
         orders = list(LoopOrder) if several else [LoopOrder.MICRO_BATCHES_OUTER]
         tiers = Tier.HBM, Tier.HOST
@@ -177,7 +190,7 @@ class _Split:
         return itertools.product(range(1, self._num_blocks + 1), (1, 2))
 
     def _with(self, candidate: Candidate, keeps: Keeps) -> Plan:
-        """The plan in which each block keeps as much."""
+        """Return the candidate's plan in which each block keeps what `keeps` says."""
         smallest = min(keeps, key=lambda kept: (kept[0] is ActivationPolicy.KEEP, kept[1]))
         plan = self._drafts.in_memory(replace(candidate, activations=smallest[0], activation_budget=smallest[1]))
         blocks = (
@@ -192,14 +205,14 @@ class _Split:
         return replace(layer, kept=tier, kept_bytes=kept_bytes(self._activations, index, layer))
 
     def _counted(self, plan: Plan) -> Plan:
-        """With its own arithmetic."""
+        """Return the plan with its rows of memory counted anew."""
         hbm = hbm_rows(plan, self._structure, self._layout, self._activations, z_loss=self._request.z_loss)
         spill = self._machine.spill
         plan = replace(plan, spill_limit_bytes=spill.limit_bytes if spill else None)
         return replace(plan, rows=(*hbm, *host_rows(plan, self._layout), *nvme_rows(plan, self._layout)))
 
     def _on_disk(self, plan: Plan) -> Iterator[Plan]:
-        """With enough on disk for the host, of the first what the disk has the least to do with."""
+        """Yield the plan; if the host has no room for it, also plans with enough on disk, the fewest bytes first."""
         yield plan
         if self._machine.spill is None or fits(plan):
             return
@@ -213,7 +226,10 @@ class _Split:
             yield self._counted(with_windows(on_disk_too, self._machine.spill.windows))
 
     def _choices(self, plan: Plan) -> list[tuple[int, OnDisk]]:
-        """All that may be on disk, with bytes of it. Slots, and what is kept on the device, make no difference."""
+        """Return all sets of things on disk that are just enough, with their bytes, the fewest first.
+
+        Slots, and what is kept on the device, make no difference.
+        """
         away_from = tuple((layer.boundary, layer.kept, layer.kept_bytes) for layer in plan.layers)
         key = plan.hbm_layers, plan.sums, plan.waiting_layers, plan.order, away_from
         if key not in self._known_choices:

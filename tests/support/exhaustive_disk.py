@@ -1,5 +1,7 @@
-"""All that may be on disk where the host is short of memory: every set of gradients, state, working copies and
-activations of which none is needless."""
+"""Finds all that may be on disk where the host is short of memory.
+
+That is every set of gradients, state, working copies and activations in which nothing is needless.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from megatrain_ray.engine.planner.memory.spill_bytes import Kind
 from megatrain_ray.engine.planner.memory.spill_choice import FIELDS, OnDisk, Spillable
 from megatrain_ray.engine.planner.request import SpillFirst
 
-Sizes = tuple[tuple[int, ...], ...]  # of what is on disk, by kind
+Sizes = tuple[tuple[int, ...], ...]  # sizes of what is on disk, by kind
 
 
 @dataclass(frozen=True)
 class DiskChoices:
-    """Of one plan, in which nothing is on disk. `missing`: bytes of host memory."""
+    """Lists what may be on disk of one plan, which has nothing there yet.
+
+    `missing`: bytes of host memory that it lacks.
+    """
 
     plan: Plan
     structure: ModelStructure
@@ -30,7 +35,7 @@ class DiskChoices:
     missing: int
 
     def fewest(self) -> list[tuple[int, OnDisk]]:
-        """With the bytes that are there, the fewest first."""
+        """Return the sets that are just enough, each with its bytes on disk, the fewest first."""
         found = [
             (self._spillable.num_bytes(on_disk), on_disk) for on_disk in self._all() if self._is_just_enough(on_disk)
         ]
@@ -70,7 +75,7 @@ class DiskChoices:
 
 
 def _with_less(on_disk: OnDisk) -> Iterator[OnDisk]:
-    """By one gradient, or one state, …"""
+    """Yield the same set without one of its gradients, or one of its states, and so on."""
     for field, layers in zip(OnDisk._fields, on_disk, strict=True):
         for i in layers:
             fewer = on_disk._replace(**{field: layers - {i}})
@@ -79,7 +84,7 @@ def _with_less(on_disk: OnDisk) -> Iterator[OnDisk]:
 
 
 def on_disk_of(layer: LayerPlan, index: int, on_disk: OnDisk) -> LayerPlan:
-    """The layer, with that of it there."""
+    """Return the layer with those of its parts on disk that `on_disk` names."""
     fields = "gradients", "state", "weights", "boundary", "kept"
     return replace(layer, **{x: Tier.NVME for x, layers in zip(fields, on_disk, strict=True) if index in layers})
 

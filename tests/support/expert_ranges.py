@@ -1,4 +1,4 @@
-"""Results whose experts are apart, as those of whole parameters."""
+"""Compares results whose experts are apart with those of whole parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatrain_ray.engine.layout.expert_names import place_in_whole, whole_name
 from tests.support.reference import Result
 from tests.support.run_engine import EngineResult
 
-NORM_ERROR = 1e-6  # of a gradient whose experts are apart, as docs/architecture.md says
+NORM_ERROR = 1e-6  # relative, of norms of gradients whose experts are apart, as docs/architecture.md says
 
 
 def joined(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the names of whole parameters."""
+    """Return the tensors by the names of whole parameters, with the parts of each put together."""
     parts: dict[str, list[Tensor]] = {}
     for name in sorted(named, key=lambda name: place_in_whole(name, tuple(named[name].shape)).start):
         parts.setdefault(whole_name(name), []).append(named[name])
@@ -21,7 +21,7 @@ def joined(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def assert_same_but_norms(ours: EngineResult, theirs: Result) -> None:
-    """Losses, weights and momenta, bit by bit."""
+    """Assert that losses, weights and momenta have the same bits."""
     assert ours.losses == theirs.losses
     masters, exp_avg = joined(ours.masters), joined(ours.exp_avg)
     assert masters.keys() == theirs.masters.keys()

@@ -1,4 +1,7 @@
-"""Tiny random models of many families: name → configuration. Run as a module it writes their table into docs/."""
+"""Defines tiny random models of many families by their configurations.
+
+Run as a module it writes their table into docs/.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ GPT2_SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
-# A tower that is larger than the language model: the layer list is found by what runs, not by size.
+# The tower is larger than the language model: the layer list is found by what runs, not by size.
 VISION: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
@@ -38,8 +41,12 @@ THREE_AXES: dict[str, Any] = {"type": "default", "rope_type": "default", "mrope_
 
 @dataclass(frozen=True)
 class Family:
-    """`config`: Hugging Face's, as plain data. `shows`: what of the engine only such a model needs. `frozen`: prefixes
-    of parameters that a text never reaches."""
+    """Holds the configuration of a family's model.
+
+    config: Hugging Face's configuration, as plain data.
+    shows: what of the engine only such a model needs.
+    frozen: prefixes of parameters that a text never reaches.
+    """
 
     config: dict[str, Any]
     shows: str
@@ -176,10 +183,10 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-# Not bit-equal: family → the parameters whose gradient is summed in another order, by the first step.
+# Families that are not bit-equal, and the parameters that differ: their gradient is summed in another order.
 ROUNDED: dict[str, frozenset[str]] = {"Gemma 3n": frozenset({"model.embed_tokens.weight"})}
 
-# Their layers hand a state from token to token, or are given no mask that tells documents apart.
+# Families that cannot pack: layers hand a state from token to token, or get no mask that tells documents apart.
 UNPACKED = frozenset(
     {"Bloom", "Falcon, ALiBi", "MPT", "GPT-OSS", "Qwen3-Next", "Falcon-H1", "Bamba", "Jamba", "Zamba2"}
 )
@@ -188,7 +195,7 @@ BEGIN, END = "<!-- table begin -->\n", "<!-- table end -->\n"
 
 
 def table() -> str:
-    """The parity matrix in Markdown, as the tests check it."""
+    """Return the parity matrix in Markdown, as the tests check it."""
     rows = ["| family | what only such a model needs | FP32 | BF16 | packed |", "|---|---|---|---|---|"]
     for name, of_family in FAMILIES.items():
         rounded = ", ".join(f"`{parameter}`" for parameter in sorted(ROUNDED.get(name, ())))
@@ -199,7 +206,7 @@ def table() -> str:
 
 
 def write_docs(page: Path) -> None:
-    """Puts the table between the page's marks."""
+    """Put the table between the page's marks."""
     before, rest = page.read_text().split(BEGIN)
     page.write_text(before + BEGIN + table() + END + rest.split(END)[1])
 

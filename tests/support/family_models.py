@@ -1,4 +1,4 @@
-"""Tiny models of a family with the same random weights everywhere, and batches for them."""
+"""Builds tiny models of a family with the same random weights everywhere, and batches for them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ NUM_IDS = 110  # below the ids that mean an image
 
 
 def build_family(name: str, folder: Path, **changes: Any) -> Path:
-    """The model's own initialisation and noise on every parameter, so that none is a constant. `changes`: of its
-    configuration."""
+    """Write a model with its own initialisation plus noise on every parameter, so that none is a constant.
+
+    changes: settings of its configuration that replace the family's.
+    """
     if name == "Zamba2" and transformers.__version__.startswith("4."):
         pytest.skip("its own save_pretrained fails in Transformers 4, as it shares tensors")
     torch.manual_seed(0)
@@ -36,7 +38,7 @@ def build_family(name: str, folder: Path, **changes: Any) -> Path:
 
 
 def family_batches(num_batches: int, batch_size: int = 4, seq_len: int = 20) -> list[Batch]:
-    """Random ids; the first targets of every batch are not supervised."""
+    """Return batches of random ids; the first targets of every batch are not supervised."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(num_batches):

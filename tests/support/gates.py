@@ -1,4 +1,4 @@
-"""A shard, its gate and a save, driven by hand, for tests of SaveGate: two threads, ordered by events, not by time."""
+"""Drives a shard, its gate and a save by hand, for tests of SaveGate: two threads, ordered by events, not by time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layout(fixed: Collection[int] = ()) -> ShardLayout:
 
 @dataclass
 class FakeShard:
-    """State that is a number per layer and kind: the generation it has."""
+    """Stands in for a shard: its state is a number for each layer and kind, which is the generation it has."""
 
     layout: ShardLayout = field(default_factory=layout)
     state: dict[tuple[int, str], bytearray] = field(
@@ -75,7 +75,7 @@ class FakeShard:
 
 @dataclass
 class Run:
-    """One shard that makes updates by hand, and the gate between it and a save."""
+    """Drives one shard that makes updates by hand, and the gate between it and a save."""
 
     gate: SaveGate
     shard: FakeShard
@@ -120,7 +120,7 @@ def running(num_copies: int = 0, timeout_s: float = WAIT_S, fixed: Collection[in
 
 
 def read(run: Run, save: GatedSave, pieces: Iterator[Piece], num: int) -> list[int]:
-    """The generations of the next `num` pieces, which are then done with."""
+    """Read the next `num` pieces, which releases them, and return their generations."""
     found = []
     for _ in range(num):
         piece = next(pieces)

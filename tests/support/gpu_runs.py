@@ -1,4 +1,4 @@
-"""Runs of several GPUs, and how far from those of one they may be."""
+"""Makes runs of several GPUs, and states how far from those of one they may be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPE = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1,
 }  # fmt: skip
-# Of FP32: sums over GPUs are taken in another order than over micro-batches, and norms from the parts that each has.
+# Relative, in FP32: sums over GPUs have another order than over micro-batches, and norms come from each GPU's part.
 CLOSE = 1e-6
 # Muon's directions are made in bf16: where a sum's last digit rounds another way there, an element moves by 2⁻⁸ of its
 # direction. Of two and of three GPUs losses differed by up to 4.5e-6 within ten steps.
@@ -20,7 +20,7 @@ CLOSE_WITH_MUON = 2e-5
 
 
 def settings(run_dir: Path, num_gpus: int, **changes: Any) -> dict[str, Any]:
-    """Twelve sequences an update, on any number of GPUs."""
+    """Return settings with twelve sequences an update, on any number of GPUs."""
     split = {"train__batch_size": 12, "train__micro_batch_size": 2, "train__accumulate": 6 // num_gpus}
     return config(run_dir, SHAPE, **split | {"hardware__num_gpus": num_gpus} | changes)
 
@@ -37,7 +37,7 @@ def held_out(run_dir: Path) -> list[float]:
 
 
 def worst(ours: Path, theirs: Path, key: str = "loss") -> float:
-    """The largest difference of a step, as a share."""
+    """Return the largest relative difference of a step."""
     pairs = list(zip(rows(ours), rows(theirs), strict=True))
     assert pairs
     return max(abs(a[key] / b[key] - 1) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""What an evaluation must give: the plain model's mean loss on held-out batches."""
+"""Computes what an evaluation must give: the plain model's mean loss on held-out batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from tests.support.reference import Named, Recipe, Sequences
 
 
 def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, masters: Named | None = None) -> float:
-    """Mean cross-entropy over the supervised tokens of all batches: the model's own forward in evaluation mode, whole
-    logits. `masters`: weights in the place of the folder's."""
+    """Return the mean cross-entropy over the supervised tokens of all batches.
+
+    It comes from the model's own forward in evaluation mode, with whole logits.
+
+    masters: weights that replace those of the folder.
+    """
     total, num_supervised = 0.0, 0
     with reference.torch_threads(recipe.num_threads), torch.no_grad():
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32

@@ -1,4 +1,4 @@
-"""All state of a model in one process: working copies and shards in ordinary memory, which stands for a disk, too."""
+"""Keeps all state of a model in one process, in ordinary memory, which stands for a disk, too."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megatrain_ray.io.storage.blob_store import BlobStore, MemoryStore, aligned_
 from tests.support.recipes import hyper_of
 from tests.support.reference import Recipe
 
-WAIT_S = 60.0  # for what spills
+WAIT_S = 60.0  # limit of a wait for the disk
 
 
 class HostState:
-    """Working copies and shards' state in ordinary memory; what nobody wrote is NaN."""
+    """Holds working copies and shards' state in ordinary memory; what nobody wrote is NaN."""
 
-    device_shard: DeviceShard | None = None  # of the layers that are not here
+    device_shard: DeviceShard | None = None  # has the layers that are not here
 
     def __init__(self, layout: ModelLayout, plan: Plan, recipe: Recipe, *, saves_frozen: bool = True) -> None:
         self.layout = layout
@@ -81,7 +81,7 @@ class HostState:
         return DiskWeights(self.plan, self.layout, files, poison=poison)
 
     def whole(self, kind: str) -> Tensor:
-        """One kind of all shards, every layer's padded flat at its start."""
+        """Return one kind of state of all shards as one flat tensor, with every layer's padded flat at its start."""
         flat = torch.zeros(self.layout.size, dtype=self.tensors[0][kind].dtype)
         for s, t, ring in zip(self.shard_layouts, self.tensors, self.rings, strict=True):
             starts = s.v_starts if kind == "v" else s.starts
@@ -102,11 +102,11 @@ class HostState:
         return flat
 
     def working_of(self, layer: int) -> Tensor:
-        """The working copy of a layer."""
+        """Return the working copy of a layer."""
         return self.whole_working()[self.layout.starts[layer] :][: self.layout.layers[layer].size]
 
     def whole_working(self) -> Tensor:
-        """Of all layers, wherever they live."""
+        """Return the working copies of all layers as one flat tensor, wherever they live."""
         flat = torch.zeros(self.layout.size, dtype=self.working.dtype)
         of_device = None if self.device_shard is None else self.device_shard.layout
         for i, layer in enumerate(self.layout.layers):
@@ -133,7 +133,7 @@ class HostState:
         }
 
     def second_moments(self) -> dict[str, Tensor]:
-        """Of what AdamW trains."""
+        """Return the second moments by parameter, of those that AdamW trains."""
         without = {s.name for layer in self.layout.layers for s in layer.muon_segments}
         return {name: v for name, v in self.named(self.whole("v")).items() if name not in without}
 
@@ -148,7 +148,7 @@ class HostState:
 
 
 def blob_in_memory(num_bytes: int) -> MemoryStore:
-    """Memory that stands for a disk."""
+    """Return a store that stands for a disk, with one blob of this size in memory."""
     store = MemoryStore()
     store._blobs["spill"] = bytearray(num_bytes)
     return store
@@ -156,7 +156,7 @@ def blob_in_memory(num_bytes: int) -> MemoryStore:
 
 @dataclass(frozen=True)
 class SpillMemory:
-    """Of one shard: memory that stands for a disk, and slots."""
+    """Holds what one shard spills with: memory that stands for a disk, and slots."""
 
     layout: SpillLayout
     memory: Tensor
@@ -169,7 +169,7 @@ class SpillMemory:
 
 
 def _file(part: ShardLayout, plan: Plan) -> SpillMemory | None:
-    """None where nothing spills."""
+    """Return the spill memory of a shard, or None if nothing of it spills."""
     layout = spill_layout(plan, part)
     if not layout.extents:
         return None
@@ -180,7 +180,7 @@ def _file(part: ShardLayout, plan: Plan) -> SpillMemory | None:
 
 
 def _read(ring: SpillRing, layer: int, kind: str) -> Tensor:
-    """A shard's part of a layer, as bytes."""
+    """Return a shard's part of a layer from the ring, as bytes."""
     extents = ring.layout.extents
     on_disk = (ring.read(k, extents[k].kinds[kind]) for k in ring.layout.state_of(layer))
     return torch.cat([torch.frombuffer(x, dtype=torch.uint8) for x in on_disk])

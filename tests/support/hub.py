@@ -1,4 +1,4 @@
-"""The Hugging Face hub's files, as a small server on this machine and as a cache made by hand."""
+"""Imitates the Hugging Face hub's files, by a small server on this machine and by a cache made by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def fill_cache(cache: Path, repository: str, files: Mapping[str, bytes], commit: str = COMMIT) -> Path:
-    """What huggingface_hub leaves of a repository's main branch; the folder of its files."""
+    """Write what huggingface_hub leaves of a repository's main branch, and return the folder of its files."""
     root = cache / f"models--{repository.replace('/', '--')}"
     folder = root / "snapshots" / commit
     folder.mkdir(parents=True)
@@ -31,7 +31,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class Hub:
-    """`repositories`: files of each. `asked`: what has been asked for, in order."""
+    """Holds the address of the server, the files of each repository, and in `asked` all requests in order."""
 
     repositories: Mapping[str, Mapping[str, bytes]]
     url: str = ""
@@ -40,7 +40,7 @@ class Hub:
 
 @contextmanager
 def serve(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
-    """Answers for main and for COMMIT as huggingface.co does, as far as a download of single files needs it."""
+    """Serve main and COMMIT as huggingface.co does, as far as a download of single files needs it."""
     hub = Hub(repositories)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,5 +1,7 @@
-"""A stand-in for the library kvikio, which works on machines with CUDA's driver only: files are read and written as by
-its threads, without them."""
+"""Imitates the library kvikio, which works on machines with CUDA's driver only.
+
+Files are read and written as its threads do it, but in the calling thread.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class IOFuture:
 
 
 class CuFile:
-    """Errors have the texts of kvikio 26.10."""
+    """Imitates kvikio's CuFile. Errors have the texts of kvikio 26.10."""
 
     def __init__(self, file: Path | str, flags: str = "r") -> None:
         assert flags == "r+", "what is there is updated"
@@ -50,7 +52,7 @@ class CuFile:
 
 
 def _content(buf: Block) -> memoryview:
-    """Of the host's memory, and of what is a GPU's here."""
+    """Return the bytes of a buffer of the host, or of memory that stands for a GPU's."""
     return buf.content if isinstance(buf, ApartMemory) else memoryview(buf)  # type: ignore[arg-type]  # a buffer
 
 
@@ -67,7 +69,7 @@ def _submitted(name: str, call: Any, *arguments: Any) -> IOFuture:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """For the rest of a test `import kvikio` finds it. Returns the settings that are made."""
+    """Make `import kvikio` find the imitation for the rest of a test. Returns the settings that are made."""
     settings: dict[str, Any] = {}
     library, defaults = ModuleType("kvikio"), ModuleType("kvikio.defaults")
     setattr(library, "CuFile", CuFile)  # noqa: B010, a module has no such attribute for mypy

@@ -1,4 +1,4 @@
-"""Runs as users start them, of which processes are killed in named phases."""
+"""Makes runs as users start them, and kills processes of them in named phases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECOND_SAVE = by_saves("a second save being written", lambda s: bool(s.committed
 
 
 def prepare(folder: Path, **changes: Any) -> tuple[dict[str, Any], Path]:
-    """A run of a model so wide that an update of a layer takes long enough to be met."""
+    """Write the configuration of a run whose model is so wide that an update of a layer takes long enough to be met."""
     shape = LlamaConfig(
         vocab_size=1024, hidden_size=384, intermediate_size=1152, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,

@@ -1,5 +1,8 @@
-"""A CPU device whose copies run when somebody waits for them and not before: what reads or writes memory without having
-waited for the copy that fills or empties it computes something else, every time."""
+"""Simulates a device whose copies run when somebody waits for them, and not before.
+
+Whatever reads or writes memory without having waited for the copy that fills or empties it computes something else,
+every time.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class LateDevice(CpuDevice):
 
 @dataclass(eq=False)
 class _LateCopy:
-    """A copy and the event of its end. `stage`: the copies of its stage that have not run, in their order."""
+    """Holds a copy that has not run yet, and is the event of its end.
+
+    `stage`: copies of its stage that have not run, in order.
+    """
 
     at_s: float
     target: torch.Tensor | None

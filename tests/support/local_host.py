@@ -1,4 +1,4 @@
-"""Host side in one process: shards as plain objects, updates in a thread, accounted on the virtual clock."""
+"""Runs the host side in one process: shards as plain objects, updates in a thread, accounted on the virtual clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Landing(NamedTuple):
 
 
 class LocalHost:
-    """ParamSource and GradSink over shards of this process. Build and use on the event loop."""
+    """Implements ParamSource and GradSink over shards of this process. Build it and use it on the event loop."""
 
     def __init__(
         self,
@@ -47,8 +47,12 @@ class LocalHost:
         generation: int = 0,
         disk: DiskWeights | None = None,
     ) -> None:
-        """`working`: 1-D, the working copies in host memory, one after the other. `generation`: updates already in it.
-        `disk`: the other working copies, where there are any."""
+        """Start the task that makes the updates.
+
+        working: 1-D, the working copies in host memory, one after the other.
+        generation: number of updates already in the working copies.
+        disk: the other working copies, if there are any.
+        """
         self._layout = layout
         self._arena = WorkingArena(plan, layout, working)
         self._disk = disk
@@ -97,7 +101,7 @@ class LocalHost:
         return self._disk if self._disk is not None and layer in self._disk.layers else None
 
     async def _written(self, layer: int, generation: int) -> None:
-        """The generation is on disk."""
+        """Wait until the layer's working copy of this generation is on disk."""
         await self._reached(layer, generation)
         for shard in self._shards:
             await asyncio.to_thread(shard.settle, layer)
@@ -133,7 +137,7 @@ class LocalHost:
             self._changed.notify_all()
 
     async def drain(self, generation: int) -> None:
-        """Waits until every layer has this generation."""
+        """Wait until every layer has this generation."""
         for layer in range(len(self._layout.layers)):
             await self._reached(layer, generation)
 
@@ -175,7 +179,7 @@ class LocalHost:
         return landing.gradient.region[:num_bytes].view(self._wire_dtype)
 
     async def _store(self, update: int) -> dict[int, float]:
-        """Gradients that wait on disk, as they come; when each was in the slab."""
+        """Store the gradients that wait on disk as they arrive, and return when each was in the slab, by layer."""
         loop = asyncio.get_running_loop()
         landed_s = {}
         for layer in self._stored:

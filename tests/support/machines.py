@@ -1,4 +1,4 @@
-"""Trees of /proc and /sys as kernels show them on machines that are not here, made of a line for each node."""
+"""Makes trees of /proc and /sys as kernels show them on machines that are not here, from a line for each node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plant(root: Path, files: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True)
 class Node:
-    """`distances`: to all nodes that are online, in their order."""
+    """Describes a NUMA node. `distances`: to all nodes that are online, in their order."""
 
     number: int
     cpus: str
@@ -29,8 +29,12 @@ class Node:
 
 
 def node_files(nodes: Sequence[Node], threads_per_core: int = 1, online: str | None = None) -> dict[str, str]:
-    """Of /sys. Hyper-threads are numbered as kernels do it: first those that come first in each core, then the others.
-    `online`: None: the nodes."""
+    """Return the files of /sys that describe these nodes.
+
+    Hyper-threads are numbered as kernels do it: first those that come first in each core, then the others.
+
+    online: numbers of the nodes that are online; None: all of `nodes`.
+    """
     files = {"sys/devices/system/node/online": online or ",".join(str(node.number) for node in nodes)}
     for node in nodes:
         folder = f"sys/devices/system/node/node{node.number}"
@@ -50,18 +54,18 @@ def node_files(nodes: Sequence[Node], threads_per_core: int = 1, online: str | N
 
 
 def near(count: int, index: int, sockets: int = 1) -> list[int]:
-    """Distances from node `index` of `count`: 10 to itself, 12 within its socket, 32 to another one."""
+    """Return the distances from node `index` of `count`: 10 to itself, 12 within its socket, 32 to another one."""
     per_socket = count // sockets
     return [10 if k == index else 12 if k // per_socket == index // per_socket else 32 for k in range(count)]
 
 
 def address(number: int) -> str:
-    """Of a GPU, as /sys names it."""
+    """Return the PCI address of a GPU, as /sys names it."""
     return f"0000:{16 + 8 * number:02x}:00.0"
 
 
 def gpu_files(nodes: Sequence[int]) -> dict[str, str]:
-    """Of /sys, of GPUs that are attached to these nodes, as the kernel says it."""
+    """Return the files of /sys of GPUs that the kernel says are attached to these nodes."""
     return {f"sys/bus/pci/devices/{address(k)}/numa_node": str(node) for k, node in enumerate(nodes)}
 
 

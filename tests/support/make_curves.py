@@ -1,5 +1,4 @@
-"""Writes the committed curves of the reference: `python -m tests.support.make_curves` from the root of the
-repository."""
+"""Writes the committed curves of the reference: `python -m tests.support.make_curves` from the repository's root."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Mode:
-    """A tiny model and how it is trained; the batch is 4 sequences of 32 tokens."""
+    """Describes a tiny model and how it is trained; the batch is 4 sequences of 32 tokens."""
 
     recipe: Recipe
     tied: bool = False
@@ -49,7 +48,7 @@ MODES = {
 
 
 def curve(mode: Mode, folder: Path) -> dict[str, Any]:
-    """Trains the mode's model, built in `folder`, and returns what its file holds."""
+    """Train the mode's model, built in `folder`, and return what its file holds."""
     build_tiny(folder, tied=mode.tied, attention_dropout=mode.attention_dropout)
     result = train_reference(folder, tiny_batches(STEPS), mode.recipe)
     return {

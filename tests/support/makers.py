@@ -1,4 +1,4 @@
-"""The devices that are here, for tests of all of them."""
+"""Lists the devices that are here, for tests of all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatrain_ray.engine.device.cuda_device import CudaDevice, num_gpus
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.virtual_clock import Timeline
 
-Make = Callable[[Timeline, int], Device]  # with so many threads
+Make = Callable[[Timeline, int], Device]  # arguments: the timeline, and the number of threads
 
 
 def make_cuda(timeline: Timeline, num_threads: int) -> Device:

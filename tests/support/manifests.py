@@ -1,4 +1,4 @@
-"""Files of deploy/, as they are read."""
+"""Reads files of deploy/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of a model that Transformers does not have, with its code and with buffers that its checkpoint holds."""
+"""Writes a model folder with code that Transformers does not have, and with buffers that the checkpoint holds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class MixerForCausalLM(PreTrainedModel):
 
 
 def build_own_code(folder: Path, vocab_size: int = 131, code: str = CODE) -> Path:
-    """Random weights, and buffers that are not what the code makes them."""
+    """Write a model with random weights, and with buffers other than those that the code makes."""
     folder.mkdir(exist_ok=True)
     (folder / "modeling_own.py").write_text(code)
     classes = {"AutoConfig": "modeling_own.MixerConfig", "AutoModelForCausalLM": "modeling_own.MixerForCausalLM"}

@@ -1,4 +1,4 @@
-"""Folders that a process was killed in the midst of writing."""
+"""Makes folders that a process was killed in the middle of writing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models on imagined machines that are short of something, drawn by number: the same ones every time."""
+"""Draws small models on imagined machines that are short of something, by number: the same ones every time."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.shapes import deepened
 
 SEQ = 2048
 MiB = 1 << 20
-# Of a layer's state on disk. As large as they are, slots would take what all of these models have.
+# Elements of an extent of a layer's state. Slots of the product's extents would take all memory of these models.
 SMALL_EXTENTS = 1 << 17
 REQUEST = Request(Precision.BF16, False, True, 1, 1, SEQ, free_split=True, saves=False, captured=False)
 PLENTY = Machine("cuda", 16, 1, 1 << 40, 1 << 40, TYPICAL_GPU, SpillSpace(1 << 40, 3e9))
 
 
 class Case(NamedTuple):
-    """What a plan is made of."""
+    """Holds what a plan is made of: the arguments of make_plan."""
 
     structure: ModelStructure
     activations: ActivationBytes
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 @cache
 def shape(num_blocks: int, vocab: int, seq_len: int) -> tuple[ModelStructure, ActivationBytes]:
-    """Blocks of 17M parameters, whose ends are smaller or larger."""
+    """Return a model with blocks of 17M parameters; its ends are smaller or larger, by `vocab`."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, vocab_size=vocab,
         tie_word_embeddings=False, max_position_embeddings=seq_len,
@@ -55,8 +55,11 @@ def shape(num_blocks: int, vocab: int, seq_len: int) -> tuple[ModelStructure, Ac
 
 
 class Kind(NamedTuple):
-    """What cases have in common. `on_device`: layers that live there, where that is asked for: all sets of them of more
-    than three blocks are too many to try."""
+    """Describes what cases have in common.
+
+    on_device: how many layers live on the device, where that is asked for. All sets of the layers of more than three
+        blocks are too many to try.
+    """
 
     num_blocks: int
     vocab: int
@@ -75,7 +78,7 @@ KINDS = (
 
 
 def case(number: int) -> Case | None:
-    """None: nothing fits."""
+    """Draw the case of this number; None if nothing fits."""
     choice, kind = random.Random(number), KINDS[number % len(KINDS)]
     structure, activations = shape(kind.num_blocks, kind.vocab, kind.seq_len)
     request = replace(

@@ -1,4 +1,4 @@
-"""A plan of a small model on imagined machines, and what a run of it would measure there."""
+"""Plans a small model on imagined machines, and makes what a run of it would measure there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MACHINE = Machine("cuda", 16, 1, ram_bytes=1 << 40, hbm_bytes=8 << 30, profile=P
 
 @cache
 def shape() -> tuple[ModelStructure, ActivationBytes]:
-    """12 blocks of 17M parameters, ends of 4M."""
+    """Return a model with 12 blocks of 17M parameters and ends of 4M, and its activations."""
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, vocab_size=4096,
         tie_word_embeddings=False,
@@ -47,7 +47,7 @@ def shape() -> tuple[ModelStructure, ActivationBytes]:
 
 
 def with_disk(machine: Machine, profile: HardwareProfile) -> Machine:
-    """A profile with two rates of its disk is one of a disk whose state is packed."""
+    """Return the machine with this profile and its disk. Two rates of the disk mean that its state is packed."""
     rate, plain = profile.disk_bytes_per_s or 1.0, profile.disk_plain_bytes_per_s
     spill = SpillSpace(1 << 40, rate, DiskWay(packed=bool(plain)), plain)
     spill = replace(spill, direct_bytes_per_s=profile.disk_direct_bytes_per_s)
@@ -55,7 +55,7 @@ def with_disk(machine: Machine, profile: HardwareProfile) -> Machine:
 
 
 def planned(profile: HardwareProfile, *, spilled: bool = False, **changes: Any) -> Plan:
-    """`spilled`: with half of the host memory that its state takes."""
+    """Plan the model. `spilled`: with 1 GiB less host memory than it needs, about half of what its state takes."""
     machine, request = with_disk(MACHINE, profile), replace(REQUEST, **changes)
     if spilled:
         needed = make_plan(*shape(), machine, request).total_bytes(Tier.HOST)
@@ -66,7 +66,7 @@ def planned(profile: HardwareProfile, *, spilled: bool = False, **changes: Any) 
 
 
 def with_more_on_disk(plan: Plan, profile: HardwareProfile) -> Plan:
-    """What enters blocks, and the working copies of those whose state is there."""
+    """Put inputs of blocks on disk, too, and the working copies of blocks whose state is there."""
     blocks = range(1, len(plan.layers) - 1)
     layers = [replace(x, boundary=Tier.NVME) if i in blocks else x for i, x in enumerate(plan.layers)]
     layers = [
@@ -87,8 +87,11 @@ def predicted(plan: Plan, profile: HardwareProfile, **changes: Any) -> Predictio
 def measured(
     plan: Plan, profile: HardwareProfile, count: int = 5, slower: float = 1.0, **waits: float
 ) -> tuple[list[dict[str, Any]], StepWork]:
-    """Rows of metrics, and what shards and GPU worker did, on a machine that has these rates, but that all of it takes
-    `slower` times as long; more waits by cause, in seconds."""
+    """Return rows of metrics, and the work of shards and GPU worker, as a machine with these rates would measure them.
+
+    slower: factor of all times.
+    waits: seconds of more exposed time, by cause.
+    """
     on_machine = predicted(plan, profile)
     exposed = {cause: slower * on_machine.exposed_s.get(cause, 0.0) + waits.get(cause, 0.0) for cause in WAITS}
     step_s = slower * on_machine.step_s + sum(waits.values())

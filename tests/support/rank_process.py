@@ -1,5 +1,8 @@
-"""One of several hosts with a rank each: `python -m tests.support.rank_process ADDRESS PORT NUM_RANKS RANK` fills a
-slot from its own arena and from the others, and fails where that holds anything else than the layer."""
+"""Runs one of several hosts with a rank each.
+
+`python -m tests.support.rank_process ADDRESS PORT NUM_RANKS RANK` fills a slot from its own arena and from the others,
+and fails if that holds anything else than the layer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ FROZEN = ParameterGroup(trained=False)
 
 
 def two_layers(trained: Sequence[int], frozen: Sequence[int] = ()) -> ModelLayout:
-    """Each with parameters of these sizes."""
+    """Return a model of two layers, each with parameters of these sizes."""
     specs = [ParameterSpec(f"t{k}", f"t{k}", (size,)) for k, size in enumerate(trained)]
     specs += [ParameterSpec(f"f{k}", f"f{k}", (size,), group=FROZEN) for k, size in enumerate(frozen)]
     layers = tuple(FlatLayout.build(f"layer {i}", specs) for i in range(2))

@@ -1,4 +1,4 @@
-"""A real head of Ray, as `ray start --head` makes it: its own ports and temporary folder, stopped by process id."""
+"""Starts a real head of Ray by `ray start --head`, with its own ports and temporary folder; ends it by process id."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PORTS = (
 
 @dataclass(frozen=True)
 class Head:
-    """`environment`: of its processes, and of whoever talks to it."""
+    """Talks to a running head. `environment`: variables of its processes, and of whoever talks to it."""
 
     url: str
-    folder: Path  # Ray's temporary one
+    folder: Path  # Ray's temporary folder
     process: psutil.Process
     environment: Mapping[str, str]
 
     def job(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """`ray job …` to its end."""
+        """Run `ray job …` to its end."""
         at = arguments.index("--") if "--" in arguments else len(arguments)
         return subprocess.run(
             [RAY, "job", *arguments[:at], "--address", self.url, *arguments[at:]],
@@ -45,28 +45,31 @@ class Head:
         )  # fmt: skip
 
     def submit(self, *options: str, entrypoint: str) -> str:
-        """The id of a job that runs on its own."""
+        """Submit a job that runs on its own, and return its id."""
         job_id = f"job-{time.monotonic_ns()}"
         done = self.job("submit", "--no-wait", "--submission-id", job_id, *options, "--", "sh", "-c", entrypoint)
         assert done.returncode == 0, done.stdout + done.stderr
         return job_id
 
     def run(self, *options: str, entrypoint: str) -> subprocess.CompletedProcess[str]:
-        """A job to its end, with its log."""
+        """Run a job to its end; the output has its log."""
         return self.job("submit", *options, "--", "sh", "-c", entrypoint)
 
     def status(self, job_id: str) -> str:
-        """What `ray job status` says."""
+        """Return what `ray job status` prints."""
         return self.job("status", job_id).stdout
 
     def logs(self, job_id: str, *, follow: bool = False) -> str:
-        """`follow`: to the job's end."""
+        """Return the log of the job. `follow`: wait for the job's end."""
         return self.job("logs", job_id, *(["--follow"] if follow else [])).stdout
 
 
 @contextmanager
 def ray_head(**environment: str) -> Iterator[Head]:
-    """`environment`: beside that of this process. On loopback only; nothing of it is left afterwards."""
+    """Yield a head of Ray that listens on loopback only. Nothing of it is left afterwards.
+
+    environment: variables in addition to those of this process.
+    """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_worker_niceness": "0",
@@ -118,7 +121,10 @@ def await_answer(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def end_family(process: subprocess.Popen[bytes] | psutil.Process) -> None:
-    """By process id, at once: a head that is told to stop takes half a minute. Idempotent."""
+    """Kill the process and its descendants by process id, at once: a head that is told to stop takes half a minute.
+
+    Idempotent.
+    """
     with suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()

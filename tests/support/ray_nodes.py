@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: raylets at addresses of their own, each as good as a host."""
+"""Starts a Ray cluster of several nodes on this machine: raylets at addresses of their own, each as good as a host."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ PORTS = ("--min-worker-port=0", "--max-worker-port=0")
 
 @dataclass
 class Nodes:
-    """`environment`: of its processes, and of whoever trains there."""
+    """Holds the nodes of a cluster. `environment`: variables of their processes, and of whoever trains there."""
 
-    folder: Path  # Ray's temporary one, and what nodes say
+    folder: Path  # has Ray's temporary folder, and what nodes print
     environment: Mapping[str, str]
     address: str = ""
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, *options: str, **variables: str) -> subprocess.Popen[bytes]:
-        """Another node, when the cluster knows of it. `variables`: of its environment beside those of all nodes."""
+        """Start another node, and return when the cluster knows of it.
+
+        `variables`: added to the environment of all nodes.
+        """
         said = self.folder / f"node-{len(self._started)}.txt"
         with said.open("wb") as file:
             process = subprocess.Popen(
@@ -48,7 +51,7 @@ class Nodes:
         return process
 
     def join(self, address: str, *options: str, **variables: str) -> subprocess.Popen[bytes]:
-        """Another node at this address of the machine."""
+        """Start another node at this address of the machine."""
         return self.start(f"--address={self.address}", f"--node-ip-address={address}", *options, **variables)
 
     def end(self) -> None:
@@ -57,15 +60,20 @@ class Nodes:
 
 
 def actors_of(node: subprocess.Popen[bytes], kind: str) -> list[int]:
-    """Processes of a node whose actor is of this class."""
+    """Return the pids of a node's processes whose actor is of this class."""
     family = psutil.Process(node.pid).children(recursive=True)
     return [process.pid for process in family if (process.cmdline() or [""])[0].startswith(f"ray::{kind}")]
 
 
 @contextmanager
 def ray_nodes(*options: str, **of_head: str) -> Iterator[Nodes]:
-    """Its head, at the address by which Ray knows this machine, behind a token; `options` and variables are the head's.
-    Nothing of it is left afterwards."""
+    """Yield a cluster with a head, at the address by which Ray knows this machine, which asks for a token.
+
+    Nothing of it is left afterwards.
+
+    options: of `ray start` for the head.
+    of_head: environment variables of the head.
+    """
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_worker_niceness": "0",

@@ -1,4 +1,4 @@
-"""What a recipe of the reference comes to in the engine."""
+"""Translates a recipe of the reference into settings of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
 
 
 def lora_of(recipe: Recipe) -> LoraConfig | None:
-    """The settings that go on from the recipe's adapter."""
+    """Return the settings that continue from the recipe's adapter, or None if it has none."""
     if recipe.adapter is None:
         return None
     theirs = json.loads((recipe.adapter / "adapter_config.json").read_text())

@@ -1,8 +1,9 @@
-"""The reference of parity: what this project promises to compute, in plain PyTorch.
+"""Computes what this project promises to compute, in plain PyTorch: the reference of parity.
 
-An unmodified Hugging Face model, plain autograd, torch.optim.AdamW(fused=True) on FP32 masters, torch.optim.Muon on
-those of the layers' matrices where asked for; with moments in bf16 these are rounded after every step. It imports
-nothing of the product but the rounding of a working copy and the seeds of dropout and of the rounding of moments.
+It trains an unmodified Hugging Face model with plain autograd and torch.optim.AdamW(fused=True) on FP32 masters, and
+with torch.optim.Muon on those of the layers' matrices where asked for. Moments in bf16 are rounded after every step. It
+imports nothing of the product but the rounding of a working copy and the seeds of dropout and of the rounding of
+moments.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Named = dict[str, Tensor]
 
 
 class Sequences(Protocol):
-    """The sequences of one update: int64 [batch, seq_len] each; a target of -100 is not supervised."""
+    """Describes the sequences of one update: int64 [batch, seq_len] each; a target of -100 is not supervised."""
 
     @property
     def input_ids(self) -> Tensor: ...
@@ -42,7 +43,7 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Own:
-    """A learning rate (its peak), decay or optimizer of their own for the parameters that the pattern matches."""
+    """Gives parameters that the pattern matches a learning rate (its peak), decay or optimizer of their own."""
 
     match: str
     lr: float | None = None
@@ -52,7 +53,7 @@ class Own:
 
 @dataclass(frozen=True)
 class MuonRecipe:
-    """By torch's names."""
+    """Holds the settings of Muon, by torch's names."""
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -62,7 +63,7 @@ class MuonRecipe:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a run that decide its numbers."""
+    """Holds the settings of a run that decide its numbers."""
 
     steps: int
     lr: float = 1e-3
@@ -92,8 +93,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind; losses and the like have an entry for each of its own steps. `exp_avg`: Muon's momentum
-    too; `exp_avg_sq`: of what AdamW trains."""
+    """Holds what a run left behind. Losses and the like have an entry for each of its own steps.
+
+    exp_avg: first moments, and Muon's momentum.
+    exp_avg_sq: second moments of what AdamW trains.
+    """
 
     step: int
     adam_steps: int
@@ -113,9 +117,9 @@ def train_reference(
     start: Result | None = None,
     frozen: tuple[str, ...] = (),
 ) -> Result:
-    """Trains the model of `folder` on one batch an update; continues from `start` where one is given.
+    """Train the model of `folder` on one batch an update; continue from `start` if it is given.
 
-    `frozen`: prefixes of parameters that a text never reaches.
+    frozen: prefixes of parameters that a text never reaches.
     """
     with torch_threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
@@ -153,7 +157,10 @@ def train_reference(
 
 
 def _freeze(model: Any, recipe: Recipe, unreached: tuple[str, ...]) -> None:
-    """A shared parameter goes by any of its names. What is frozen has the value that streams."""
+    """Freeze what the recipe does not train. A shared parameter matches by any of its names.
+
+    A frozen parameter has the value of the working copy, which is what streams.
+    """
     aliases: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(parameter, []).append(_plain(name))
@@ -172,7 +179,10 @@ def _matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
 def reference_learning_rate(
     step: int, peak: float, min_lr: float, steps: int, warmup_steps: int, schedule: str
 ) -> float:
-    """Linear warm-up to the peak at step `warmup_steps` (steps count from 1), then the schedule over the rest."""
+    """Return the learning rate of a step, counted from 1.
+
+    It is a linear warm-up to the peak at step `warmup_steps`, then the schedule over the rest.
+    """
     if step <= warmup_steps:
         return peak * step / warmup_steps
     progress = (step - 1 - warmup_steps) / (steps - warmup_steps)
@@ -184,7 +194,7 @@ def reference_learning_rate(
 
 
 def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> tuple[float, Named]:
-    """Loss and FP32 gradients of one update: fresh ones of each micro-batch, summed in their order."""
+    """Return loss and FP32 gradients of one update: each micro-batch has fresh gradients, which are summed in order."""
     num_supervised = int((batch.targets != -100).sum())
     losses: list[float] = []
     sums: Named = {}
@@ -209,7 +219,10 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
 
 
 def _positions(segments: Tensor | None, num_micro_batches: int, recipe: Recipe) -> list[dict[str, Tensor]]:
-    """What makes the model keep several documents in a row apart: positions that begin again. [B, T] a micro-batch."""
+    """Return arguments that make the model keep several documents in a row apart, for each micro-batch.
+
+    They are positions that begin again with each document, [B, T].
+    """
     if segments is None:
         return [{}] * num_micro_batches
     positions = torch.zeros_like(segments, dtype=torch.int64)
@@ -229,7 +242,7 @@ def _backward(
     num_micro_batches: int,
     recipe: Recipe,
 ) -> list[float]:
-    """Gradients of one micro-batch into `.grad`; its share of the step's loss.
+    """Compute the gradients of one micro-batch into `.grad`; return the parts of its share of the step's loss.
 
     A router's auxiliary loss is a mean, not a sum over tokens: each micro-batch has an equal share in the step's.
     """
@@ -243,7 +256,11 @@ def _backward(
 
 
 def _objective(logits: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
-    """What is minimised, summed over the supervised tokens: [T, V], [T]."""
+    """Return what is minimised, summed over the supervised tokens.
+
+    logits: [T, V].
+    targets: [T].
+    """
     smoothing = recipe.label_smoothing
     loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=smoothing)
     if recipe.z_loss:
@@ -261,10 +278,10 @@ def _backward_in_chunks(
     recipe: Recipe,
     several: bool,
 ) -> list[float]:
-    """The same with the head on some tokens at a time, of a model that is a body and a linear head.
+    """Compute what `_backward` does with the head on some tokens at a time, for a body with a linear head.
 
-    With `several` micro-batches the gradients of a head of its own are for the step's sum one by one: `of_chunks` of
-    its weight. Else they are summed in FP32 and rounded once; backward through the body then adds to that what a tied
+    With `several` micro-batches, the gradients of an untied head enter the step's sum one by one: they are `of_chunks`
+    of its weight. Otherwise they are summed in FP32 and rounded once; backward through the body then adds what a tied
     embedding contributes.
     """
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
@@ -292,7 +309,7 @@ def _backward_in_chunks(
 
 
 def _load(folder: Path, dtype: torch.dtype, recipe: Recipe) -> Any:
-    """The model, and in it the pairs of the recipe's adapter by the peft library, in the same type."""
+    """Load the model, and into it the pairs of the recipe's adapter with the peft library, in the same type."""
     model = load_model(folder, dtype)
     if recipe.adapter is None:
         return model
@@ -303,13 +320,16 @@ def _load(folder: Path, dtype: torch.dtype, recipe: Recipe) -> Any:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what peft puts into it."""
+    """Return a parameter's name without what peft puts into it."""
     return re.sub(r"\.(base_layer|default)(?=\.)", "", name)
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:
-    """The model by the class that its configuration names: a causal language model, or one that has one inside; by the
-    folder's own code where there is some. Older Transformers give capped scores to SDPA, which leaves the cap out."""
+    """Load the model by the class that its configuration names, or by the folder's own code if there is some.
+
+    It is a causal language model, or one that has one inside. Models with capped scores use eager attention: older
+    Transformers give the scores to SDPA, which leaves the cap out.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model_class = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -323,16 +343,16 @@ def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:
 
 @dataclass
 class _Place:
-    """Where the run is, for the seed of dropout."""
+    """Says where the run is, for the seed of dropout."""
 
     seed: int
     step: int
     micro_batch: int = 0
-    layer: int = 0  # before the decoder layers, N + 1 after them
+    layer: int = 0  # 0 before the decoder layers, N + 1 after them
 
 
 def _seed_dropout(model: Any, place: _Place, unreached: tuple[str, ...]) -> None:
-    """Seeds before (call 0) and after (call 1) each decoder layer, and whatever else has parameters."""
+    """Seed before (call 0) and after (call 1) each decoder layer and each other module that has parameters."""
     layers = _layer_list(model, unreached)
     inside = {id(m) for layer in layers for m in layer.modules()}
 
@@ -363,8 +383,11 @@ def _layer_list(model: Any, unreached: tuple[str, ...]) -> nn.ModuleList:
 
 
 def _matrices(model: Any, recipe: Recipe, unreached: tuple[str, ...]) -> list[str]:
-    """What Muon trains: matrices, and stacks of them, of the decoder layers, unless the pattern's group says otherwise.
-    No biases, tables and convolutions."""
+    """Return the names of the parameters that Muon trains.
+
+    These are matrices, and stacks of them, of the decoder layers, unless the pattern's group says otherwise. Biases,
+    tables and convolutions are not among them.
+    """
     if recipe.muon is None:
         return []
     layers = _layer_list(model, unreached)
@@ -388,8 +411,10 @@ def _beginning(folder: Path, recipe: Recipe, model: Any) -> Result:
 
 
 class _Optimizer:
-    """torch's AdamW, and its Muon of the `matrices`, in the state of `start`. No decay on norms and biases but for
-    groups that say so."""
+    """Runs torch's AdamW, and torch's Muon on the `matrices`, from the state of `start`.
+
+    Norms and biases have no decay unless their group says so.
+    """
 
     def __init__(
         self, masters: Mapping[str, nn.Parameter], matrices: Iterable[str], recipe: Recipe, start: Result
@@ -428,7 +453,7 @@ class _Optimizer:
         return {"params": [p], "weight_decay": decay, "lr_scale": lr_scale, "name": name}
 
     def step(self, rate: float) -> None:
-        """Of the masters' gradients."""
+        """Update the masters from their gradients. `rate`: learning rate of the step."""
         for name, slices in self._slices.items():
             for p, gradient in zip(slices, _slices(self._masters[name].grad), strict=True):
                 p.grad = gradient
@@ -452,7 +477,7 @@ def _numbers(muon: MuonRecipe) -> dict[str, Any]:
 
 
 def _slices(stack: Any) -> list[Tensor]:
-    """The matrix itself, or those of a stack; views."""
+    """Return the matrix itself, or the matrices of a stack, as views."""
     return list(stack.view(-1, *stack.shape[-2:]))
 
 

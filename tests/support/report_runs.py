@@ -1,4 +1,4 @@
-"""Run directories of any length, as a run would have left them, to be reported on."""
+"""Makes run directories of any length, as a run would have left them, to be reported on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from tests.support.planned_steps import PROFILE, measured, planned
 from tests.support.settings import config
 
 CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
-SPIKE = 40.0  # of the gradient norm, once
+SPIKE = 40.0  # gradient norm of one step
 
 
 def row_of(step: int, num_rows: int) -> dict[str, Any]:
-    """A loss that falls with a ripple; the first step compiles for a minute; one gradient norm is a spike."""
+    """Return a step's row of metrics.
+
+    The loss falls with a ripple, the first step compiles for a minute, and one gradient norm is a spike.
+    """
     step_s = 60.0 if step == 1 else 2.0 + 0.1 * math.sin(step)
     return {
         "step": step, "loss": 2.0 + 8.0 / (1 + step) + 0.1 * math.sin(step), "lr": 1e-3 * (1 - step / (num_rows + 1)),
@@ -32,8 +35,10 @@ def row_of(step: int, num_rows: int) -> dict[str, Any]:
 
 
 def make_run(run_dir: Path, num_rows: int, reason: str | None = None, **changes: Any) -> Path:
-    """A run that has such rows, evaluations, a spilling plan and a comparison, and a shard that was replaced. It died;
-    with `reason` it failed."""
+    """Make the directory of a run that died, or that failed with `reason`.
+
+    It has `num_rows` rows, evaluations, a spilling plan and a comparison, and a shard that was replaced.
+    """
     plan = planned(PROFILE, spilled=True)
     found = compare(plan, *measured(plan, PROFILE, slower=1.5), 3 << 30)
     history = History(run_dir, lambda: 1_700_000_000.0)

@@ -1,4 +1,4 @@
-"""Runs the engine in one process: real streamer, slots, shards and updates, no Ray. For tests of the engine."""
+"""Runs the engine in one process, for tests of the engine: real streamer, slots, shards and updates, no Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm
 
 @dataclass(frozen=True)
 class Mode:
-    """How a step runs, beside what its numbers depend on."""
+    """Describes how a step runs. What its numbers depend on is in the Recipe."""
 
     order: LoopOrder = LoopOrder.MICRO_BATCHES_OUTER
     activations: ActivationPolicy = ActivationPolicy.KEEP
@@ -59,18 +59,18 @@ class Mode:
     boundaries: Tier = Tier.HBM
     segment: int = 1
     kept: Tier = Tier.HBM
-    num_staying: int = 0  # blocks at the end that keep on the device all the same
+    num_staying: int = 0  # blocks at the end whose kept activations stay on the device whatever `kept` says
     packed_attention: Attention = Attention.SDPA
     hbm_layers: frozenset[int] = frozenset()
     activation_budget: float | None = None  # of compiled layers; None: none is compiled
     captured: bool = False
-    mlp_chunk_tokens: int = 0  # 0: all at once
+    mlp_chunk_tokens: int = 0  # 0: MLPs take all tokens at once
     spilled: frozenset[int] = frozenset()  # layers whose state is on disk and passes through two slots
-    stored: frozenset[int] = frozenset()  # layers whose gradients wait on disk, through the same
-    on_disk: frozenset[int] = frozenset()  # layers of `spilled` whose working copies are there, too
-    packed: bool = False  # in fewer bytes there
-    to_disk: frozenset[int] = frozenset()  # of layers whose activations are elsewhere, those on disk
-    num_windows: int = 3  # that these pass through
+    stored: frozenset[int] = frozenset()  # layers whose gradients wait on disk, and pass through the same slots
+    on_disk: frozenset[int] = frozenset()  # layers of `spilled` whose working copies are on disk, too
+    packed: bool = False  # blocks of floats are compressed on disk
+    to_disk: frozenset[int] = frozenset()  # layers whose activations go to disk, of those whose activations leave
+    num_windows: int = 3  # staging buffers of activations on disk
     window_bytes: int = 4096
     windows: Tier = Tier.HOST
     block_parts: int = 1  # into which blocks are divided, at most
@@ -79,7 +79,7 @@ class Mode:
 
 @dataclass
 class EngineResult:
-    """What a run left behind, and what it did."""
+    """Holds what a run left behind, and what it did."""
 
     plan: Plan
     layout: ModelLayout
@@ -101,11 +101,11 @@ class EngineResult:
         return [r.grad_norm for r in self.reports]
 
     def count(self, *names: str) -> int:
-        """Operations of these names in all steps."""
+        """Return the number of operations of these names in all steps."""
         return sum(record.op.name in names for records in self.records for record in records)
 
     def moved(self, name: str) -> int:
-        """Bytes, by operations of this name in all steps."""
+        """Return the bytes that operations of this name moved in all steps."""
         return sum(r.op.num_bytes for records in self.records for r in records if r.op.name == name)
 
 
@@ -114,8 +114,10 @@ def folder_source(folder: Path, *, trust_remote_code: bool = False) -> ModelSour
 
 
 def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> tuple[ModelStructure, Plan]:
-    """The plan of one mode: a candidate chosen by the test, everything else as the product does it. `batch`: sequences
-    and their length."""
+    """Return the plan of one mode: the test chooses the candidate, and the product does everything else.
+
+    batch: number of sequences, and their length.
+    """
     request = _request_of(recipe, mode, batch)
     structure, activations = discover(
         factory,
@@ -173,7 +175,7 @@ def _candidate_of(mode: Mode, num_blocks: int) -> Candidate:
 
 
 def _with_chosen(plan: Plan, recipe: Recipe, mode: Mode, layout: ModelLayout) -> Plan:
-    """The plan with what no candidate chooses: chunks of the loss, and what is on disk."""
+    """Return the plan with what no candidate chooses: chunks of the loss, and what is on disk."""
     changes: dict[str, Any] = {
         "num_compute_threads": recipe.num_threads,
         "captured": mode.captured,
@@ -222,8 +224,11 @@ def train_engine(
     lora: LoraConfig | None = None,
     disk: Callable[[int], tuple[BlobStore, str]] = lambda num_bytes: (blob_in_memory(num_bytes), "spill"),
 ) -> EngineResult:
-    """Trains the model of `folder` on one batch an update through the engine. `lora`: pairs, if not those of the
-    recipe's adapter. `disk`: where activations wait, of so many bytes, by store and name."""
+    """Train the model of `folder` through the engine, on one batch an update.
+
+    lora: pairs, if they are not those of the recipe's adapter.
+    disk: returns store and name of a blob of so many bytes, where activations wait.
+    """
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
     source = dataclasses.replace(source, expert_groups=mode.block_parts)
@@ -260,7 +265,7 @@ def train_engine(
 
 @dataclass(frozen=True)
 class Training:
-    """An engine and its host for as long as a training lasts, and what comes of it."""
+    """Holds an engine and its host for as long as a training lasts, and the result that it fills."""
 
     engine: Engine
     host: LocalHost

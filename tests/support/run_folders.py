@@ -1,4 +1,4 @@
-"""Run directories for tests."""
+"""Makes run directories for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begin(folder: Path, step: int = 0, **changes: Any) -> None:
 
 
 def train(folder: Path, **changes: Any) -> None:
-    """A run that has made a step."""
+    """Make the directory of a run that has made a step."""
     begin(folder, **changes)
     (folder / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
 

@@ -1,4 +1,4 @@
-"""Runs as a user starts them, and what they must equal."""
+"""Makes runs as a user starts them, and checks what they must equal."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ TIMEOUT_S = 240
 
 
 def config(run_dir: Path, model: Path | Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """A configuration of ten steps of 4 × 32 bytes; `changes` are dotted keys with __ for dots. Four micro-batches,
-    unless they say otherwise: what plans choose would depend on rates."""
+    """Return a configuration of ten steps of 4 × 32 bytes.
+
+    There are four micro-batches unless `changes` say otherwise: what plans choose would depend on rates.
+
+    changes: values by dotted keys, with __ for dots.
+    """
     tree: dict[str, Any] = {
         "model": {"path": str(model)} if isinstance(model, Path) else {"config": dict(model)},
         "data": {"path": str(TEXT), "tokenizer": "bytes", "seq_len": 32},
@@ -58,7 +62,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command to its end, in a process of its own."""
+    """Run a command to its end, in a process of its own."""
     return subprocess.run(
         command(*arguments),
         capture_output=True,
@@ -70,8 +74,10 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def cli_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command to its end in this process, which saves the seconds of its imports. One that trains: with the fixture
-    ray_address, on its cluster."""
+    """Run a command to its end in this process, which saves the seconds of its imports.
+
+    A command that trains needs the fixture ray_address, and runs on its cluster.
+    """
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
         code = main(arguments)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
@@ -79,7 +85,7 @@ def cli_here(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
-    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")  # a last line may be on its way
+    whole, _, _ = path.read_text().rpartition("\n") if path.exists() else ("", "", "")  # the last line may be cut off
     return [json.loads(line) for line in whole.splitlines()]
 
 
@@ -92,7 +98,7 @@ def plan_of(run_dir: Path) -> Plan:
 
 
 def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch] | None = None) -> Result:
-    """The reference under the run's settings. `batches`: those of the run; None: of the shipped text."""
+    """Train the reference under the run's settings. `batches`: those of the run; None: of the shipped text."""
     plan, train = plan_of(run_dir), tree["train"]
     if batches is None:
         batches = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
@@ -100,7 +106,7 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
 
 
 def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
-    """The run's settings with the threads and loss chunks that its plan says."""
+    """Return the run's settings as a recipe, with the threads and loss chunks of its plan."""
     plan, train = plan_of(run_dir), tree["train"]
     return Recipe(
         steps=train["steps"],
@@ -128,7 +134,7 @@ def _own(group: Mapping[str, Any]) -> Own:
 
 
 def exported_masters(run_dir: Path, out: Path) -> dict[str, Tensor]:
-    """FP32 masters of the newest save, through `megatrain export`."""
+    """Export the newest save with `megatrain export`, and return its FP32 masters by name, each 1-D."""
     done = cli_here("export", str(run_dir), str(out), "--dtype", "fp32")
     assert done.returncode == 0, done.stderr
     folder = WeightFolder.open(out)
@@ -138,7 +144,7 @@ def exported_masters(run_dir: Path, out: Path) -> dict[str, Tensor]:
 def assert_equals_reference(
     run_dir: Path, tree: Mapping[str, Any], out: Path, batches: Iterable[Batch] | None = None
 ) -> None:
-    """Bit-equal losses, norms and final masters. `batches`: as for reference_of."""
+    """Assert that losses, norms, rates and final masters have the reference's bits. `batches`: as for reference_of."""
     theirs = reference_of(run_dir, tree, batches)
     assert losses(run_dir) == theirs.losses
     assert [row["grad_norm"] for row in rows(run_dir)] == theirs.grad_norms
@@ -149,6 +155,6 @@ def assert_equals_reference(
 
 
 def assert_same_masters(run_dir: Path, other: Path, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Of the newest saves of two runs; bit-equal, unless more is allowed."""
+    """Assert that the newest saves of two runs have the same masters: bit-equal, unless more is allowed."""
     ours, theirs = (exported_masters(path, path.with_name(f"{path.name}_masters")) for path in (run_dir, other))
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test `make test` runs; `make test-all` runs all of them."""
+"""Chooses which cases of a parametrised test `make test` runs; `make test-all` runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves of a made-up model: three layers of awkward sizes with random bytes as state."""
+"""Makes saves of a made-up model: three layers of awkward sizes with random bytes as state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ State = dict[tuple[str, str], bytearray]  # by layer and kind
 
 
 def make_state(precision: str, seed: int | None = 0) -> State:
-    """Random bytes that are finite numbers; zeros without a seed."""
+    """Return state of random bytes that are finite numbers, or of zeros if there is no seed."""
     source = random.Random(seed)
     state: State = {}
     for layer, size in LAYERS.items():
@@ -44,7 +44,7 @@ def make_state(precision: str, seed: int | None = 0) -> State:
 
 
 def make_finite(numbers: bytearray, itemsize: int) -> None:
-    """Clears one bit of the exponent of every FP32 (itemsize 4) or bf16 (2) number."""
+    """Clear one bit of the exponent of every FP32 (itemsize 4) or bf16 (2) number."""
     numbers[itemsize - 1 :: itemsize] = bytes(byte & 0xBF for byte in numbers[itemsize - 1 :: itemsize])
 
 
@@ -55,7 +55,10 @@ def flip(path: Path, position: int, mask: int = 0x10) -> None:
 
 
 def pieces_of(state: State, precision: str, shard: int, num_shards: int) -> Iterator[Piece]:
-    """A shard's pieces; each in three buffers of unequal size, as parameters cut a layer. Shards may own nothing."""
+    """Yield a shard's pieces, each in three buffers of unequal size, as parameters cut a layer.
+
+    Shards may own nothing.
+    """
     for layer, size in LAYERS.items():
         edges = [min(size, -(-size // (64 * num_shards)) * 64 * k) for k in range(num_shards)] + [size]
         start, stop = edges[shard], edges[shard + 1]

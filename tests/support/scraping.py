@@ -1,4 +1,4 @@
-"""What Prometheus would read of the metrics agent of a Ray node."""
+"""Reads what Prometheus would read of the metrics agent of a Ray node."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Series(dict[str, list[tuple[Labels, float]]]):
-    """Samples by name."""
+    """Holds samples by name."""
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Of the one with these labels, others aside; None where there is none."""
+        """Return the value of the first sample that has these labels among others; None if there is none."""
         for found, value in self.get(name, []):
             if labels.items() <= found.items():
                 return value
@@ -28,8 +28,13 @@ class Series(dict[str, list[tuple[Labels, float]]]):
 
 
 def await_series(expected: Mapping[str, float], **labels: str) -> Series:
-    """What the node of the cluster that this process is in shows, once these samples have these values; each is named
-    `name` or `name,label=value`, and has `labels` too. A process reports some of its series before others."""
+    """Wait until these samples have these values on the node of this process's cluster, and return all series.
+
+    A process reports some of its series before others.
+
+    expected: values by `name` or `name,label=value`.
+    labels: every sample must have these, too.
+    """
     wanted = [(name, labels | dict(pair.split("=") for pair in more), value)
               for name, *more, value in ((*key.split(","), value) for key, value in expected.items())]  # fmt: skip
     deadline_s = time.monotonic() + SCRAPED_S

@@ -1,4 +1,4 @@
-"""The smallest configuration there is, and changes of it by dotted key."""
+"""Makes the smallest configuration there is, with changes by dotted key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MISSING = object()
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """Plain data; `train__lr=1.0` sets train.lr, MISSING deletes."""
+    """Return the configuration as plain data. `train__lr=1.0` sets train.lr; MISSING deletes a key."""
     tree: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"path": "text.txt", "seq_len": 8},

@@ -1,4 +1,4 @@
-"""Structures of published shapes of any depth, found on few layers: a trial of all of them takes seconds."""
+"""Finds structures of published shapes of any depth on few layers: a trial of all of them takes seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOUND_LAYERS = 2
 def qwen(
     num_layers: int, seq_len: int, *, hidden: int, heads: int, kv_heads: int, inner: int, vocab: int = 152064
 ) -> Any:
-    """(structure, activations of one sequence) of Qwen2.5's architecture, untied, bf16."""
+    """Return (structure, activations of one sequence) of Qwen2.5's architecture, untied, bf16."""
     config = Qwen2Config(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=FOUND_LAYERS, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=vocab, tie_word_embeddings=False, max_position_embeddings=seq_len,
@@ -35,7 +35,7 @@ def qwen(
 def deepened(
     structure: ModelStructure, activations: ActivationBytes, num_layers: int
 ) -> tuple[ModelStructure, ActivationBytes]:
-    """With so many copies of the last block in the place of the blocks."""
+    """Return a model in which `num_layers` copies of the last block replace the blocks."""
     embedding, *blocks, head = structure.layers
     copies = [_renamed(blocks[-1], len(blocks) - 1, i) for i in range(num_layers)]
     layers = (embedding, *copies, head)

@@ -1,4 +1,4 @@
-"""A small model's shards, gradients for them, and what torch.optim.AdamW(fused=True) makes of whole tensors."""
+"""Makes a small model's shards, gradients for them, and what torch.optim.AdamW(fused=True) makes of whole tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from megatrain_ray.engine.weights.weight_source import WeightSource
 
 MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, muon=MUON)
-NAN_BYTES = 0xFF  # of bf16 and fp32 alike; as int16 it is -1
+NAN_BYTES = 0xFF  # makes NaN of bf16 and fp32 alike; as int16 it is -1
 
 
 def model_layout() -> ModelLayout:
-    """Odd sizes, a tied parameter, a layer smaller than one cut and one with a parameter over several shards; groups,
-    a frozen parameter among others, and a matrix and a stack of them that Muon trains."""
+    """Return a small model with everything that is awkward.
+
+    It has odd sizes, a tied parameter, a layer smaller than one cut, and one with a parameter over several shards. It
+    has groups, a frozen parameter among others, and a matrix and a stack of matrices that Muon trains.
+    """
     layers = (
         FlatLayout.build("embedding", [ParameterSpec("embed", "weight", (301, 33))]),
         FlatLayout.build(
@@ -58,7 +61,7 @@ def model_layout() -> ModelLayout:
 
 
 class Dictionary:
-    """A WeightSource over tensors."""
+    """Serves tensors by name through the interface of a WeightSource."""
 
     def __init__(self, masters: Mapping[str, Tensor]) -> None:
         self._masters = masters
@@ -80,7 +83,7 @@ def poisoned(size: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """The tensors of all shards of a model: `own` are residual, m and v by shard."""
+    """Holds the tensors of all shards of a model. `own`: residual, m and v of each shard."""
 
     parts: Sequence[ShardLayout]
     working: Tensor
@@ -91,7 +94,7 @@ class ShardedState:
         return self.parts[0].model
 
     def flat(self, kind: str, layer: int) -> Tensor:
-        """A layer's state of one kind, all shards together."""
+        """Return a layer's state of one kind, all shards together, as one flat tensor."""
         if kind == "working":
             start = self.layout.starts[layer]
             return self.working[start : start + self.layout.layers[layer].size]
@@ -103,7 +106,7 @@ class ShardedState:
         return torch.cat(parts)
 
     def values(self, kind: str) -> dict[str, Tensor]:
-        """Every parameter's master, or the m or v of every one that is trained."""
+        """Return every parameter's master, or the m or v of every one that is trained, by name."""
         found = {}
         for index, layer in enumerate(self.layout.layers):
             segments = layer.owned if kind == "master" else layer.trained_segments
@@ -126,7 +129,7 @@ class ShardedState:
 
 @dataclass(frozen=True)
 class Shards(ShardedState):
-    """All shards of a model in one process."""
+    """Holds all shards of a model in one process."""
 
     shards: Sequence[AdamShard]
 
@@ -143,7 +146,7 @@ class Shards(ShardedState):
 
 
 def hyper_for(precision: Precision) -> Hyper:
-    """Moments in bf16 are rounded with the seed 0, and go without Muon."""
+    """Return the hyperparameters: moments in bf16 are rounded with the seed 0, and go without Muon."""
     return HYPER if precision.moments == "fp32" else replace(HYPER, muon=None, moments_seed=0)
 
 
@@ -156,7 +159,7 @@ def shard_over(
     journal: memoryview | None = None,
     kernels: tuple[Build, ...] = NATIVE,
 ) -> AdamShard:
-    """With a journal of its own unless one is given."""
+    """Return a shard over these tensors, with a journal of its own unless one is given."""
     residual = own.get("residual")
     return AdamShard(
         part,
@@ -174,7 +177,7 @@ def shard_over(
 
 @contextmanager
 def open_shards(precision: Precision, num_shards: int, kernels: tuple[Build, ...] = NATIVE) -> Iterator[Shards]:
-    """Every element poisoned to begin with; shard k works with k + 1 threads."""
+    """Yield shards whose elements are all poisoned to begin with; shard k works with k + 1 threads."""
     layout = model_layout()
     parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
     working = poisoned(layout.size, precision.working_dtype)
@@ -188,7 +191,7 @@ def open_shards(precision: Precision, num_shards: int, kernels: tuple[Build, ...
 
 
 def headers(num: int) -> list[UpdateHeader]:
-    """Ten updates: the third is skipped, some are scaled."""
+    """Return the headers of `num` updates: the third is skipped, some are scaled."""
     result, adam_step = [], 0
     for update in range(1, num + 1):
         skip = update == 3
@@ -199,7 +202,7 @@ def headers(num: int) -> list[UpdateHeader]:
 
 
 def flat_gradients(layout: ModelLayout, update: int, dtype: torch.dtype) -> list[Tensor]:
-    """NaN in the padding."""
+    """Return the gradients of an update, with NaN in the padding."""
     generator = torch.Generator().manual_seed(update)
     flats = [poisoned(layer.trained.size, dtype) for layer in layout.layers]
     for layer, flat in zip(layout.layers, flats, strict=True):
@@ -209,7 +212,7 @@ def flat_gradients(layout: ModelLayout, update: int, dtype: torch.dtype) -> list
 
 
 def flat_directions(layout: ModelLayout, update: int) -> list[Tensor]:
-    """NaN wherever Muon trains nothing."""
+    """Return Muon's directions of an update, with NaN wherever Muon trains nothing."""
     generator = torch.Generator().manual_seed(1000 + update)
     flats = [poisoned(layer.trained.size, torch.bfloat16) for layer in layout.layers]
     for layer, flat in zip(layout.layers, flats, strict=True):
@@ -219,7 +222,7 @@ def flat_directions(layout: ModelLayout, update: int) -> list[Tensor]:
 
 
 def reference(layout: ModelLayout, num_updates: int, dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
-    """master, m and v by parameter from torch's own AdamW on whole tensors, and Muon's operations."""
+    """Return master, m and v by parameter, from torch's own AdamW on whole tensors and from Muon's operations."""
     parameters = {name: torch.nn.Parameter(t) for name, t in random_masters(layout).items()}
     segments = [(layer, s) for layer in layout.layers for s in layer.trained_segments]
     segments, by_muon = [(a, s) for a, s in segments if not s.muon], [(a, s) for a, s in segments if s.muon]

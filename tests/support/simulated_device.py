@@ -1,10 +1,11 @@
-"""A machine that nobody here has, as far as its clocks go: the engine runs a plan that was made for it on a stand-in of
-the model, with as many layers of next to no width, and every operation takes on the virtual clock what it would take
-there.
+"""Runs a plan on a machine that nobody here has, as far as its clocks go.
 
-What the plan decides is the plan's: where each layer lives, slots, loop order, micro-batches, where gradients and what
-enters layers wait. Bytes are the stand-in's, but on the clock, where each operation moves what the layer's would be.
-The disk is on the clock alone, by the rules that predict it (SimulatedSpill): nothing here tells whether these hold.
+The engine runs a plan that was made for that machine, on a stand-in of the model with as many layers of next to no
+width. On the virtual clock every operation takes what it would take there.
+
+What the plan decides is kept: where each layer lives, slots, loop order, micro-batches, where gradients and inputs of
+layers wait. Bytes are the stand-in's, but on the clock each operation moves what the layer's would be. The disk is only
+on the clock, by the rules that predict it (SimulatedSpill): nothing here shows whether these hold.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ VOCAB = 1024  # ends are larger than blocks, as those of large models are
 
 @dataclass(frozen=True)
 class StandIn:
-    """`question`, `plan`: of the model and the machine that are not here."""
+    """Runs a stand-in of the model. `question` and `plan` are those of the model and the machine that are not here."""
 
     question: Question
     plan: Plan
 
     def records(self, num_steps: int) -> list[tuple[Record, ...]]:
-        """What the engine did in each of so many steps, and when."""
+        """Return what the engine did in each of `num_steps` steps, and when."""
         return asyncio.run(self._train(num_steps)).records
 
     async def _train(self, num_steps: int) -> EngineResult:
@@ -78,7 +79,7 @@ class StandIn:
         timeline = Timeline(self._cost(structure.layout(), plan))
         device = CpuDevice(timeline, recipe.num_threads)
         host = LocalHost(plan, state.layout, state.working, state.shards, timeline)
-        # State is in memory, and on the clock as far away as the plan has it.
+        # State is in memory; the clock counts transfers as if it were where the plan has it.
         host._spill = SimulatedSpill(
             self.plan, self._layout, lambda stage, op, *after_s: timeline.account(stage, op, after_s)
         )
@@ -107,7 +108,7 @@ class StandIn:
         )
 
     def _plan(self, structure: ModelStructure, activations: ActivationBytes) -> Plan:
-        """With its decisions."""
+        """Return a plan of the stand-in with the decisions of the real plan."""
         plan = self.plan
         request = replace(
             self.question.request,
@@ -136,7 +137,7 @@ class StandIn:
         return replace(with_spilled(small, layers, structure.layout()), num_compute_threads=1)
 
     def _cost(self, layout: ModelLayout, plan: Plan) -> CostModel:
-        """Seconds that an operation of the stand-in takes there. `layout`, `plan`: of the stand-in."""
+        """Return the seconds that an operation of the stand-in takes there. `layout`, `plan`: of the stand-in."""
         prices, big = self._prices, self._layout
         gradients = [(x.trained.size, y.trained.size) for x, y in zip(big.layers, layout.layers, strict=True)]
         weights = [(x.size, y.size) for x, y in zip(big.layers, layout.layers, strict=True)]

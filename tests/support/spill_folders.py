@@ -1,4 +1,4 @@
-"""Folders of spill.path whose disks are not measured for real, and what a plan is told of them."""
+"""Makes folders of spill.path whose disks are not measured for real, and returns what a plan is told of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE, FREE = 2.5e9, 10 << 30
 
 
 def imitated_disks(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[Path]:
-    """Folders whose disks were measured, all of one rate and with as much room."""
+    """Give all disks the same rate and room; return a list that fills with the folders whose disks are measured."""
     folders: list[Path] = []
 
     def measure(folder: Path, num_bytes: int, way: DiskWay) -> float:
@@ -40,7 +40,7 @@ def imitated_disks(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[Path]:
 def space(
     folder: Path, limit: int | str | None = None, *, imagined: bool = False, rate: float | None = None, **settings: str
 ) -> SpillSpace:
-    """`rate`: that of the profile. `settings`: of spill."""
+    """Return the space that a plan is told of. `rate`: that of the profile. `settings`: other keys of spill."""
     machine = MACHINE if rate is None else replace(MACHINE, profile=replace(TYPICAL_CPU, disk_bytes_per_s=rate))
     spill = SpillConfig.model_validate({"path": str(folder), "limit": limit, **settings})
     found = with_spill(machine, spill, imagined=imagined)

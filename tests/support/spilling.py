@@ -1,4 +1,4 @@
-"""Runs whose host memory has no room for all optimizer state: models, configurations, what must hold of the disk."""
+"""Makes runs whose host memory has no room for all optimizer state, and checks what must hold of the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatrain_ray.planning.prepare import Question, question_of
 from tests.support.runs import config, write_config
 
 DISK_BYTES_PER_S = 1e9
-# Of `spilling_settings`.
+# Model of `spilling_settings`.
 SHAPE = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 16,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -39,7 +39,7 @@ def small_model(folder: Path, hidden_size: int = 64, num_layers: int = 6) -> Pat
 
 
 def long_model(folder: Path) -> Path:
-    """Of narrow layers, whose activations are more than their weights."""
+    """Write a model of narrow layers, whose activations take more than their weights."""
     shape = LlamaConfig(
         vocab_size=320, hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False,
@@ -49,20 +49,20 @@ def long_model(folder: Path) -> Path:
 
 
 def spilling_settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Of two GPUs, with two sequences an update each."""
+    """Return settings of two GPUs, with two sequences an update each."""
     split = {"train__batch_size": 4, "train__micro_batch_size": 2, "train__accumulate": 1}
     two = {"hardware__num_gpus": 2, "train__schedule": "constant", "data__seq_len": 256}
     return config(folder / "run", SHAPE, **split | two | changes)
 
 
 def spilling(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with a little less host memory than it needs, and a folder on disk."""
+    """Return the configuration with a little less host memory than it needs, and a folder on disk."""
     too_little = _too_little_ram(question_of(load_config(write_config(folder / "question.yaml", tree))))
     return _limited(tree, too_little, folder / "spill")
 
 
 def with_gradients_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with a folder on disk, and the most host memory with which gradients wait there, too."""
+    """Return the configuration with a folder on disk, and the most host memory with which gradients wait there, too."""
     enough = _too_little_ram(question_of(load_config(write_config(folder / "question.yaml", tree))))
     limited = _limited(tree, enough, folder / "spill")
     question = question_of(load_config(write_config(folder / "question.yaml", limited)))
@@ -74,23 +74,27 @@ def with_gradients_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, A
 
 
 def with_all_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with a folder on disk, and just as much host memory as it needs then."""
+    """Return the configuration with a folder on disk, and just as much host memory as it needs then."""
     limited = _limited(tree, 1 << 36, folder / "spill")
     question = question_of(load_config(write_config(folder / "question.yaml", limited)))
     return _limited(tree, _too_little_ram(question) + 4096, folder / "spill")
 
 
 def least_ram(folder: Path, tree: Mapping[str, Any]) -> int:
-    """A hardware.ram_limit with which the configuration, which has a spill.path, just fits: with all that may be on
-    disk there."""
+    """Return a hardware.ram_limit with which the configuration just fits, with all on disk that may be there.
+
+    tree: has a spill.path.
+    """
     question = question_of(load_config(write_config(folder / "question.yaml", tree)))
     assert question.machine.spill is not None
     return _too_little_ram(question) + 4096
 
 
 def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str, Any]:
-    """With rates that are always the same, since what goes to the disk depends on how fast it is: a slow one, to which
-    nothing goes that need not."""
+    """Return the configuration with this host memory, this folder on disk, and fixed rates.
+
+    What goes to the disk depends on how fast it is. Here it is slow, so nothing goes there that need not.
+    """
     rates = on_disk.parent / "rates.json"
     rates.write_text(replace(TYPICAL_CPU, disk_bytes_per_s=DISK_BYTES_PER_S).to_json())
     hardware = {"profile": str(rates), **tree.get("hardware", {}), "ram_limit": ram_bytes}
@@ -99,7 +103,7 @@ def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str
 
 
 def _too_little_ram(question: Question) -> int:
-    """A hardware.ram_limit with which it just does not fit."""
+    """Return a hardware.ram_limit with which the plan just does not fit."""
     plenty = _within(question, 1 << 36).plan()
     low = next(row.num_bytes for row in plenty.rows if row.name == "processes")  # does not fit
     high = sum(row.num_bytes for row in plenty.rows if row.name != "copies for saves")  # fits
@@ -119,7 +123,10 @@ def _within(question: Question, ram_bytes: int) -> Question:
 
 
 def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
-    """The GPU workers' byte for byte; the shards' but for what saves read, and what is written behind an update."""
+    """Assert that disk traffic is as planned: that of GPU workers byte for byte, that of shards within a factor of 2.
+
+    Shards also read for saves, and write after an update.
+    """
     (found,) = read_comparisons(run_dir)
     activations, weights, all_of_it = (
         found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
@@ -135,7 +142,7 @@ def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
 
 
 def spill_file_of(folder: Path, name: str = "") -> Path:
-    """As one of the processes has it open. `name`: a part of its own."""
+    """Return the spill file in `folder` as one of the processes has it open. `name`: a part of its name."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             path = str(link.readlink())

@@ -1,4 +1,4 @@
-"""Corpora that lie in memory, and token folders made as a run makes them."""
+"""Makes corpora in memory, and token folders as a run makes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END = 256
 
 
 def corpus_of(*documents: bytes | Sequence[int], name: str = "texts", end_of_document: int | None = END) -> Corpus:
-    """Documents of ids or bytes, with ids of 2 bytes."""
+    """Return a corpus of documents given as ids or bytes, with ids of 2 bytes."""
     arrays = [np.array(list(document), np.uint16) for document in documents]
     tokens = np.concatenate([*arrays, np.empty(0, np.uint16)])
     lengths = np.array([array.size for array in arrays], np.int64)
@@ -25,7 +25,10 @@ def corpus_of(*documents: bytes | Sequence[int], name: str = "texts", end_of_doc
 
 
 def write(folder: Path, **texts: str | bytes) -> str:
-    """Files of this content, `_` in a name standing for a dot (none: .txt); their glob."""
+    """Write files of this content, and return their glob.
+
+    texts: content by name; `_` in a name stands for a dot, and a name without one gets .txt.
+    """
     for name, text in texts.items():
         file = folder / (name.replace("_", ".") if "_" in name else f"{name}.txt")
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -33,6 +36,6 @@ def write(folder: Path, **texts: str | bytes) -> str:
 
 
 def tokens_of(data: DataConfig, run_dir: Path, vocab_size: int = 257) -> tuple[Path, ...]:
-    """As the driver makes them, with the tokenizer that `data` names."""
+    """Make token folders as the driver makes them, with the tokenizer that `data` names."""
     assert data.tokenizer is not None
     return tokenize(data, data.tokenizer, vocab_size, run_dir)

@@ -1,4 +1,4 @@
-"""Tiny Llama models with the same weights everywhere, and fixed batches of the shipped text."""
+"""Builds tiny Llama models with the same weights everywhere, and fixed batches of the shipped text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_tiny(
     vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
 ) -> Path:
-    """Writes a model of 64 hidden units, 4 heads and 2 key-value heads, whose weights depend on nothing but `seed`."""
+    """Write a model of 64 hidden units, 4 heads and 2 key-value heads, whose weights depend on nothing but `seed`."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -47,7 +47,7 @@ def build_tiny(
 
 
 def tiny_batches(num_batches: int, batch_size: int = 4, seq_len: int = 32) -> list[Batch]:
-    """The first batches of the shipped text, shuffled with seed 0, as bytes."""
+    """Return the first batches of the shipped text, shuffled with seed 0, as bytes."""
     return text_batches(num_batches, batch_size, seq_len)
 
 

@@ -1,4 +1,4 @@
-"""What must hold of every trace: the rules of Chrome's Trace Event Format, as far as our events go."""
+"""Checks what must hold of every trace: the rules of Chrome's Trace Event Format, as far as our events go."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ Thread = tuple[str, str]  # names of process and thread
 
 
 def check_format(events: Iterable[Event]) -> dict[Thread, list[Event]]:
-    """The spans of each thread, by its name. Fails where Perfetto would drop or misplace one: a negative time, an event
-    before an earlier one of its thread, one that neither nests in another nor lies beside it, a thread with no name."""
+    """Return the spans of each thread, by its name, after checking that Perfetto drops and misplaces none.
+
+    It would do so with a negative time, an event before an earlier one of its thread, one that neither nests in another
+    nor lies beside it, or a thread with no name.
+    """
     named: dict[tuple[str, int, int], str] = {}
     threads: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in json.loads(json.dumps(list(events), allow_nan=False)):
@@ -45,7 +48,7 @@ def check_order(spans: Iterable[Event]) -> None:
 
 
 def begin(span: Mapping[str, Any]) -> int:
-    """In ns, as Perfetto keeps it."""
+    """Return the start of a span in ns, as Perfetto keeps it."""
     return round(1000 * span["ts"])
 
 

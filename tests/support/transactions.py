@@ -1,4 +1,4 @@
-"""One layer in shared memory whose updates are transactions: for tests that tear them, by hand or by SIGKILL."""
+"""Keeps one layer in shared memory whose updates are transactions, for tests that tear them, by hand or by SIGKILL."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ KERNELS: Mapping[str, tuple[Build, ...]] = {"native": NATIVE, "torch": (TorchBlo
 
 
 def one_layer(precision: Precision) -> ShardLayout:
-    """A parameter of more than a block, one smaller than a unit, one of whole units, one with a tail, and one of more
-    than a block, which Muon trains where moments are FP32."""
+    """Return a layer of parameters of awkward sizes.
+
+    There is one of more than a block, one smaller than a unit, one of whole units, one with a tail, and one of more
+    than a block, which Muon trains where moments are FP32.
+    """
     shapes = {
         "large": (BLOCK_ELEMENTS + 77,),
         "norm": (77,),
@@ -53,7 +56,7 @@ def header(update: int) -> UpdateHeader:
 
 @dataclass(frozen=True)
 class Memory:
-    """What survives a shard's process: its state (all tensors of one layer) and its journal, in one buffer."""
+    """Holds what survives a shard's process: its state (all tensors of one layer) and its journal, in one buffer."""
 
     buffer: memoryview
     precision: Precision
@@ -82,7 +85,7 @@ class Memory:
         return self.buffer[16 * self.part.size :]
 
     def fill(self) -> Memory:
-        """Random state, and an empty journal for MAX_THREADS."""
+        """Fill the memory with random state, and with an empty journal for MAX_THREADS."""
         Journal(self.journal, self.part, self.precision, MAX_THREADS)
         generator = torch.Generator().manual_seed(0)
         for kind, tensor in self.tensors.items():
@@ -106,17 +109,17 @@ class Memory:
             shard.close()
 
     def gradient(self, update: int) -> Tensor:
-        """bf16 and FP32 in turn."""
+        """Return the gradient of an update: bf16 and FP32 in turn."""
         generator = torch.Generator().manual_seed(update % NUM_GRADIENTS)
         values = torch.randn(self.part.model.size, generator=generator) * 1e-2
         return values if update % 2 else values.bfloat16()
 
     def gradients(self) -> list[Tensor]:
-        """All there are, update after update; then they repeat."""
+        """Return all gradients there are, update after update; then they repeat."""
         return [self.gradient(update) for update in range(NUM_GRADIENTS)]
 
     def directions(self) -> Tensor:
-        """Of every update."""
+        """Return Muon's directions, which are the same for every update."""
         generator = torch.Generator().manual_seed(NUM_GRADIENTS)
         return torch.randn(self.part.model.size, generator=generator).bfloat16()
 

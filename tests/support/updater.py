@@ -1,8 +1,8 @@
-"""Main of a process whose children update a layer until they are killed.
+"""Runs children that update a layer until they are killed. This is the main of their parent process.
 
     python -m tests.support.updater FD PRECISION KERNEL NUM_THREADS
 
-For each line on stdin it forks a child, prints its pid, and reaps it. Importing torch once is the point.
+For each line on stdin it forks a child, prints its pid, and reaps it. So torch is imported only once.
 """
 
 from __future__ import annotations

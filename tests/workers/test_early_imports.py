@@ -14,7 +14,7 @@ from megatrain_ray.workers.early_imports import COMPILER, TRANSFORMERS, import_a
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of modules of the test, which are forgotten after it."""
+    """Return a folder for modules of the test, which are forgotten after it."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return tmp_path

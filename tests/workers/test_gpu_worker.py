@@ -261,7 +261,7 @@ async def test_out_of_device_memory_is_explained(
 def test_device_memory_that_others_have_taken_is_named_before_anything_is_loaded(
     ready: Prepared, handles: Handles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the limit that leaves them theirs: what is free, and the context, which is there by then."""
+    """The message names the limit that leaves them theirs: what is free, plus the context, which is there by then."""
     context = ByteCount(Tier.HBM, "context", 1 << 30, "")
     plan = dataclasses.replace(ready.plan, rows=(*ready.plan.rows, context))
     counted = ready.plan.total_bytes(Tier.HBM)

@@ -38,7 +38,7 @@ NOWHERE = Home((1,), str(FIRST_CPU), (60,))  # a number of no node of this machi
 
 
 def planned_large(precision: Precision, num_shards: int, num_nodes: int = 2) -> tuple[Plan, ModelLayout]:
-    """Of layers that are several huge pages each, on a CPU; without homes."""
+    """Return a plan of layers that are several huge pages each, on a CPU, without homes."""
     structure, activations = qwen(2, 32, hidden=512, heads=8, kv_heads=8, inner=2048, vocab=4096)
     machine = Machine("cpu", num_cpus=2, num_nodes=num_nodes, ram_bytes=64 << 30, hbm_bytes=None)
     request = Request(precision, False, True, 1, 1, 32, num_shards=num_shards, saves=False)
@@ -53,7 +53,7 @@ def arena() -> Iterator[Arena]:
 
 
 def policies(pid: int | str = "self") -> list[str]:
-    """Of the stretches of arenas, as the kernel has them."""
+    """Return the memory policies of all stretches of arenas, as the kernel has them."""
     lines = Path(f"/proc/{pid}/numa_maps").read_text().splitlines()
     return [line.split()[1] for line in lines if "memfd:megatrain-" in line]
 
@@ -99,7 +99,7 @@ def test_what_the_kernel_refuses(arena: Arena, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_thread_stays_and_so_do_those_it_starts() -> None:
-    """In a process of its own, since this one goes on with its tests."""
+    """The test has a process of its own, since this one goes on with its tests."""
     code = (
         "import os, threading, pathlib\n"
         "from megatrain_ray.workers.numa_pinning import pin_process\n"

@@ -17,7 +17,7 @@ from tests.support.runs import ROOT
 
 
 def test_the_arena_owner_loads_no_torch(tmp_path: Path) -> None:
-    """As its class comes through Ray."""
+    """Its class comes through Ray as in a run."""
     (tmp_path / "class").write_bytes(cloudpickle.dumps(waiting(ArenaOwner)))
     code = (
         "import pathlib, pickle, sys\n"
@@ -29,7 +29,7 @@ def test_the_arena_owner_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_a_shard_reads_weights_without_transformers(tmp_path: Path) -> None:
-    """Of a model whose experts a checkpoint holds apart."""
+    """The model's checkpoint holds its experts apart."""
     source = folder_source(build_family("Mixtral", tmp_path / "model"))
     (tmp_path / "source").write_bytes(pickle.dumps(source))
     code = (

@@ -45,7 +45,7 @@ def plan_of(num_windows: int, activations: tuple[int, ...] = (SIZE,) * len(LAYER
 
 @dataclass
 class Desk:
-    """A file with three places, and what was put into them."""
+    """Holds a file with three places, and what was put into them."""
 
     file: ActivationFile
     device: CpuDevice
@@ -104,7 +104,7 @@ def test_storages_lie_one_behind_the_other_in_blocks() -> None:
 
 @pytest.mark.parametrize("windows", [Tier.HOST, Tier.HBM])
 def test_one_window_moves_one_block_after_the_other(windows: Tier) -> None:
-    """In the order of the forward out, in that of the backward back."""
+    """Blocks go out in the order of the forward, and come back in that of the backward."""
     with desk(1, windows) as at:
         for layer in LAYERS:
             at.send(layer)
@@ -134,7 +134,7 @@ def test_what_comes_back_is_read_ahead_as_far_as_there_are_windows() -> None:
 
 
 def test_the_next_forward_need_not_wait_for_the_disk() -> None:
-    """As far as windows have room: the device's memory is free once all is in them."""
+    """As far as windows have room, the device's memory is free once all is in them."""
     with desk(num_windows=3) as at:
         at.store.held.add("write")
         at.send(1)
@@ -252,7 +252,7 @@ def test_whoever_waits_hears_that_it_was_closed() -> None:
 
 
 class Damaged(Watched):
-    """Of which a block has another bit than was written."""
+    """A store in which a block that is read has another bit than was written."""
 
     async def reach(self, kind: str, offset: int) -> None:
         await super().reach(kind, offset)

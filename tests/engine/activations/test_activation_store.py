@@ -37,7 +37,7 @@ BLOCKS = (1, 2)
 
 @dataclass
 class Stage:
-    """A store, and a device to run it on."""
+    """Holds a store, and a device to run it on."""
 
     store: ActivationStore
     device: CpuDevice
@@ -161,7 +161,7 @@ def test_who_shares_memory_has_it_back(stage: Stage) -> None:
 
 
 def test_memory_is_filled_behind_all_that_was_submitted_before(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then it may be somebody else's, of whom the transfer's stage knows nothing."""
+    """Until all submitted work is done, the memory may belong to others, of whom the transfer's stage knows nothing."""
     recorded: list[Event] = []
     record, copy_all = stage.device.record, stage.device.copy_all
     behind: list[bool] = []
@@ -219,7 +219,7 @@ SIZE = 2 * SMALL_BYTES
 
 
 def test_what_is_kept_comes_back_in_one_piece_with_what_entered(device: CpuDevice) -> None:
-    """As one operation each way, however many storages it has; for a replay the boundary alone."""
+    """It is one operation each way, however many storages there are. For a replay only the boundary comes back."""
     layers = [layer_plan(Tier.HOST, 2 * SIZE) if i in BLOCKS else layer_plan() for i in range(NUM_LAYERS)]
     layers[2] = layer_plan(None, 2 * SIZE)
     room = 4 * SIZE + NUM_BYTES

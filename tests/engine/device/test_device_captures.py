@@ -66,8 +66,11 @@ def test_a_replay_reads_what_is_there_then(device: Device) -> None:
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_a_captured_step_has_the_same_bits(tmp_path: Path, make: Make, order: LoopOrder, micro_batch_size: int) -> None:
-    """Of 128 supervised tokens: a GPU divides by a number that is no power of two as it multiplies by its reciprocal,
-    but by a tensor as it divides."""
+    """A captured step has the same bits as one that is not captured.
+
+    There are 128 supervised tokens: a GPU divides by a number that is no power of two by multiplying by its reciprocal,
+    but by a tensor it divides.
+    """
     build_tiny(tmp_path)
     recipe = Recipe(4, precision="bf16", micro_batch_size=micro_batch_size)
     batches = tiny_batches(4)
@@ -92,7 +95,7 @@ def test_a_captured_step_has_the_same_bits(tmp_path: Path, make: Make, order: Lo
 def test_cuda_refuses_what_a_replay_would_not_do_again(
     function: Callable[[torch.Tensor], torch.Tensor], reason: str
 ) -> None:
-    """And goes on as if nothing had been tried: it draws, captures and computes."""
+    """The device goes on as if nothing had been tried: it draws, captures and computes."""
     device = CudaDevice()
     with device.activate():
         x = torch.ones(16, device=device.torch_device)

@@ -77,7 +77,7 @@ def test_copies_may_cross_registered_ranges(device: Device, monkeypatch: pytest.
 
 
 def test_a_block_of_the_device_has_the_checksum_of_its_bytes(device: Device) -> None:
-    """Behind nothing of the compute stage, and also where sums run over 64 bits."""
+    """The checksum waits for nothing of the compute stage, and is right also where sums run over 64 bits."""
     source = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
     region = device.allocate(source.numel())
     device.copy(Stage.H2D, region, source, Op("load", 0), []).synchronize()
@@ -88,7 +88,7 @@ def test_a_block_of_the_device_has_the_checksum_of_its_bytes(device: Device) -> 
 
 
 def test_activations_go_from_the_device_to_a_file_and_back(tmp_path: Path, make: Make) -> None:
-    """Without memory of the host between: by kvikio, where there is a GPU that it works with."""
+    """Activations need no host memory between, by kvikio, where there is a GPU that it works with."""
     device = make(Timeline(), 1)
     device.close()
     if device.kind == "cuda" and (reason := unusable(tmp_path)):
@@ -162,7 +162,7 @@ def test_the_event_log_is_the_same_on_every_device(
 def test_gradients_are_those_of_plain_autograd(
     tmp_path: Path, make: Make, precision: str, activations: ActivationPolicy
 ) -> None:
-    """On the same device, in the same mode: after one step m is the gradient times 1 - beta1."""
+    """Both run on the same device, in the same mode: after one step m is the gradient times 1 - beta1."""
     build_tiny(tmp_path, tied=True)
     recipe = Recipe(1, precision=precision, micro_batch_size=2, clip=None)
     ours = train_engine(tmp_path, tiny_batches(1), recipe, Mode(LoopOrder.LAYERS_OUTER, activations), make_device=make)
@@ -191,8 +191,11 @@ def test_losses_agree_across_devices(tmp_path: Path, make: Make, precision: str)
 
 
 def test_the_event_log_with_muon_is_the_same_on_every_device(tmp_path: Path, make: Make) -> None:
-    """With clipping. Without, momenta come by the way of the weights, in backward, and which of them come first
-    is a matter of real time."""
+    """With clipping, all devices have the same log.
+
+    Without clipping, momenta come by the same way as the weights, in the backward, and which of them come first is a
+    matter of real time.
+    """
     build_tiny(tmp_path)
     recipe, mode = Recipe(2, muon=MuonRecipe()), Mode(LoopOrder.LAYERS_OUTER, num_shards=2)
     logs = [
@@ -214,8 +217,11 @@ MUON_TOLERANCE = {"fp32": 2e-3, "bf16": 0.2}
 def test_muon_is_that_of_the_same_device(
     tmp_path: Path, make: Make, precision: str, clip: float | None, grad_dtype: str
 ) -> None:
-    """On the same device, in the same mode: directions are made there, momenta and masters on the host. What a last bit
-    of a gradient changes grows from update to update, so it is three of them, and not bits."""
+    """The engine agrees with the reference on the same device, in the same mode.
+
+    Directions are made there, momenta and masters on the host. What a last bit of a gradient changes grows from update
+    to update. So only three updates are compared, and not bit by bit.
+    """
     build_tiny(tmp_path, num_layers=6)
     recipe = Recipe(3, muon=MuonRecipe(), precision=precision, clip=clip, grad_dtype=grad_dtype)
     mode = Mode(LoopOrder.LAYERS_OUTER, num_shards=2)
@@ -239,8 +245,10 @@ def test_muon_is_that_of_the_same_device(
 def test_an_update_on_the_device_is_torchs_on_the_cpu(
     device: Device, moments: torch.dtype, is_split: bool, dtype: torch.dtype
 ) -> None:
-    """Bit for bit, body, blocks and tail: three million elements and five, the last ones of which have random bits of
-    counters that begin at 0 again."""
+    """An update is the same bit for bit in body, blocks and tail.
+
+    There are three million elements and five. The last ones have random bits from counters that begin at 0 again.
+    """
     hyper = Hyper(0.9, 0.95, 1e-8, 0.1, moments_seed=5 if moments is torch.bfloat16 else None)
     weighting, size = Weighting(0.7, 0.1), 3_000_005
     generator = torch.Generator().manual_seed(0)
@@ -283,7 +291,7 @@ def test_where_layers_live_changes_no_bit(
 def test_where_gradients_wait_changes_no_bit(
     tmp_path: Path, make: Make, micro_batch_size: int, order: LoopOrder, hbm_layers: frozenset[int]
 ) -> None:
-    """In poison mode: the memory of a gradient that leaves beside the next forward is nobody else's until it has."""
+    """In poison mode, a gradient that leaves beside the next forward keeps its memory until it has left."""
     build_tiny(tmp_path, num_layers=8)
     recipe = Recipe(4, precision="bf16", micro_batch_size=micro_batch_size)
     ours, theirs = (
@@ -349,7 +357,7 @@ def test_where_what_is_kept_waits_changes_no_bit(
 def test_dividing_blocks_changes_no_bit(
     tmp_path: Path, make: Make, tier: Tier, precision: str, order: LoopOrder
 ) -> None:
-    """With all that their parts hand on, and blocks save between them, on the device or on the host."""
+    """Blocks may be divided with all that their parts hand on, and save between them, on the device or on the host."""
     build_tiny(tmp_path)
     recipe = Recipe(4, precision=precision, micro_batch_size=2)
     ours, theirs = (
@@ -367,7 +375,7 @@ def test_dividing_blocks_changes_no_bit(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
 def test_dividing_experts_changes_no_bit(tmp_path: Path, make: Make, family: str, precision: str) -> None:
-    """But of the norm, so nothing is clipped."""
+    """Only bits of the norm change, so nothing is clipped."""
     build_family(family, tmp_path)
     recipe = Recipe(3, precision=precision, micro_batch_size=2, clip=None)
     ours, theirs = (
@@ -380,7 +388,7 @@ def test_dividing_experts_changes_no_bit(tmp_path: Path, make: Make, family: str
 
 @pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 2, 9})], ids=["none", "some"])
 def test_where_sums_wait_changes_no_bit(tmp_path: Path, make: Make, hbm_layers: frozenset[int]) -> None:
-    """In poison mode; chunks of the loss add to the head's sum, wherever it is."""
+    """The engine is in poison mode; chunks of the loss add to the head's sum, wherever it is."""
     build_tiny(tmp_path, num_layers=8)
     recipe = Recipe(4, precision="bf16", micro_batch_size=1, loss_chunk_tokens=24)
     ours, theirs = (
@@ -422,8 +430,10 @@ def test_a_sum_of_two_is_rounded_twice(device: Device, dtype: torch.dtype, shape
 
 @pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
 def test_cuda_takes_no_more_memory_than_it_may() -> None:
-    """5 GiB beside what earlier tests hold, 1 of them for the context; what a tensor left does not stand in the way of
-    a larger one. The next device may take all."""
+    """A device limited to 5 GiB beyond what earlier tests hold takes no more; 1 GiB of it is for the context.
+
+    Memory that a tensor has left can be used for a larger one. The next device may take all memory.
+    """
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved()
     with closing(CudaDevice(memory_bytes=held + (5 << 30))) as device:

@@ -109,12 +109,12 @@ def test_device_memory_is_what_the_plan_says(tmp_path: Path, order: LoopOrder) -
 
 
 def costs(stage: Stage, op: Op) -> float:
-    """Loading a layer takes as long as computing it, so that hiding it is worth half of the time."""
+    """Return costs in which loading a layer takes as long as computing it, so hiding it is worth half of the time."""
     return {Stage.COMPUTE: 1.0, Stage.H2D: 1.0, Stage.D2H: 1.0, Stage.OPTIMIZER: 0.5}[stage]
 
 
 class SynchronousDevice(CpuDevice):
-    """A device whose transfers block whoever submits them and the compute stage: what streaming is there to avoid."""
+    """A device whose transfers block whoever submits them and the compute stage, which streaming is there to avoid."""
 
     def copy(self, stage: Stage, target: Tensor, source: Tensor, op: Op, after: Sequence[Event]) -> Event:
         return self._blocking(stage, lambda: CpuDevice.copy(self, stage, target, source, op, after))

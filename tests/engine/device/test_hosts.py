@@ -124,7 +124,7 @@ def test_a_rank_without_a_part_of_a_small_layer_uploads_nothing_of_it() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_slot_has_the_parts_of_all_hosts(num_ranks: int) -> None:
-    """With two ranks by an all-gather; parts of three are not equally large, and each sends its own."""
+    """Two ranks use an all-gather; parts of three are not equally large, and each sends its own."""
     meeting = Meeting()
     arguments = [sys.executable, "-m", "tests.support.rank_process", *map(str, meeting.place), str(num_ranks)]
     ranks = [subprocess.Popen([*arguments, str(rank)], cwd=ROOT, stderr=subprocess.PIPE) for rank in range(num_ranks)]
@@ -240,7 +240,7 @@ def test_a_run_dir_that_another_host_does_not_share_is_told(monkeypatch: pytest.
     asked: list[str] = []
 
     class Owner:
-        """What is asked of its actor is answered at once."""
+        """Stands in for an owner of arenas whose actor answers at once."""
 
         def __init__(self, name: str) -> None:
             self.name, self.actor, self.digest_of = name, self, self

@@ -44,7 +44,7 @@ class Threads:
         self._table, self._barrier = table, barrier
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:
-        """The parts are the whole, or lie in the order of ranks, as a reduce-scatter has them."""
+        """Sum over ranks. The parts are the whole, or lie in the order of ranks, as a reduce-scatter has them."""
         spans = [Span(*map(int, span)) for span in self._all(torch.tensor(part))]
         is_whole = all(span == (0, flat.numel()) for span in spans)
         assert is_whole or [0, *(s.stop for s in spans)] == [*(s.start for s in spans), flat.numel()]
@@ -93,7 +93,7 @@ def test_parts_of_all_ranks_cover_what_is_trained(size: int) -> None:
 def test_each_rank_keeps_its_part_of_a_sum_and_all_have_the_same_norms(
     tmp_path: Path, size: int, muon: MuonRecipe | None, *, on_device: bool
 ) -> None:
-    """Of a layer that lives on the devices each keeps all, of one that Muon trains whole matrices."""
+    """Each rank keeps all of a layer that lives on the devices, and whole matrices of one that Muon trains."""
     source = folder_source(build_tiny(tmp_path, num_layers=1))
     mode = Mode(hbm_layers=frozenset(range(3) if on_device else ()))
     structure, plan = plan_for(source.factory, Recipe(1, micro_batch_size=2, muon=muon), mode, (4, 32))

@@ -185,8 +185,10 @@ def test_what_a_part_returned_and_nothing_reads_gives_its_memory_back(
 
 
 def test_bytes_of_parts_are_those_of_a_trial() -> None:
-    """By hand, for 2 sequences of 64 tokens in bf16: 128 wide, an MLP of 256. Everything that enters a call is counted
-    once, where it leaves."""
+    """Bytes are those counted by hand, for 2 sequences of 64 tokens in bf16, 128 wide, with an MLP of 256.
+
+    Everything that enters a call is counted once, where it leaves.
+    """
     config = LlamaConfig(
         hidden_size=128,
         intermediate_size=256,
@@ -220,7 +222,7 @@ def test_bytes_of_parts_are_those_of_a_trial() -> None:
 
 
 def test_flops_are_those_of_whole_blocks(tmp_path: Path) -> None:
-    """With windows that only some blocks have."""
+    """Only some blocks have windows."""
     build_family("Gemma 2", tmp_path)
     source = folder_source(tmp_path)
     counts = [FlopCount.of(discover(source.factory, torch.float32, 1, 20, block_parts=n)[0], source) for n in (1, 8)]

@@ -39,7 +39,7 @@ def documents(step: int) -> list[Tensor]:
 
 
 def packed(step: int) -> Batch:
-    """All in one row."""
+    """Return a batch with all documents in one row."""
     parts = documents(step)
     segments = torch.cat([torch.full((n,), k, dtype=torch.int32) for k, n in enumerate(LENGTHS)])
     return Batch(
@@ -53,7 +53,7 @@ def packed(step: int) -> Batch:
 
 
 def separate(step: int) -> Batch:
-    """Each in a row of its own, padded."""
+    """Return a batch with each document in a row of its own, padded."""
     parts = documents(step)
     ids, targets = torch.zeros(3, SEQ_LEN, dtype=torch.int64), torch.full((3, SEQ_LEN), -100)
     for row, part in enumerate(parts):
@@ -62,7 +62,7 @@ def separate(step: int) -> Batch:
 
 
 def why_not(name: str, folder: Path) -> str | None:
-    """The reason why it cannot keep documents apart, if there is one."""
+    """Return the reason why the model cannot keep documents apart, or None if it can."""
     factory = Architecture(json.loads((folder / "config.json").read_text()))
     structure, _ = discover(factory, torch.float32, 1, SEQ_LEN)
     try:
@@ -73,7 +73,7 @@ def why_not(name: str, folder: Path) -> str | None:
 
 
 def loss_of(folder: Path, batch: Batch) -> float:
-    """Of the unmodified model, without dropout, summed over supervised tokens."""
+    """Return the loss of the unmodified model, without dropout, summed over supervised tokens."""
     model = load_model(folder, torch.float32).eval()
     positions = None if batch.segments is None else positions_of(batch.segments)
     packed = packed_arguments(model, positions)
@@ -105,7 +105,7 @@ def test_the_engine_equals_the_reference(tmp_path: Path, name: str) -> None:
 
 
 def side_by_side(*batches: Batch) -> Batch:
-    """Their rows in one batch."""
+    """Return the rows of all batches in one batch."""
     segments = [torch.zeros_like(b.input_ids, dtype=torch.int32) if b.segments is None else b.segments for b in batches]
     ids, targets = torch.cat([b.input_ids for b in batches]), torch.cat([b.targets for b in batches])
     num_supervised = sum(b.num_supervised for b in batches)
@@ -128,7 +128,10 @@ def test_documents_are_numbered_as_transformers_numbers_them() -> None:
 
 
 def test_no_forward_asks_the_device_what_the_host_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it would wait for the answer. Of four micro-batches that stand at a layer together some are packed."""
+    """On a GPU a forward would wait for the answer.
+
+    Of four micro-batches that stand at a layer together some are packed.
+    """
     build_family("Llama", tmp_path)
     answer_packed()
     (answer, (look_up,)) = (found := masking_utils.find_packed_sequence_indices).func, found.args

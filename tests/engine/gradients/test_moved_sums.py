@@ -31,7 +31,7 @@ class Bench:
         return {segment.name: torch.randn(segment.shape) for segment in segments}
 
     def contribute(self, layer: int, gradients: dict[str, torch.Tensor | None]) -> None:
-        """The first of two, which goes to the host and comes back."""
+        """Add the first of two contributions, which is offloaded to the host and comes back."""
         self.store.add(layer, gradients, first=True, last=False)
         departure = self.store.suspend(layer)
         on_host = departure.flat.clone()

@@ -39,7 +39,7 @@ def planned(
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4, 5])
 def test_bits_of_a_sum_of_one_after_the_other(tmp_path: Path, num_micro_batches: int) -> None:
-    """Of every second micro-batch one parameter has no gradient, another never has one."""
+    """One parameter has no gradient of every second micro-batch, another never has one."""
     plan, layout, store, device = planned(tmp_path, LoopOrder.LAYERS_OUTER, num_micro_batches)
     assert [*plan.paired_layers] == ([1, 2, 3] if num_micro_batches > 1 else [])
     for layer in (3, 2):

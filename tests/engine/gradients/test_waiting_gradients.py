@@ -1,5 +1,7 @@
-"""Gradients that wait on the device until their update is known: the same bits, a small slab, a next forward that does
-not wait for them."""
+"""Gradients may wait on the device until their update is known.
+
+Bits are the same, the slab is small, and the next forward does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ MODES = {
 
 
 def train(folder: Path, mode: Mode, micro_batch_size: int, precision: str = "bf16") -> EngineResult:
-    """As plain PyTorch does, bit for bit."""
+    """Train with the engine, and assert that plain PyTorch gives the same bits."""
     build_tiny(folder, tied=precision == "fp32", num_layers=BLOCKS)
     recipe = Recipe(STEPS, precision=precision, micro_batch_size=micro_batch_size)
     held_out = tiny_batches(1)

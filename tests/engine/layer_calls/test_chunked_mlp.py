@@ -1,5 +1,7 @@
-"""MLPs in chunks of tokens: the numbers of whole ones, in every way a step can run, and no more memory than the plan
-says."""
+"""MLPs in chunks of tokens have the numbers of whole ones, in every way a step can run.
+
+They take no more memory than the plan says.
+"""
 
 from __future__ import annotations
 
@@ -156,8 +158,11 @@ def run(folder: Path, recipe: Recipe, mode: Mode, **how: object) -> tuple[Engine
 
 
 def assert_close(ours: EngineResult, theirs: Result | EngineResult, bound: float = BOUND) -> None:
-    """Masters by their norms: AdamW makes a step of an element whose gradient is next to nothing, and that may differ
-    in its first digits, from one kind of CPU to the next too."""
+    """Assert that losses, gradient norms and masters are close; masters by their norms.
+
+    AdamW makes a whole step even of an element whose gradient is next to nothing. Such a gradient may differ in its
+    first digits, from one kind of CPU to the next too.
+    """
     assert ours.losses == pytest.approx(theirs.losses, rel=bound)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=bound)
     for name, master in theirs.masters.items():
@@ -196,7 +201,7 @@ def test_steps_are_those_of_plain_pytorch(tmp_path: Path, mode: Mode, monkeypatc
 
 @pytest.mark.parametrize("chunk_tokens", [16, 40, 64])
 def test_any_number_of_chunks(tmp_path: Path, chunk_tokens: int) -> None:
-    """Of 128 tokens in several rows; bit-equal but for gradients of weights, whose sums have another order."""
+    """128 tokens in several rows are bit-equal, except for gradients of weights, whose sums have another order."""
     ours, theirs = run(tmp_path, Recipe(STEPS, micro_batch_size=4), Mode(mlp_chunk_tokens=chunk_tokens))
     assert ours.plan.num_mlp_chunks == {16: 8, 40: 4, 64: 2}[chunk_tokens]
     assert ours.losses[0] == theirs.losses[0]
@@ -348,7 +353,7 @@ def test_a_backward_takes_what_the_plan_says() -> None:
 
 
 def _peak_bytes(function: Callable[[], None]) -> int:
-    """That exist at once beyond those from before, of what torch allocates on the CPU."""
+    """Return the most bytes that exist at once beyond those from before, of what torch allocates on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]

@@ -55,7 +55,7 @@ def factory_of(shape: Any) -> ModelFactory:
 
 
 def trials_of(shape: Any, batch: tuple[int, int] = (1, 8), dtype: torch.dtype = torch.float32) -> list[CompileTrial]:
-    """Of the blocks."""
+    """Return the compile trials of the blocks."""
     _, activations = discover(factory_of(shape), dtype, *batch, compiled=True)
     return [trial for trial in activations.compiled if trial is not None]
 
@@ -197,8 +197,11 @@ def test_a_step_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, budget: float, segment: int, kept: Tier,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Released slots are NaN, layers come back elsewhere, and all run the graph that was compiled for the first, with
-    the same dropout where they run twice."""
+    """Compiled layers compute the same while slots are reused.
+
+    Released slots are NaN, and layers come back at other addresses. All run the graph that was compiled for the first,
+    with the same dropout where they run twice.
+    """
     caplog.set_level(logging.INFO, "megatrain_ray.engine")
     monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)  # all of these are
     build_family(name, tmp_path)

@@ -98,7 +98,7 @@ def make(dtype: torch.dtype) -> ToyModel:
 
 
 class Recorder:
-    """In place of a shard: keeps the gradients that arrive."""
+    """Stands in for a shard: keeps the gradients that arrive."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor] = {}
@@ -257,7 +257,7 @@ def test_the_model_may_change_what_a_layer_returned(
 
 
 class Smuggler(ToyBase):
-    """The first layer leaves a tensor where the last one finds it."""
+    """A model whose first layer leaves a tensor where the last one finds it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ VECTOR_ELEMENTS = 64  # torch's vectorised AdamW rounds alike whatever is cut of
 
 @st.composite
 def layers(draw: st.DrawFn) -> FlatLayout:
-    """Any parameters, some of them tied to one of another layer, in any number of fragments."""
+    """Draw any parameters, some of them tied to one of another layer, in any number of fragments."""
     specs = [
         ParameterSpec(f"p{i}", f"p{i}", shape, tied_to=draw(st.sampled_from([None, None, None, "elsewhere"])))
         for i, shape in enumerate(draw(shapes))
@@ -136,7 +136,7 @@ def test_cuts_lie_on_vector_boundaries_of_every_parameter(
 
 @given(layers(), st.data())
 def test_logical_and_padded_are_each_others_inverse(layout: FlatLayout, data: st.DataObject) -> None:
-    """Of any span, whether it begins and ends in parameters or in the padding between them."""
+    """It holds for any span, whether it begins and ends in parameters or in the padding between them."""
     padded_of = torch.full((layout.logical_size,), -1)
     for run in layout.runs(Span(0, layout.size)):
         padded_of[run.logical : run.logical + run.length] = torch.arange(run.padded, run.padded + run.length)

@@ -34,7 +34,7 @@ def test_a_save_takes_twelve_bytes_per_parameter(plan: Plan) -> None:
 
 
 def test_the_three_cases(plan: Plan) -> None:
-    """In units in which the save is 12: the disk is fast enough; RAM takes the rest; the disk takes the rest."""
+    """In units in which the save is 12, the disk is fast enough, or RAM takes the rest, or the disk takes the rest."""
     unit = plan.save_bytes / 12
     roomy, tight = replace(plan, save_copy_bytes=plan.save_bytes), replace(plan, save_copy_bytes=int(4 * unit))
     assert predict_stall_s(roomy, 6.0, 2 * unit, 10 * unit) == 0

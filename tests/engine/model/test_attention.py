@@ -118,8 +118,11 @@ def test_a_layer_keeps_the_mask_that_sdpa_is_given_in_the_working_type() -> None
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 3n"])
 def test_flex_attention_computes_the_same(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the engine, without the compiler: torch's own computation of what the kernel does, which has gradients on
-    the CPU once its check of the device is out of the way."""
+    """The engine computes the same with flex attention, without the compiler.
+
+    It runs torch's own computation of what the kernel does, which has gradients on the CPU once its check of the device
+    is out of the way.
+    """
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     build_family(name, tmp_path)
     batches, recipe = [packed(step) for step in range(2)], Recipe(2, seed=3)

@@ -45,8 +45,7 @@ STEPS = 3
 
 
 def grouped(model_type: str, most: int, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any, dict[str, nn.Parameter]]:
-    """A model with random weights; the same with experts in groups; and of each parameter of that the gradient's place
-    in the first one's."""
+    """Return a model with random weights, the same with experts in groups, and the first model's parameters by name."""
     factory = Architecture(FAMILIES[model_type].config | changes)
     torch.manual_seed(0)
     whole, apart = factory(dtype), GroupedFactory(factory, most)(dtype)
@@ -214,7 +213,7 @@ def test_flops_are_those_of_whole_stacks(tmp_path: Path) -> None:
 
 
 def mixtral(folder: Path, **hardware: Any) -> TrainConfig:
-    """Two layers of Mixtral-8x7B's shape."""
+    """Return the configuration of a model with two layers of Mixtral-8x7B's shape."""
     shape = {
         "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
@@ -242,7 +241,7 @@ def test_a_layer_larger_than_the_slots_is_planned(tmp_path: Path) -> None:
 
 
 def test_another_number_of_parts_than_of_groups_is_found_again(tmp_path: Path) -> None:
-    """Of 32 experts four groups of eight, where six parts are asked for."""
+    """32 experts have four groups of eight, where six parts are asked for."""
     shape = FAMILIES["DeepSeek-V3"].config | {
         "n_routed_experts": 32, "moe_intermediate_size": 256, "n_group": 1, "num_hidden_layers": 3,
     }  # fmt: skip

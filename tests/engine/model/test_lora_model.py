@@ -146,7 +146,7 @@ def test_matrices_that_can_have_no_pair(family: str, match: str, says: str) -> N
 
 
 def test_a_pair_that_would_never_compute(tmp_path: Path) -> None:
-    """As in Jamba, which multiplies by the matrix of its dt_proj itself."""
+    """A pair would never compute in Jamba, which multiplies by the matrix of its dt_proj itself."""
     source = folder_source(build_tiny(tmp_path)).with_lora(LORA)
 
     def factory(dtype: torch.dtype) -> nn.Module:
@@ -178,7 +178,7 @@ def test_the_plan_counts_two_bytes_a_frozen_parameter(tmp_path: Path, capsys: py
 
 
 def write_adapter(folder: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
-    """One for q_proj of the tiny model's layers, rank 2, changed."""
+    """Write an adapter for q_proj of the tiny model's layers, of rank 2, after `change`."""
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "target_modules": ["q_proj"]}
     tensors = {}
     for i in range(3):
@@ -239,7 +239,7 @@ def test_what_was_trained_beside_is_gone_on_from_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("in_head", "says"), [(7.0, None), (8.0, r"holds other values of lm_head\.weight than of mo")])
 def test_a_shared_parameter_beside_by_both_of_its_names(tmp_path: Path, in_head: float, says: str | None) -> None:
-    """As exports have it, for peft; were the two trained apart, one of them would be lost."""
+    """Exports have both names, for peft. If the two were trained apart, one of them would be lost."""
     names = {"model.embed_tokens": 7.0, "lm_head": in_head}
     both = {f"base_model.model.{name}.weight": torch.full((257, 64), value) for name, value in names.items()}
     adapter = write_adapter(tmp_path / "adapter", lambda c, t: t.update(both))
@@ -269,7 +269,10 @@ def test_no_adapter_where_one_is_named(tmp_path: Path) -> None:
 
 
 def test_checksums_of_what_is_frozen(tmp_path: Path) -> None:
-    """Of a layer's values: the same however it is cut, another one for another bit, none where all is trained."""
+    """A layer's checksum does not depend on how its values are cut.
+
+    It is another one for another bit, and none where all is trained.
+    """
     source = folder_source(build_tiny(tmp_path)).with_lora(LORA)
     found = set()
     for mode in (Mode(), Mode(num_shards=3, num_fragments=2)):

@@ -22,7 +22,7 @@ DIRECTIONS = Memory.anonymous(Precision.FP32).directions()
 
 
 class Phase(Enum):
-    """How far a thread got with its block."""
+    """Says how far a thread got with its block."""
 
     DISARMED = "the room is half written, the record says nothing"
     ARMED = "nothing is overwritten yet"
@@ -34,13 +34,13 @@ class Phase(Enum):
 
 @functools.cache
 def filled(precision: Precision) -> Memory:
-    """To be copied."""
+    """Return filled memory, which callers copy and leave as it is."""
     return Memory.anonymous(precision).fill()
 
 
 @functools.cache
 def updated(precision: Precision) -> Memory:
-    """What is filled, after an undisturbed update 1."""
+    """Return the filled memory after an undisturbed update 1."""
     after = filled(precision).copy()
     with after.shard(KERNELS["torch"]) as shard:
         shard.update(0, after.gradient(1), header(1), TORN, DIRECTIONS)
@@ -53,7 +53,7 @@ def parts_of(memory: Memory) -> list[Part]:
 
 
 class Crash:
-    """A journal and state as threads leave them that were killed in transaction TORN."""
+    """Makes a journal and state as threads leave them that were killed in transaction TORN."""
 
     def __init__(self, precision: Precision) -> None:
         self.memory = filled(precision).copy()
@@ -62,7 +62,7 @@ class Crash:
         self._after = parts_of(updated(precision))
 
     def age(self) -> None:
-        """Records and marks of an older transaction."""
+        """Leave records and marks of an older transaction in the journal."""
         for thread, part in enumerate(self._parts[:MAX_THREADS]):
             units = Span(part.first_unit, part.first_unit + 1)
             self._journal.save(thread, units, part.state.cut(part.elements(units)), OLD)
@@ -116,7 +116,7 @@ def test_without_rolling_back_a_torn_block_would_be_updated_twice() -> None:
 
 @st.composite
 def crashes(draw: st.DrawFn) -> list[tuple[int | None, Span, Phase]]:
-    """Every block done, untouched (not listed) or, in each of some threads at most one, on the way."""
+    """Draw the state of every block: done, untouched (not listed) or on the way, in at most one block of a thread."""
     threads = iter(range(MAX_THREADS))
     found: list[tuple[int | None, Span, Phase]] = []
     for part in parts_of(filled(Precision.FP32)):

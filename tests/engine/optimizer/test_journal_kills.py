@@ -26,13 +26,13 @@ WAIT_S = 60.0
 
 
 class Updater:
-    """The process of tests/support/updater.py over the same memory."""
+    """Drives a process of tests/support/updater.py over the same memory."""
 
     def __init__(self, words: Words, stdin: IO[str], stdout: IO[str]) -> None:
         self._words, self._stdin, self._stdout = words, stdin, stdout
 
     def run_and_kill(self, num_updates: int, delay_s: float) -> None:
-        """Kills a child `delay_s` after it has done `num_updates`."""
+        """Kill a child `delay_s` after it has done `num_updates`."""
         target = self._words.load(FINISHED) + num_updates
         print("go", file=self._stdin, flush=True)
         pid = int(self._stdout.readline())

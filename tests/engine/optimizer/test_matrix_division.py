@@ -30,20 +30,20 @@ EXPERTS: Matrices = (("q_proj", (64, 64)), ("gate_up", (7, 64, 96)), ("down", (7
 
 
 def layer(*matrices: tuple[str, tuple[int, ...]], number: int = 0) -> FlatLayout:
-    """A block with these matrices, and a norm in front of them that AdamW trains."""
+    """Return a block with these matrices, and a norm in front of them that AdamW trains."""
     specs = [ParameterSpec(f"{number}.{name}", name, shape, muon=name != "norm") for name, shape in (NORM, *matrices)]
     return FlatLayout.build(str(number), specs)
 
 
 def model(*matrices: tuple[str, tuple[int, ...]], num_layers: int = 6) -> ModelLayout:
-    """Of such blocks, behind an embedding that AdamW trains."""
+    """Return a model of such blocks, behind an embedding that AdamW trains."""
     embedding = FlatLayout.build("embedding", [ParameterSpec("embed", "embed", (100, 64))])
     layers = (embedding, *(layer(*matrices, number=number) for number in range(num_layers)))
     return ModelLayout(layers, tuple(segment.name for flat in layers for segment in flat.segments))
 
 
 def work(flat: FlatLayout, span: Span) -> int:
-    """Of the matrices in a part, of which it has no pieces."""
+    """Return the FLOPs of the matrices in a part, which must have no pieces of matrices."""
     flops = 0
     for run in flat.runs(span):
         if run.segment.muon:
@@ -69,8 +69,11 @@ def test_parts_cover_a_layer_and_hold_whole_matrices(matrices: Matrices, num_ran
 
 
 def test_two_ranks_divide_a_block_behind_its_gate_proj() -> None:
-    """In units of 2 · 64³ FLOPs a matrix of attention has 3, one of the MLP 7, all have 33: the cut next to a half
-    is at 19. The norm in front is padded to 2048 elements."""
+    """The cut is the one next to a half of the FLOPs.
+
+    In units of 2 · 64³ FLOPs a matrix of attention has 3, one of the MLP 7, and all have 33: the cut is at 19. The norm
+    in front is padded to 2048 elements.
+    """
     flat, unit = layer(*DENSE), 2 * 64**3
     first = Span(0, 2048 + 4 * 64 * 64 + 192 * 64)
     second = Span(first.stop, first.stop + 2 * 192 * 64)
@@ -80,7 +83,7 @@ def test_two_ranks_divide_a_block_behind_its_gate_proj() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_ranks_have_as_much_of_all_layers_together(num_ranks: int) -> None:
-    """Of one layer two cannot: of three matrices of the MLP one has two."""
+    """Two ranks cannot have as much of one layer: of three matrices of the MLP one has two."""
     layout = model(*DENSE, num_layers=24)
     spans = [
         [RankParts(layout, rank, num_ranks).gradient_span(i) for i in layout.with_muon] for rank in range(num_ranks)
@@ -110,7 +113,7 @@ def test_layers_of_adamw_are_divided_as_ever_and_uploads_too() -> None:
 
 
 def test_momenta_of_a_part_come_from_whichever_shards_have_it() -> None:
-    """Of three: from the middle of the first one's to the middle of the last one's."""
+    """The part reaches from the middle of the first of three shards to the middle of the last."""
     layout = model(*DENSE, num_layers=2)
     shards = [ShardLayout(layout, index, 3) for index in range(3)]
     flats = [torch.arange(1000.0 * i, 1000.0 * i + flat.trained.size) for i, flat in enumerate(layout.layers)]

@@ -197,7 +197,7 @@ def test_other_compilers_make_the_same(compiler: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("build", [partial(NativeAdamW, vector=8), TorchBlocks], ids=["native", "torch"])
 def test_copies(build: type[TorchBlocks]) -> None:
-    """Of no, some and many chunks, aligned and not; not a byte beyond them is touched."""
+    """Copies have no, some and many chunks, aligned and not; not a byte beyond them is touched."""
     sizes = (1, 0, 4095, (3 << 20) + 1, 1 << 20)
     sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in sizes]
     rooms = [torch.zeros(n + 2 * (64 + shift), dtype=torch.uint8) for shift, n in enumerate(sizes)]

@@ -30,7 +30,7 @@ def rounded(values: Tensor, random: Tensor) -> Tensor:
 
 
 def bits(counter: int, size: int) -> Tensor:
-    """As int64, in [0, 2^32)."""
+    """Return random bits as int64, in [0, 2^32)."""
     out = torch.empty(size, dtype=torch.int32)
     random_bits(counter, out, torch.empty_like(out))
     return out.to(torch.int64) & 0xFFFFFFFF
@@ -48,8 +48,11 @@ def bits(counter: int, size: int) -> Tensor:
 @example(0x7F800001)
 @example(0xFFFFFFFF)
 def test_every_value_becomes_a_neighbour_and_their_mean(of_value: int) -> None:
-    """Over all random bits there are: up as often as its distance from below says, without an error. Among FP32 values,
-    by their bits, are zeros, the smallest, the last below the largest bf16 and beyond it, infinities, and NaNs."""
+    """Over all random bits there are, a value is rounded up as often as its distance from below says, without an error.
+
+    Among the FP32 values, given by their bits, are zeros, the smallest, the last below the largest bf16 and beyond it,
+    infinities, and NaNs.
+    """
     value = float(np.array([of_value], np.uint32).view(np.float32)[0])
     values = torch.tensor([as_int32(of_value)], dtype=torch.int32).view(torch.float32).expand(1 << 16).contiguous()
     got = rounded(values, EVERY)
@@ -98,8 +101,10 @@ def test_bits_are_fair() -> None:
 
 
 def test_a_second_moment_does_not_stall() -> None:
-    """With beta2 = 0.999 v should be (1 - 0.999^n)·g²; rounded to nearest it stays where an update adds less than half
-    of a last place."""
+    """With beta2 = 0.999, v follows (1 - 0.999^n)·g².
+
+    Rounded to nearest it would stay where an update adds less than half of a last place.
+    """
     size, steps = 4096, 700
     state = AdamState(torch.zeros(size), None, *torch.zeros(2, size, dtype=torch.bfloat16))
     gradient, nearest = torch.ones(size), torch.zeros(1, dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from tests.support.runs import ROOT
     ("page", "of"), [("plan_format.md", Plan), ("plan_format.md", LayerPlan), ("hardware_profile.md", HardwareProfile)]
 )
 def test_every_field_is_on_its_page(page: str, of: type) -> None:
-    """Of layers in the row of `layers[]`."""
+    """Every field has a row on its page; those of layers are in the row of `layers[]`."""
     text = (ROOT / "docs" / page).read_text()
     keys = " ".join(row.group(1) for row in re.finditer(r"^\| ([^|]+) \|", text, re.MULTILINE))
     if of is LayerPlan:

@@ -111,7 +111,7 @@ def test_a_roll_back_of_a_part_leaves_the_others() -> None:
 
 
 def test_updates_of_parts_have_the_units_of_the_layer() -> None:
-    """Of two neighbours one never marks, or takes back, what is the other's."""
+    """So one of two neighbours never marks, or takes back, what is the other's."""
     with open_shards(Precision.BF16, 2) as shards:
         shards.load(Dictionary(random_masters(model_layout())))
         for shard in shards.shards:

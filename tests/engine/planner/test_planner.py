@@ -95,8 +95,10 @@ def test_eight_bytes_a_parameter_with_moments_in_bf16(precision: Precision) -> N
 
 @pytest.mark.parametrize("clip", [True, False])
 def test_eight_bytes_a_parameter_that_muon_trains(clip: bool) -> None:
-    """No second moment; directions (bf16) of four layers wait on the host; two momenta, two directions and the work on
-    one matrix of the MLP are on the device."""
+    """What Muon trains has no second moment; directions (bf16) of four layers wait on the host.
+
+    Two momenta, two directions and the work on one matrix of the MLP are on the device.
+    """
     structure, activations = model(rules=ParameterRules(muon=True))
     adamw = make_plan(*model(), MACHINE, replace(REQUEST, clip=clip))
     plan = make_plan(structure, activations, MACHINE, replace(REQUEST, clip=clip))
@@ -118,8 +120,10 @@ def test_eight_bytes_a_parameter_that_muon_trains(clip: bool) -> None:
 
 
 def test_two_bytes_a_frozen_parameter() -> None:
-    """The lower half of the blocks and the embedding: no state, no gradient, no activation that waits, no upload in
-    backward."""
+    """The lower half of the blocks and the embedding are frozen.
+
+    They have no state, no gradient, no activation that waits, and no upload in the backward.
+    """
     rules = ParameterRules(freeze=("embed", rf"layers\.[0-{LAYERS // 2 - 1}]\."))
     everything, structure = model(), model(rules=rules)[0]
     activations = model(rules=rules)[1]
@@ -231,7 +235,7 @@ def test_sums_go_to_the_host_when_nothing_else_fits() -> None:
 
 
 def test_boundaries_go_to_the_host_where_they_fill_the_device() -> None:
-    """With many micro-batches, layers outermost: on the device are those of one layer, their gradients and one more."""
+    """With many micro-batches and layers outermost, the device has those of one layer, their gradients and one more."""
     structure, activations = model()
     request = replace(REQUEST, num_micro_batches=16)
     kept, away = (
@@ -252,7 +256,7 @@ def test_boundaries_go_to_the_host_where_they_fill_the_device() -> None:
 
 @pytest.mark.parametrize("segment", [1, 2, 3, 8])
 def test_of_a_segment_one_boundary_waits_and_the_others_are_there_together(segment: int) -> None:
-    """And one more, that a replay copies there."""
+    """There is one more, which a replay copies there."""
     structure, activations = model()
     request = replace(REQUEST, num_micro_batches=4)
     candidate = Candidate(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 2, 1, segment=segment)
@@ -402,8 +406,10 @@ def test_all_layers_on_the_device(clip: bool) -> None:
 
 
 def test_the_device_is_filled_from_the_first_layer_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as fit under 97 % of its memory; none on a CPU, none that Muon trains. Updates need no launches here:
-    they take longer than the CPU's updates of layers as small as these."""
+    """As many layers live on the device as fit under 97 % of its memory; none on a CPU, none that Muon trains.
+
+    Updates need no launches here: they would take longer than the CPU's updates of layers as small as these.
+    """
     monkeypatch.setattr(op_costs, "UPDATE_LAUNCHES", 0)
     structure, activations = model()
     sizes = [

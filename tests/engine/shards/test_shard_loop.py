@@ -60,14 +60,14 @@ def gate_of(shard: AdamShard, words: HostWords, order: tuple[int, ...]) -> SaveG
 
 @dataclass(frozen=True)
 class Worker:
-    """What a GPU worker does to the host: gradients into the slab, landings, commits."""
+    """Does what a GPU worker does to the host: gradients into the slab, landings, commits."""
 
     layout: ModelLayout
     words: HostWords
     slab: Tensor  # every layer's gradient (bf16) at its own place, and then its directions
 
     def land(self, update: int, layer: int, gradient: Tensor) -> None:
-        """As soon as the slab is free again."""
+        """Put a gradient and its directions into the slab as soon as it is free again, and signal their landing."""
         wait_generation(self.words, layer, update - 1)
         start = 2 * self.layout.starts[layer]
         self.slab[start : start + gradient.nbytes].copy_(gradient.view(torch.uint8))
@@ -107,8 +107,10 @@ def serving(
 
 
 def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
-    """Layer 0 is done, layer 1 torn in its last unit, layer 2 untouched: the first stays, the second is rolled back and
-    made again, the third is made."""
+    """Layer 0 is done, layer 1 is torn in its last unit, and layer 2 is untouched.
+
+    The first stays, the second is rolled back and made again, the third is made.
+    """
     layout, gradients, update_header = model_layout(), flat_gradients(model_layout(), 1, torch.bfloat16), headers(1)[0]
     part = ShardLayout(layout, 0, 1)
     working = poisoned(layout.size, PRECISION.working_dtype)
@@ -136,7 +138,7 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
 
 
 def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
-    """The last unit of layer 1, which is Muon's, as a kill can leave it: saved, half overwritten."""
+    """Leave the last unit of layer 1, which is Muon's, as a kill can leave it: saved, half overwritten."""
     last = shard.parts(1, shard.hyper)[-1]
     assert last.by_muon
     unit = Span(last.units.stop - 1, last.units.stop)
@@ -177,7 +179,7 @@ def test_updates_that_are_traced_leave_spans() -> None:
 
 
 def serve_in_a_process(paths: dict[str, str], index: int, num_shards: int) -> None:
-    """The main of a shard process. It maps its own state only."""
+    """Run as the main of a shard process. It maps its own state only."""
     part = ShardLayout(model_layout(), index, num_shards)
     words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
     own = state_tensors(mapped(paths[f"state {index}"]), part)

@@ -43,7 +43,7 @@ UPDATES = 3
 
 
 def two_memories() -> list[Memory]:
-    """Of two shards."""
+    """Return the memories of two shards."""
     working, stored = poisoned(model_layout().size, torch.bfloat16), frozenset(STORED)
     return [memory_of(k, 2, FORWARD, 3, working, stored=stored, wire_dtype=torch.bfloat16) for k in range(2)]
 
@@ -61,7 +61,7 @@ def wait_stored(words: HostWords, layer: int, update: int) -> None:
 
 
 def take_away(slab: Tensor, layer: int) -> None:
-    """The layer's place is another one's."""
+    """Overwrite the layer's place in the slab, as another layer's gradient does."""
     start, size = model_layout().starts[layer], model_layout().layers[layer].trained.size
     slab[2 * start : 2 * (start + size)] = 0xFF
 
@@ -91,7 +91,7 @@ def end(words: HostWords, loops: Sequence[ShardLoop], num_updates: int) -> None:
 
 
 def test_a_gradients_place_is_free_before_the_update() -> None:
-    """As soon as the shards have it: long before the header is there."""
+    """It is free as soon as the shards have the gradient, long before the header is there."""
     words, slab = new_words(), new_slab()
     worker = Worker(model_layout(), words, slab)
     with opened(two_memories()) as shards:
@@ -116,8 +116,10 @@ def test_a_gradients_place_is_free_before_the_update() -> None:
 
 @pytest.mark.parametrize("num_extents", [0, 1])
 def test_a_shard_that_died_while_it_took_a_gradient_takes_it_again(num_extents: int) -> None:
-    """It had taken that of layer 2, which the slab has no more; of layer 0 a part had come into a slot, but
-    not whole."""
+    """The shard died after it had taken the gradient of layer 2, which the slab has no more.
+
+    Of layer 0, a part had come into a slot, but not all of it.
+    """
     memories, words, slab = two_memories(), new_words(), new_slab()
     worker, gradients = Worker(model_layout(), words, slab), flat_gradients(model_layout(), 1, torch.bfloat16)
     with opened(memories[:1]) as (other,):
@@ -157,7 +159,7 @@ def test_a_shard_without_a_disk_takes_none() -> None:
 async def test_a_lease_ends_when_every_shard_has_the_gradient(
     tmp_path: Path, signal: Callable[[HostWords, int, int, int], None]
 ) -> None:
-    """Of a layer whose gradients wait on disk; of another one, when every shard has its update."""
+    """This holds for a layer whose gradients wait on disk; else the lease ends when every shard has its update."""
     folder, mode = build_tiny(tmp_path), Mode(num_shards=2, stored=frozenset({1, 2}))
     structure, plan = plan_for(folder_source(folder).factory, Recipe(1), mode, (4, 32))
     layout, num_layers = structure.layout(), len(plan.layers)
@@ -191,7 +193,7 @@ def test_a_store_is_not_a_generation() -> None:
 
 
 def test_an_error_of_a_shard_ends_a_step_that_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one process, where the compute thread waits for gradients to leave, which nobody takes any more."""
+    """In one process, the compute thread waits for gradients to leave, which nobody takes any more."""
 
     def fail(*_: object) -> None:
         raise MegatrainError("the disk is gone")

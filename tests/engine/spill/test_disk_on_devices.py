@@ -47,7 +47,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 def test_what_is_on_disk_changes_no_bit(
     tmp_path: Path, make: Make, precision: str, mode: Mode, order: LoopOrder
 ) -> None:
-    """In poison mode: slots, slabs and windows that were let go of hold NaN."""
+    """The engine is in poison mode: slots, slabs and windows that were released hold NaN."""
     build_tiny(tmp_path, num_layers=5)
     recipe = Recipe(STEPS, precision=precision, micro_batch_size=2)
     mode = replace(mode, order=order)
@@ -64,7 +64,7 @@ def test_what_is_on_disk_changes_no_bit(
 
 
 def check_that_it_ran(result: EngineResult, mode: Mode) -> None:
-    """From plan and event log: what the mode has on disk went there and came back."""
+    """Assert from plan and event log that what the mode has on disk went there and came back."""
     plan, sizes = result.plan, result.layout.trained_sizes
     assert set(plan.spilled_layers) == mode.spilled
     assert set(plan.stored_layers) == mode.stored

@@ -1,5 +1,7 @@
-"""DiskWeights: working copies come from the shards' files in the order of the uploads, whole, and not before the files
-have what updates made of them."""
+"""DiskWeights reads working copies from the shards' files in the order of the uploads.
+
+They come whole, and not before the files have what updates made of them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ ON_DISK = (2, 3)
 
 
 class Rig:
-    """Two shards of a tiny model, of which two blocks have their working copies on disk."""
+    """Holds two shards of a tiny model, of which two blocks have their working copies on disk."""
 
     def __init__(self, folder: Path, num_fragments: int) -> None:
         mode = Mode(
@@ -61,7 +63,7 @@ class Rig:
         self.disk = DiskWeights(plan, self.layout, files, poison=True)
 
     def _ring(self) -> None:
-        """On a thread of a ring's."""
+        """Ring the bell, and wake whoever waits. It is called on a thread of a ring's."""
         self.words.ring()
         asyncio.run_coroutine_threadsafe(self._tell(), self._loop)
 
@@ -70,7 +72,7 @@ class Rig:
             self.written.notify_all()
 
     def write(self, layer: int, generation: int) -> Tensor:
-        """As an update does. The layer's flat."""
+        """Write a generation of the layer's weights to disk as an update does; return the layer's flat."""
         flat = torch.arange(self.layout.layers[layer].size).remainder(97).add(100 * generation).bfloat16()
         for ring in self.rings:
             for number in ring.layout.state_of(layer):
@@ -87,7 +89,7 @@ class Rig:
             await self.written.wait_for(lambda: self.disk.are_written(layer))
 
     async def take(self, fragment: FragmentId) -> Tensor:
-        """A copy of it."""
+        """Return a copy of the fragment."""
         parts = await self.disk.take(fragment)
         span, at = self.layout.layers[fragment.layer].fragments[fragment.index], 0
         for start, values in parts:
@@ -97,7 +99,7 @@ class Rig:
         return torch.cat([values for _, values in parts])
 
     def release(self) -> CpuEvent:
-        """Of an upload that is not over."""
+        """Release after an upload that is not over; return the upload's event."""
         uploaded = CpuEvent(0.0, "upload")
         self.disk.release(uploaded)
         return uploaded

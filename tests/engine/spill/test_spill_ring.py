@@ -106,7 +106,7 @@ class _WatchedBlob:
 
 @dataclass(frozen=True)
 class Memory:
-    """What outlives a shard's process: its memory and its blob."""
+    """Holds what outlives a shard's process: its memory and its blob."""
 
     part: ShardLayout
     layout: SpillLayout
@@ -140,7 +140,7 @@ def memory_of(
     wire_dtype: torch.dtype = torch.float32,
     on_disk: frozenset[int] = frozenset(),
 ) -> Memory:
-    """`on_disk`: layers of `spilled` whose working copies are there, too."""
+    """Return the memory of a shard. `on_disk`: layers of `spilled` whose working copies are there, too."""
     model = model_layout()
     part = ShardLayout(model, index, num_shards, spilled=spilled, on_disk=on_disk)
     layout = SpillLayout.of(part, Precision.BF16, order, num_slots, EXTENT_ELEMENTS, stored, wire_dtype)
@@ -177,7 +177,7 @@ def update(shards: Sequence[AdamShard], number: int, order: Sequence[int]) -> No
 
 
 def content(shards: Sequence[AdamShard]) -> dict[tuple[str, str, int], bytes]:
-    """The bytes of every piece of a save."""
+    """Return the bytes of every piece of a save."""
 
     def read(piece: Piece, shard: AdamShard) -> bytes:
         return b"".join(bytes(view) for part in piece.cut(4096) for view in shard.fetch(part).chunks())
@@ -187,7 +187,7 @@ def content(shards: Sequence[AdamShard]) -> dict[tuple[str, str, int], bytes]:
 
 
 def restore(piece: Piece, saved: Mapping[tuple[str, str, int], bytes]) -> None:
-    """From the piece that it is a part of."""
+    """Fill the piece from the saved piece that it is a part of."""
     start, whole = max(
         (start, whole)
         for (layer, kind, start), whole in saved.items()
@@ -264,7 +264,7 @@ def test_a_copy_of_a_layer_that_is_on_disk(on_disk: frozenset[int]) -> None:
 
 
 def small_ring(store: Watched, slots: Tensor, num_slots: int, timeout_s: float = WAIT_S) -> SpillRing:
-    """Of four layers of a page each."""
+    """Return a ring of four layers of a page each."""
     extents = [Extent(layer, Span(0, 1024), PAGE * layer, PAGE, {"m": Span(0, PAGE)}, layer) for layer in range(4)]
     return SpillRing(SpillLayout(extents, num_slots), slots, store, BLOB, timeout_s, poison=True)
 
@@ -628,8 +628,11 @@ def test_a_save_that_reads_ends_with_the_ring(kind: str, layer: int) -> None:
 
 
 def test_gradients_wait_between_slots_and_disk() -> None:
-    """Filled as they come, with nothing read beside it; then read in the order of updates, and nothing beyond them: the
-    blob still has those of the update before, or none at all."""
+    """Slots are filled with gradients as these arrive, and nothing is read meanwhile.
+
+    Then gradients are read in the order of updates, and nothing beyond them: the blob still has those of the update
+    before, or none at all.
+    """
     store = Watched(4 * PAGE)
     kinds = [{"gradient": Span(0, PAGE)}, {"m": Span(0, PAGE)}] * 2
     extents = [Extent(i // 2, Span(0, 1024), PAGE * i, PAGE, kind, i) for i, kind in enumerate(kinds)]

@@ -42,7 +42,7 @@ CAPTURED = Mode(hbm_layers=ALL, captured=True)
 
 
 class CountingDevice(CpuDevice):
-    """`num_replays`: of each capture."""
+    """A device that counts the replays of each capture in `num_replays`."""
 
     def __init__(self, timeline: Timeline, num_threads: int) -> None:
         super().__init__(timeline, num_threads)
@@ -67,7 +67,7 @@ class _Counted:
 
 
 class ForgetfulDevice(CountingDevice):
-    """A replay runs no Python: what that would leave in the engine's objects is not there."""
+    """A device whose replays leave nothing in the engine's objects, because a replay runs no Python."""
 
     stores: list[GradientStore]
 
@@ -98,7 +98,7 @@ def both(
     kind: type[CountingDevice] = CountingDevice,
     **options: Any,
 ) -> tuple[EngineResult, EngineResult, list[CountingDevice]]:
-    """Captured, uncaptured, and the devices of both."""
+    """Train captured and uncaptured; return both results, and the devices of both."""
     devices: list[CountingDevice] = []
 
     def make(timeline: Timeline, num_threads: int) -> CpuDevice:
@@ -120,7 +120,7 @@ def assert_equal(ours: EngineResult, theirs: EngineResult) -> None:
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_captured_steps_are_bit_equal(tmp_path: Path, order: LoopOrder, micro_batch_size: int, tied: bool) -> None:
-    """Of texts with other numbers of supervised tokens, with evaluations between them, which are not captured."""
+    """Texts have other numbers of supervised tokens. Between steps there are evaluations, which are not captured."""
     build_tiny(tmp_path, tied=tied)
     batches = [_unsupervised(batch, 7 * i) for i, batch in enumerate(tiny_batches(STEPS))]
     recipe = Recipe(STEPS, precision="bf16", micro_batch_size=micro_batch_size)
@@ -158,8 +158,10 @@ def test_a_replay_leaves_what_its_capture_left(tmp_path: Path, monkeypatch: pyte
 
 
 def test_rows_of_several_documents_have_a_graph_of_their_own(tmp_path: Path) -> None:
-    """Documents begin elsewhere in each step. Rows of one document among them run as packed ones do: attention with
-    masks, which rounds otherwise."""
+    """Documents begin at other places in each step.
+
+    Rows of one document among them run as packed ones do: attention has masks, which round differently.
+    """
     build_tiny(tmp_path)
     recipe = Recipe(STEPS, precision="fp32", micro_batch_size=2)
     ours, theirs, devices = both(tmp_path, recipe, CAPTURED, _some_of_two_documents())
@@ -168,7 +170,7 @@ def test_rows_of_several_documents_have_a_graph_of_their_own(tmp_path: Path) -> 
 
 
 def _some_of_two_documents() -> list[Batch]:
-    """The third of rows of one."""
+    """Return batches of rows of two documents, except the third, whose rows have one."""
     rows = tiny_batches(STEPS)
     starts = [torch.arange(32) >= 5 * (i + 1) for i in range(STEPS)]
     batches = [replace(b, segments=s.int().repeat(4, 1)) for b, s in zip(rows, starts, strict=True)]
@@ -201,7 +203,7 @@ def test_a_captured_step_that_is_skipped_names_the_parameter(tmp_path: Path) -> 
 
 
 def test_gradients_of_a_captured_step_have_a_place(tmp_path: Path) -> None:
-    """Also where others come up as activations go."""
+    """They have it also where others are allocated as activations are released."""
     build_tiny(tmp_path)
     recipe = Recipe(1, micro_batch_size=4)
     results = [train_engine(tmp_path, tiny_batches(1), recipe, replace(CAPTURED, captured=c)) for c in (True, False)]

@@ -26,7 +26,7 @@ OUTER = Mode(sums=Tier.HOST, activations=ActivationPolicy.RECOMPUTE)
 
 
 def held_out() -> list[Batch]:
-    """The last one with fewer rows than a step has, and of these one without a target."""
+    """Return two batches. The last has fewer rows than a step has, and one of these has no target."""
     whole, short = text_batches(2, 4, 32, seed=7)
     targets = torch.cat([short.targets[:1], torch.full((1, 32), -100)])
     return [whole, replace(short, input_ids=short.input_ids[:2], targets=targets, num_supervised=32)]
@@ -37,7 +37,7 @@ def held_out() -> list[Batch]:
 def test_it_is_the_plain_models_number_before_and_after_training(
     tmp_path: Path, mode: Mode, precision: str, tied: bool
 ) -> None:
-    """In a model with dropout: the engine's forward must leave it out, as the plain model's does."""
+    """The model has dropout: the engine's forward must leave it out, as the plain model's does."""
     build_tiny(tmp_path, tied=tied, attention_dropout=0.2)
     recipe = Recipe(3, precision=precision)
     ours = train_engine(tmp_path, tiny_batches(3), recipe, mode, held_out=held_out())
@@ -85,8 +85,11 @@ def test_training_does_not_notice_it(tmp_path: Path, mode: Mode) -> None:
 
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2", "Mixtral", "Qwen3-Next", "Gemma 3n", "Gemma 3, vision-language"])
 def test_families(tmp_path: Path, name: str) -> None:
-    """Dropout everywhere, capped logits, routers whose auxiliary loss does not count, states, shared keys and values,
-    half of a model."""
+    """Evaluations are right for families with something special.
+
+    There is dropout everywhere, capped logits, routers whose auxiliary loss does not count, states, shared keys and
+    values, and half of a model.
+    """
     build_family(name, tmp_path)
     *_, held = family_batches(2)
     recipe = Recipe(1, micro_batch_size=2)

@@ -19,7 +19,7 @@ BAD_TOKEN = 200  # in no English text
 
 
 def broken_model(folder: Path) -> Path:
-    """An embedding of one token that overflows: every batch without that token is as good as before."""
+    """Write a model whose embedding of one token overflows: every batch without that token is as good as before."""
     build_tiny(folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][BAD_TOKEN] = torch.finfo(torch.float32).max

@@ -140,7 +140,7 @@ def test_boundaries_that_are_computed_again_are_bit_equal(
 def test_what_is_kept_on_the_host_is_bit_equal(
     tmp_path: Path, order: LoopOrder, micro_batch_size: int, precision: str, dropout: float, mode: Mode
 ) -> None:
-    """Of all blocks but the last one, as much as the plan says, but for small storages."""
+    """All blocks but the last one keep as much there as the plan says, except for small storages."""
     recipe = Recipe(3, micro_batch_size=micro_batch_size, precision=precision)
     mode = replace(mode, order=order, num_shards=2, kept=Tier.HOST, num_staying=1)
     ours, theirs = run(tmp_path, recipe, mode, attention_dropout=dropout, steps=3)
@@ -183,7 +183,7 @@ EVERY = frozenset(range(5))
 def test_activations_on_disk_are_bit_equal(
     tmp_path: Path, order: LoopOrder, micro_batch_size: int, precision: str, mode: Mode
 ) -> None:
-    """Through windows that are smaller than what one layer leaves; each is written and read once a step."""
+    """They pass through windows that are smaller than what one layer leaves; each is written and read once a step."""
     recipe = Recipe(3, micro_batch_size=micro_batch_size, precision=precision)
     mode = replace(mode, order=order, num_shards=2)
     ours, theirs = run(tmp_path, recipe, mode, steps=3)
@@ -220,7 +220,10 @@ def test_tied_weights_are_bit_equal(
 def test_chunks_of_a_head_of_its_own_are_bit_equal(
     tmp_path: Path, precision: str, micro_batch_size: int, mode: Mode
 ) -> None:
-    """With several micro-batches each chunk's gradient goes into their sum; with one chunks have a sum of their own."""
+    """With several micro-batches, each chunk's gradient is added to their sum.
+
+    With one, chunks have a sum of their own.
+    """
     recipe = Recipe(STEPS, precision=precision, micro_batch_size=micro_batch_size, loss_chunk_tokens=24)
     ours, theirs = run(tmp_path, recipe, mode)
     assert ours.plan.chunks_add_to_sums is (micro_batch_size == 1)
@@ -281,8 +284,10 @@ def test_sums_that_wait_on_the_host_are_bit_equal(tmp_path: Path, grad_dtype: st
 def test_state_that_spills_is_bit_equal(
     tmp_path: Path, order: LoopOrder, clip: float | None, spilled: set[int]
 ) -> None:
-    """Every state is read and written once a step, in several parts; when the last one ends as much has been read again
-    as slots have room for."""
+    """Every state is read and written once a step, in several parts.
+
+    When the last step ends, as much has been read again as slots have room for.
+    """
     recipe = Recipe(STEPS, precision="bf16", clip=clip)
     mode = Mode(order, num_shards=2, spilled=frozenset(spilled))
     ours, theirs = run(tmp_path, recipe, mode, tied=True)
@@ -331,8 +336,10 @@ def test_what_is_packed_on_disk_is_bit_equal(
 def test_gradients_that_wait_on_disk_are_bit_equal(
     tmp_path: Path, order: LoopOrder, grad_dtype: str, stored: set[int], spilled: set[int]
 ) -> None:
-    """Each is written and read once a step, through the slots of the state, some of which is on disk too. The slab has
-    room for one at a time, beside those that stay."""
+    """Each gradient is written and read once a step, through the slots of the state, some of which is on disk too.
+
+    The slab has room for one such gradient at a time, beside those that stay.
+    """
     recipe = Recipe(STEPS, precision="bf16", grad_dtype=grad_dtype)
     mode = Mode(order, num_shards=2, stored=frozenset(stored), spilled=frozenset(spilled))
     ours, theirs = run(tmp_path, recipe, mode, tied=True)
@@ -352,7 +359,7 @@ def test_gradients_that_wait_on_disk_are_bit_equal(
 def test_gradients_that_wait_in_all_places_are_bit_equal(
     tmp_path: Path, order: LoopOrder, num_micro_batches: int, hbm_layers: set[int]
 ) -> None:
-    """On the device, in the slab, and on disk."""
+    """Gradients wait on the device, in the slab, and on disk."""
     recipe = Recipe(STEPS, precision="bf16", micro_batch_size=4 // num_micro_batches)
     mode = Mode(
         order, num_shards=2, num_waiting=1, stored=frozenset({4, 5}), spilled=frozenset({5}),
@@ -379,10 +386,10 @@ def test_chunked_loss_with_several_chunks_is_bit_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_wrong_gradient_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    """The comparison convicts: one element of one parameter in one micro-batch of one step, off by 16 ulps: one
-    is rounded away in the sum or in a product on some processors.
+    """The comparison finds one element of one parameter in one micro-batch of one step that is off by 16 ulps.
 
-    The first moment keeps it; an FP32 master need not, whose own ulp is larger than what this moves it by.
+    On some processors, one ulp would be rounded away in the sum or in a product. The first moment keeps the error. An
+    FP32 master need not, because its own ulp is larger than what this moves it by.
     """
     recipe, mode = Recipe(2, precision=precision), Mode(num_shards=2)
     assert_equal(*run(tmp_path, recipe, mode, steps=2))
@@ -404,7 +411,7 @@ def test_a_wrong_gradient_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def ulps_up(gradients: Gradients, name: str) -> Gradients:
-    """The same but for the largest element of `name`."""
+    """Return the same gradients, with the largest element of `name` moved by 16 ulps."""
     gradient = gradients[name]
     assert gradient is not None
     moved = gradient.clone()
@@ -443,8 +450,10 @@ def test_weights_on_disk_are_bit_equal(
     tmp_path: Path, order: LoopOrder, num_shards: int, precision: str, clip: float | None, num_fragments: int,
     on_disk: set[int],
 ) -> None:  # fmt: skip
-    """They come from the shards' files for every load, once what the update made of them is there, and with the state
-    for every update."""
+    """Weights come from the shards' files for every load, once what the update made of them is there.
+
+    For every update they come with the state.
+    """
     recipe = Recipe(STEPS, precision=precision, clip=clip)
     stored = {2, 3} if clip else set[int]()
     mode = Mode(

@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def plainest_loop(folder: Path, steps: int, recipe: Recipe) -> tuple[list[float], list[float], Named]:
-    """What anybody would write down first: one micro-batch, the model's own logits, its own parameters."""
+    """Train as anybody would write it down first: one micro-batch, the model's own logits, its own parameters."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]

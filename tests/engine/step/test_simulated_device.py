@@ -1,5 +1,7 @@
-"""The engine takes as long as plans say on machines that nobody here has: those of docs/worked_plans.md, with fewer
-tokens a step, but for those of one long sequence."""
+"""The engine takes as long as plans say on machines that nobody here has.
+
+The machines are those of docs/worked_plans.md. There are fewer tokens a step, except in plans of one long sequence.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ def ended_s(records: tuple[Record, ...], plan: Plan) -> float:
 
 @pytest.mark.parametrize("settings", COMMANDS[:5], ids=["120b", "72b", "72b in 128 GB", "7.6b", "105b"])
 def test_a_step_takes_as_long_as_predicted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one does, to the last digits. Where what enters layers comes and goes, with several micro-batches at a
-    layer, it shares each direction with loads, and which of two comes first is a matter of threads in the engine: up
-    to 0.9 % were seen. Where gradients leave under the next step the two differ by 1 in 10,000, which nobody has
-    explained."""
+    """The second step takes as long as predicted, to the last digits.
+
+    With several micro-batches at a layer, inputs of layers that come and go share each direction with loads. Which of
+    two comes first is a matter of threads in the engine: up to 0.9 % were seen. Where gradients leave under the next
+    step the two differ by 1 in 10,000, which nobody has explained.
+    """
     monkeypatch.setattr(machine, "allowed_cpus", lambda: 16)
     monkeypatch.setattr(machine, "read_topology", lambda root: Topology((), frozenset(), {}))
     monkeypatch.setattr(machine, "total_memory_bytes", lambda: None)

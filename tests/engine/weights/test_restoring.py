@@ -19,7 +19,7 @@ TYPES = {WIDE: torch.float32, NARROW: torch.bfloat16}
 def test_moments_are_converted_on_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, restored: str
 ) -> None:
-    """In portions that end in the middle of stored pieces and of buffers; everything else comes as it was."""
+    """Portions end in the middle of stored pieces and of buffers; everything else comes as it was."""
     monkeypatch.setattr(restore, "CONVERTED_BYTES", 4 * 1001)
     before, after = make_state(saved), make_state(restored, seed=None)
     folder = write_save(tmp_path, 1, before, saved, num_shards=2)

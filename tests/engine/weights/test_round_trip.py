@@ -28,7 +28,7 @@ BITS = {BF16: torch.int16, FP16: torch.int16, FP32: torch.int32}
 
 
 def finite_bits(num: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Any bits there are but NaN and infinity: denormals, -0, ties."""
+    """Return random bits of all kinds but NaN and infinity: denormals, -0, ties."""
     bits = torch.randint(0, 256, (num * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
     values = bits.to(torch.uint8).view(dtype)
     return torch.where(values.isfinite(), values, torch.zeros((), dtype=dtype))
@@ -50,7 +50,7 @@ def random_folder(folder: Path, layout: ModelLayout, dtype: torch.dtype, num_fil
 
 
 def save(shards: Shards, saves: Path, precision: Precision, checksums: Sequence[int | None] | None = None) -> Manifest:
-    """`checksums`: of what is frozen, where the shards leave that out."""
+    """Write a save of the shards. `checksums`: those of the frozen weights, if the shards leave these out."""
     layers = []
     for flat, checksum in zip(shards.layout.layers, checksums or [None] * len(shards.layout.layers), strict=True):
         starts, entries = 0, list[ParameterEntry]()
@@ -83,7 +83,7 @@ def save(shards: Shards, saves: Path, precision: Precision, checksums: Sequence[
 
 
 def exported(folder: Path) -> dict[str, Tensor]:
-    """As the library reads it."""
+    """Return the weights of a folder as the library reads them."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in safetensors.torch.load_file(file).items()}
 
 
@@ -127,7 +127,7 @@ def test_the_same_bytes_come_out(
 
 
 class _Noting:
-    """A source that remembers how much was asked for at once."""
+    """A weight source that records every read, to show how much was asked for at once."""
 
     def __init__(self, folder: WeightFolder) -> None:
         self._folder = folder

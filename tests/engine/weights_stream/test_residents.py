@@ -25,7 +25,7 @@ CONFIG = LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=4
 
 
 class Rig:
-    """One Llama layer whose weights can be put anywhere in a memory of three slots."""
+    """Holds one Llama layer whose weights can be put anywhere in a memory of three slots."""
 
     def __init__(self, num_fragments: int, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Rig:
         self.rotary = LlamaRotaryEmbedding(CONFIG)(self.x, torch.arange(16)[None])
 
     def place(self, slot: int) -> dict[FragmentId, torch.Tensor]:
-        """Loads the layer into a slot; all other memory becomes NaN."""
+        """Load the layer into a slot and return its fragments; all other memory becomes NaN."""
         self.memory.data.fill_(0xFF)
         region = self.memory[slot * self.num_bytes : (slot + 1) * self.num_bytes]
         for name, weight in self.weights.items():
@@ -125,7 +125,7 @@ def test_without_packing_the_gradient_would_be_wrong() -> None:
 
 
 def test_weights_that_live_on_the_device_are_saved_as_they_are() -> None:
-    """Without a call of ours for each saved tensor; and an update of what lives beside them is none of theirs."""
+    """No call of ours is made for each saved tensor; and an update of what lives beside them is none of theirs."""
     rig = Rig(3, torch.float32)
     expected, parameters = rig.module(rig.x, position_embeddings=rig.rotary), list(rig.module.parameters())
     home = torch.empty(2 * rig.num_bytes, dtype=torch.uint8)

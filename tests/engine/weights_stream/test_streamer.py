@@ -74,7 +74,7 @@ class Rig:
         self.streamer = LayerStreamer(self.device, self.ring, layout, self.source, deadline_s, gathers)
 
     def read(self, visit: int) -> float:
-        """What a kernel of this visit would see."""
+        """Return what a kernel of this visit would see."""
         with self.streamer.layer(visit) as regions:
             (region,) = regions.values()
             return float(region.view(torch.float32)[0])
@@ -175,7 +175,7 @@ async def test_a_visit_cannot_be_entered_twice_at_once(rig: Rig) -> None:
 @pytest.mark.parametrize("num_slots", [2, 3])
 @pytest.mark.parametrize("turns", [0, 200], ids=["uploads are ahead", "uploads are late"])
 async def test_all_gathers_have_one_place_among_sums(num_slots: int, turns: int) -> None:
-    """As on every other device, whichever of the two is faster there."""
+    """The order is that of every other device, whichever of the two is faster there."""
     log: list[str] = []
 
     def gather(layer: int, flat: torch.Tensor, loaded: Event) -> Event:

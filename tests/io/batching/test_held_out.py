@@ -76,7 +76,7 @@ def test_every_target_of_every_document_comes_once(
 @settings(deadline=None, derandomize=True)
 @given(SIZES, st.integers(1, 7), st.booleans())
 def test_a_trainings_windows_are_the_first_of_each_document(sizes: list[int], seq_len: int, packing: bool) -> None:
-    """With the last short windows nothing else changes."""
+    """The last short windows of held-out data change nothing else."""
     documents = numbered(sizes)
     whole = whole_windows(documents, seq_len, packing=packing)
     usual = cut(corpus_of(*documents), seq_len=seq_len, packing=packing, vocab_size=VOCAB_SIZE)
@@ -98,7 +98,7 @@ def test_sources_come_one_after_the_other_and_rows_without_tokens_fill_micro_bat
 
 
 def of(folder: Path, **data: Any) -> tuple[DataConfig, HeldOutData]:
-    """The data of a training, and what is evaluated beside it."""
+    """Return the data of a training, and its held-out data."""
     config = DataConfig.model_validate({"tokenizer": "bytes", **data})
     assert config.held_out is not None
     with naming_eval_path():

@@ -116,7 +116,7 @@ def test_packed_windows_are_the_strides_of_the_joined_documents(sizes: list[int]
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=30))
 def test_packed_and_unpacked_targets_are_equal_for_documents_within_a_window(sizes: list[int]) -> None:
-    """Of documents that no cut goes through; each with its end, which alone it would not have."""
+    """No cut goes through these documents; each has its end, which it would not have on its own."""
     documents = numbered(sizes)
     packed = PackedWindows.of(corpus_of(*documents), 16, END)
     rows = packed.rows(np.arange(packed.num_windows))

@@ -32,7 +32,7 @@ def record(*contents: str) -> str:
 
 
 class Silent:
-    """A watcher that looks at nothing but the order of what is told."""
+    """A watcher that checks nothing but the order of what is reported."""
 
     def __init__(self) -> None:
         self.read: list[int] = []

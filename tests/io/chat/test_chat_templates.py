@@ -88,7 +88,7 @@ def encoder_of(folder: Path) -> ChatEncoder:
 
 
 def marked(tokenizer: Tokenizer, text: str, ids: Any, supervised: Any) -> str:
-    """The text of these ids with « and » around every run of supervised tokens."""
+    """Return the text of these ids with « and » around every run of supervised tokens."""
     placed = tokenizer.encode_placed(text)
     assert ids.tolist() == placed.ids.tolist()
     learned = np.zeros(len(text) + 2, np.bool_)
@@ -173,7 +173,7 @@ def test_random_chats(
 
 
 def learned_parts(tokenizer: Tokenizer, text: str, ids: Any, supervised: Any) -> list[str]:
-    """The contents of « » of a text that has none of its own."""
+    """Return the supervised parts of a text, which must have no « » of its own."""
     return [part.split("»")[0] for part in marked(tokenizer, text, ids, supervised).split("«")[1:]]
 
 

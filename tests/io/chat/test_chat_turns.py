@@ -23,7 +23,7 @@ def template(name: str, **variables: Any) -> ChatTemplate:
 
 
 def say(*turns: str) -> tuple[dict[str, Any], ...]:
-    """`u:text` and `a:text`, `s:text`, `t:text`; `c:` calls a tool."""
+    """Return a chat: `u:text`, `a:text`, `s:text` and `t:text` are turns by role; `c:` calls a tool."""
     roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
     call = {"type": "function", "function": {"name": "add", "arguments": {"n": [2, 2]}}}
     return tuple(

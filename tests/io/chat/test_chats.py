@@ -56,7 +56,7 @@ def read(
 
 
 def shown(sequence: TokenSequence) -> str:
-    """The text, with the learned bytes in capitals."""
+    """Return the text, with the supervised bytes in capitals."""
     letters = zip(bytes(sequence.ids.astype(np.uint8)).decode(), sequence.supervised, strict=True)
     return "".join(letter.upper() if learned else letter for letter, learned in letters)
 

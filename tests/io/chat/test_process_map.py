@@ -21,7 +21,7 @@ MANY = FEW + 20 * (BATCH_BYTES // 1000)  # and many batches for others
 
 
 def described(item: bytes) -> tuple[int, bytes]:
-    """Who worked on it, and the item the other way round."""
+    """Return the pid of the process that works on the item, and the item reversed."""
     return os.getpid(), item[::-1]
 
 

@@ -21,7 +21,7 @@ def tensor(start: int, stop: int, shape: tuple[int, ...] = (4,)) -> dict[str, An
 
 
 def file(header: Any, num_bytes: int, length: int | None = None) -> bytes:
-    """A safetensors file written by hand; `length`: what it says of its header."""
+    """Return a safetensors file written by hand. `length`: what it says is the length of its header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + bytes(num_bytes)
 

@@ -44,7 +44,7 @@ CONFIG = {
 
 
 def random_masters() -> dict[str, Tensor]:
-    """The model's parameters by name, in order; some values are ties, where torch's cast and ours differ."""
+    """Return the model's parameters by name, in order; some values are ties, where torch's cast and ours differ."""
     values = {k: v for k, v in CONFIG.items() if k not in ("model_type", "torch_dtype")}
     with torch.random.fork_rng():
         torch.manual_seed(0)

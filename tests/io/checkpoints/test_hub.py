@@ -29,7 +29,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty one; without a network, as in all tests."""
+    """Return an empty cache of the hub; there is no network, as in all tests."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 

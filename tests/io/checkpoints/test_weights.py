@@ -27,7 +27,7 @@ def random_weights() -> dict[str, Tensor]:
 
 
 def write_sharded(folder: Path, weights: dict[str, Tensor]) -> Path:
-    """Two files and an index."""
+    """Write the weights as two files and an index."""
     names = {name: f"model-0000{1 + k % 2}-of-00002.safetensors" for k, name in enumerate(weights)}
     for file in set(names.values()):
         safetensors.torch.save_file({n: w for n, w in weights.items() if names[n] == file}, folder / file)

@@ -118,7 +118,7 @@ def test_a_token_is_asked_for_where_it_is_given(tmp_path: Path) -> None:
 
 
 def test_what_is_held_stays_and_its_holder_may_delete_it(tmp_path: Path) -> None:
-    """In another container a process cannot be looked up: there its lock says that it lives."""
+    """A process in another container cannot be looked up: there its lock says that it lives."""
     held = OwnedFolder.make(tmp_path / "held", SCRATCH)
     with pytest.raises(FolderInUseError, match="another process uses it"):
         remove_owned(held.path, SCRATCH)

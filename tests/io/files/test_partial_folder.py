@@ -77,7 +77,7 @@ def test_what_has_the_name_of_an_unfinished_folder_and_no_mark_stays(tmp_path: P
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a second user at hand")
 def test_what_another_user_left_is_no_traceback() -> None:
-    """As in a cache that users share: their unfinished folder stays; only who wants its very name is refused."""
+    """In a cache that users share, their unfinished folder stays; only who wants its very name is refused."""
     with tempfile.TemporaryDirectory() as shared:  # pytest's own folders are closed to others
         shared_by_users(Path(shared))
 

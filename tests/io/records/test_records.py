@@ -28,7 +28,7 @@ def jsonl(file: Path, texts: list[str]) -> None:
 
 
 def jsonl_zst(file: Path, texts: list[str]) -> None:
-    """Two frames, cut within a line."""
+    """Write the texts in two zstd frames, cut within a line."""
     data = lines(texts)
     file.write_bytes(zstandard.compress(data[:50]) + zstandard.compress(data[50:]))
 

@@ -207,7 +207,7 @@ async def test_a_piece_that_does_not_fill_its_buffers_is_not_written() -> None:
 
 
 class Watching(MemoryStore):
-    """The largest block that is read, and how many at once at most."""
+    """A store that records the largest block that is read, and how many reads there are at once at most."""
 
     largest = at_once = most = 0
 

@@ -34,7 +34,10 @@ def flip_content(path: Path) -> None:
 
 
 def flip_padding(path: Path) -> None:
-    """Of the first piece of a blob: 1952 bytes at most, to the next multiple of 4096. The manifest has none."""
+    """Flip a bit in the padding of a blob's first piece, 1952 bytes at most, to the next multiple of 4096.
+
+    A manifest has no padding: there a bit of its text is flipped.
+    """
     flip(path, 4000 if path.suffix != ".json" else 100)
 
 
@@ -99,7 +102,7 @@ def test_room_for_a_save_is_little_more_than_its_state() -> None:
 
 
 def on_small_disk(folder: Path, scenario: str) -> None:
-    """Runs `scenario` in a process that sees a file system of 1 MiB in `folder`, a save of step 1 on it."""
+    """Run `scenario` in a process that sees a file system of 1 MiB in `folder`, with a save of step 1 on it."""
     script = f"""
 import asyncio, subprocess, sys
 from pathlib import Path

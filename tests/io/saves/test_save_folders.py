@@ -178,7 +178,7 @@ def test_a_half_deleted_save_never_looks_whole(tmp_path: Path, monkeypatch: pyte
 
 
 def made_saves(run: Path, steps: Sequence[int], token: str = "mine") -> Path:
-    """The saves of a run whose process is dead."""
+    """Make the saves of a run whose process is dead."""
     for step in steps:
         write_save(run / "saves", step, make_state("fp32"), "fp32", 1, token=token)
         forget_maker(save_folder(run / "saves", step))

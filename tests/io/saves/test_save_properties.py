@@ -157,7 +157,7 @@ def stored(compression: SaveCompression) -> tuple[MemoryStore, Manifest]:
 
 @given(st.data(), compressions)
 def test_any_changed_byte_of_any_blob_is_found(data: st.DataObject, compression: SaveCompression) -> None:
-    """Also one that changes nothing that is read: a bit without a meaning in a frame's header, the filler."""
+    """Even a byte that changes nothing that is read is found: a bit without meaning in a frame's header, the filler."""
     store, manifest = stored(compression)
     blob = data.draw(st.sampled_from(manifest.parts[0].blobs))
     position = (

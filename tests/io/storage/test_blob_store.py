@@ -43,7 +43,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def kvikio_files(folder: Path) -> KvikioFiles:
-    """Of a folder, where they are those of this process otherwise. Skips where kvikio does not work."""
+    """Return a store over files of a folder, which otherwise are those of this process.
+
+    Skips where kvikio does not work.
+    """
     if reason := unusable(folder):
         pytest.skip(reason)
     store = KvikioFiles()

@@ -25,8 +25,11 @@ Call = tuple[str, int]
 
 @dataclass
 class Spy:
-    """A store that keeps the block of each transfer, in the order that they begin in. `entries`: what the folder held
-    at each. `fail_on`: a write that finds the disk full."""
+    """Keeps the block of each transfer of a store, in the order in which transfers begin.
+
+    entries: what the folder held at each transfer.
+    fail_on: a write that finds the disk full.
+    """
 
     folder: Path
     calls: list[Call] = field(default_factory=list)

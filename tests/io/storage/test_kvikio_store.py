@@ -1,5 +1,7 @@
-"""What kvikio does otherwise than our own threads: when it cannot be used, and what it says then. The rest is in
-test_blob_store.py."""
+"""kvikio differs from our own threads in when it cannot be used, and what it says then.
+
+The rest is in test_blob_store.py.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,7 @@ def test_why_it_cannot_be_used_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_fails_at_the_first_transfer_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does without CUDA's driver."""
+    """kvikio fails like this without CUDA's driver."""
     imitated_kvikio.install(monkeypatch)
 
     def no_driver(*_: object, **__: object) -> IOFuture:

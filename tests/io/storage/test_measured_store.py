@@ -39,7 +39,7 @@ def test_transfers_at_the_same_time_count_once(clock: list[float]) -> None:
 
 
 def test_the_newest_times_are_kept(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is told from when on all are."""
+    """The meter also says from when on all times are kept."""
     monkeypatch.setattr(measured_store, "MAX_TIMES", 2)
     meter = DiskMeter()
     for start in range(4):

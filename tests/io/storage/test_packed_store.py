@@ -38,7 +38,7 @@ def block_of(values: Tensor) -> memoryview:
 
 
 class Blobs:
-    """A blob of `itemsizes` blocks and the words beside it: what outlives a process."""
+    """Holds a blob of `itemsizes` blocks and the words beside it: what outlives a process."""
 
     def __init__(self, itemsizes: Sequence[int]) -> None:
         self.memory = MemoryStore()

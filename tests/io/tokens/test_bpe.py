@@ -49,7 +49,7 @@ def test_how_texts_are_cut_into_files_and_lines_changes_nothing_but_words() -> N
 
 
 def test_the_command_writes_a_folder_that_a_run_and_transformers_use(tmp_path: Path) -> None:
-    """In two processes with other numbers of threads: the same bytes."""
+    """Two processes with other numbers of threads write the same bytes."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "a.txt").write_text(SAMPLE[:50_000])

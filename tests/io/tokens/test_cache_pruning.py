@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tokens(folder: Path, **texts: str) -> Path:
-    """Of one file, written when it is new."""
+    """Return the tokens of one file, which is written if it is new."""
     ((name, text),) = texts.items()
     if not (folder / f"{name}.txt").exists():
         write(folder, **{name: text})

@@ -43,7 +43,7 @@ DIGITS = "".join(random.Random(1).choices("0123456789", k=20_000))
 
 
 def byte_level() -> Any:
-    """As GPT-2's; offsets leave out the space before a word."""
+    """Return a tokenizer like GPT-2's, and its trainer; offsets leave out the space before a word."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -51,7 +51,10 @@ def byte_level() -> Any:
 
 
 def split_by_threes() -> Any:
-    """As Llama 3's: digits in threes from where a number begins, so a piece that begins within one is out of step."""
+    """Return a tokenizer like Llama 3's, and its trainer.
+
+    Digits are split in threes from where a number begins, so a piece that begins within one is out of step.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -59,7 +62,10 @@ def split_by_threes() -> Any:
 
 
 def prefixed() -> Any:
-    """As SentencePiece's: NFKC, and a text begins with a mark, so the first token of a piece is none of the text."""
+    """Return a tokenizer like SentencePiece's, and its trainer.
+
+    It applies NFKC, and a text begins with a mark, so the first token of a piece is none of the text.
+    """
     tokenizer = tokenizers.Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -69,7 +75,10 @@ def prefixed() -> Any:
 
 
 def words() -> Any:
-    """As BERT's: spaces are no tokens, and a word that is too long is one unknown token, however long."""
+    """Return a tokenizer like BERT's, and its trainer.
+
+    Spaces are no tokens, and a word that is too long is one unknown token, however long.
+    """
     tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -84,7 +93,7 @@ def tokenizer(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
 
 
 def joined(encode: Callable[[str], Any], text: str, size: int, overlap: int) -> tuple[list[int], int]:
-    """The ids by way of pieces, and how many pieces there were."""
+    """Encode the text in pieces; return the ids, and how many pieces there were."""
     joiner, ids, num_pieces, ends = Joiner(encode, overlap, overlap // 2), [], 0, []
     blocks = [TextBlock(text[at : at + 777], at + 777 >= len(text), at) for at in range(0, len(text), 777)]
     for piece in cut_texts(blocks, size, overlap):

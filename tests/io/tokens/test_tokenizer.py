@@ -18,7 +18,7 @@ WORDS = {"<s>": 0, "</s>": 1, "to": 2, "be": 3, "or": 4, "not": 5}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A word-level tokenizer that would add <s>, cut at 3 and pad to 8 if it were let."""
+    """Return the folder of a word-level tokenizer that would add <s>, cut at 3 and pad to 8 if it were let."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel(WORDS, unk_token="</s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

@@ -60,8 +60,10 @@ def test_near_the_feasibility_probe(
 
 
 def test_an_update_takes_the_time_of_its_bytes() -> None:
-    """26 of a parameter by which the rate was measured: state read and written, and a gradient of 2; 18 with moments in
-    bf16, by shards and by the device."""
+    """An update moves 26 bytes of each parameter: state read and written, and a gradient of 2.
+
+    The rate was measured with these. With moments in bf16 it moves 18, on shards and on the device.
+    """
     structure, activations = shape()
     basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
     request = replace(REQUEST, num_micro_batches=1)
@@ -157,7 +159,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
 
 
 def test_the_choice_follows_the_machine() -> None:
-    """Where copies are slow sums do not travel, and weights travel once a step."""
+    """Where copies are slow, sums do not travel, and weights travel once a step."""
     free = {"micro_batch_size": 4, "num_micro_batches": 16}
     slow = replace(TYPICAL_GPU, both_bytes_per_s=5e9)
     assert chosen(60, slow, **free).order is LAYERS

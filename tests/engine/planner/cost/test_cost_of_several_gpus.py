@@ -42,7 +42,7 @@ def test_several_gpus_share_what_leaves_and_updates_and_compute_more_at_a_time()
 
 
 def with_muon(request: Request) -> tuple[Plan, Prediction]:
-    """Of the same shape, the matrices of its blocks trained by Muon."""
+    """Return plan and prediction of the same shape, with the matrices of its blocks trained by Muon."""
     structure, activations = shape(request.seq_len)
     layers = tuple(
         replace(layer, parameters=tuple(replace(p, muon=len(p.shape) == 2) for p in layer.parameters))
@@ -58,8 +58,11 @@ def with_muon(request: Request) -> tuple[Plan, Prediction]:
 
 @pytest.mark.parametrize("clip", [True, False])
 def test_several_gpus_share_what_muon_takes(clip: bool) -> None:
-    """But all get the sum of what it trains. In a backward, where sums keep GPUs together layer by layer, directions
-    take as long as of the GPU with the most of seven matrices: two of the MLP's three, or one."""
+    """Each GPU takes its share, but all get the sum of what Muon trains.
+
+    In a backward, sums keep GPUs together layer by layer. Directions then take as long as on the GPU with the most of
+    seven matrices: two of the MLP's three, or one.
+    """
     request = replace(REQUEST, clip=clip)
     found = {number: with_muon(replace(request, num_gpus=number)) for number in (1, 2, 4)}
     plans, predictions = ({number: pair[k] for number, pair in found.items()} for k in (0, 1))
@@ -102,7 +105,7 @@ def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:
 
 
 def waiting_for_uploads(**changes: Any) -> Any:
-    """Of four GPUs with few tokens each, and no layer on them."""
+    """Return the plan of four GPUs with few tokens each, and no layer on them."""
     structure, activations = shape()
     machine = replace(MACHINE, hbm_bytes=40 << 30, profile=replace(TYPICAL_GPU, **changes))
     request = replace(REQUEST, num_gpus=4, hbm_layers=0, num_micro_batches=1, micro_batch_size=1)

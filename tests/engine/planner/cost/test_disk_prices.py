@@ -30,8 +30,10 @@ ACTIVATIONS = ("boundary", "kept")
 
 
 def test_the_engine_takes_what_the_simulation_does_for_each_of_them(tmp_path: Path) -> None:
-    """On the virtual clock, with the prices of a plan: state, gradients and weights by one rate, activations by the
-    other."""
+    """On the virtual clock, with the prices of a plan, the engine takes what the simulation does.
+
+    State, gradients and weights move at one rate, activations at the other.
+    """
     folder, recipe = build_tiny(tmp_path), Recipe(3, micro_batch_size=2)
     factory = folder_source(folder).factory
     structure, plan = plan_for(factory, recipe, EVERYTHING, (4, 32))

@@ -46,7 +46,7 @@ def simulated(folder: Path, recipe: Recipe, mode: Mode, cost: CostModel) -> list
 
 
 def ends(result: EngineResult) -> list[float]:
-    """Of each step: all is computed, and all gradients have landed."""
+    """Return when each step ends: all is computed, and all gradients have landed."""
     return [max(r.end_s for r in records if r.stage not in BEHIND) for records in result.records]
 
 
@@ -163,8 +163,10 @@ def test_sums_that_wait_on_the_host(tmp_path: Path, hbm_layers: frozenset[int]) 
     ids=["layers outer", "outer", "frozen", "segments"],
 )
 def test_boundaries_that_wait_on_the_host(tmp_path: Path, mode: Mode, freeze: tuple[str, ...], slow: str) -> None:
-    """They share each direction with what the event loop moves: which of two comes first is a matter of threads in the
-    engine."""
+    """Boundaries share each direction with what the event loop moves.
+
+    In the engine, which of two transfers comes first is a matter of threads.
+    """
     folder = build_tiny(tmp_path, num_layers=6)
     recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2, freeze=freeze), costs(3, **{slow: 4.0})
     mode = replace(mode, boundaries=Tier.HOST)
@@ -224,7 +226,7 @@ BOTH_ON_DISK = Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, hbm_layers=EVE
     ids=["layers outer", "outer, some", "segments, some", "streaming"],
 )
 def test_activations_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, slow: str) -> None:
-    """Where nothing else moves the order is always the same; else as above."""
+    """Where nothing else moves, the order is always the same; elsewhere it is as above."""
     monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)
     folder = build_tiny(tmp_path, num_layers=6)
     recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2), costs(4, **{slow: 4.0})

@@ -33,7 +33,10 @@ def drafts(*, budgets: bool, ram_bytes: int) -> Drafts:
 
 
 def some(of: Drafts, count: int) -> Iterator[Candidate]:
-    """All that the search tries, with layers on the device, blocks that keep more, and gradients that wait there."""
+    """Yield `count` candidates that the search tries.
+
+    They have layers on the device, blocks that keep more, and gradients that wait there.
+    """
     choice = random.Random(0)
     ways = list(candidates(of.structure, of.request))
     moving = [way for way in ways if Tier.HOST in (way.boundaries, way.kept)]

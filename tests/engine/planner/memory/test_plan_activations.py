@@ -43,12 +43,12 @@ CANDIDATE = replace(offloading(1), boundaries=Tier.HOST, spills_activations=True
 
 
 def moving(plan: Plan) -> list[bool]:
-    """Of what waits elsewhere, in the order of the layers: whether on disk."""
+    """Return whether activations are on disk, for each kind that waits elsewhere, in the order of the layers."""
     return [is_on_disk(layer, kind) for layer in plan.layers for kind in away(layer)]
 
 
 def planned(ram_bytes: int, candidate: Candidate = CANDIDATE, disk: SpillSpace = DISK, **changes: int) -> Plan:
-    """Of one candidate."""
+    """Return the plan of one candidate."""
     machine = replace(MACHINE, ram_bytes=ram_bytes, spill=disk)
     return build_plan(*shape(), machine, replace(REQUEST, **changes), candidate)
 
@@ -91,7 +91,7 @@ def test_how_fast_others_are_packed_makes_no_difference_to_them() -> None:
 
 
 def test_where_the_host_has_room_or_the_disk_is_slow_nothing_goes_there() -> None:
-    """But for the disk the plan is the same."""
+    """Except for the disk the plan is the same."""
     for machine, disk in ((replace(MACHINE, ram_bytes=256 << 30), DISK), (SHORT, SpillSpace(1 << 40, 3e8))):
         with_disk = make_plan(*shape(), replace(machine, spill=disk), REQUEST)
         without = make_plan(*shape(), machine, REQUEST)
@@ -174,7 +174,10 @@ def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk(disk:
 
 
 def test_windows_on_the_device_are_counted_there() -> None:
-    """And what kvikio pins of the host's memory instead. The file is kvikio's, whoever moves the rest."""
+    """What kvikio pins of host memory is counted instead of host windows.
+
+    The file is kvikio's, whoever moves the rest.
+    """
     ram_bytes = needed_bytes() - (2 << 30)
     through_host, straight = planned(ram_bytes), planned(ram_bytes, disk=STRAIGHT)
     assert (through_host.windows, straight.windows) == (Tier.HOST, Tier.HBM)
@@ -241,7 +244,7 @@ def test_the_device_holds_what_passes_wherever_it_waits() -> None:
 
 
 def test_a_disk_without_room_is_refused_with_the_arithmetic() -> None:
-    """Where nothing else fits: state on disk is the least."""
+    """The disk is refused where nothing else fits: state on disk is the least."""
     machine = replace(MACHINE, spill=SpillSpace(1 << 20, 3e9))
     with pytest.raises(CapacityError, match=r"of disk, 1\.00 MiB available: raise spill\.limit"):
         make_plan(*shape(), replace(machine, ram_bytes=4 << 30), replace(REQUEST, hbm_layers=0))

@@ -51,7 +51,10 @@ def test_chunks_below_32_bits() -> None:
 @pytest.mark.parametrize("backward_gib", [0, 1, 2, 5, 11, 1000])
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batches: int) -> None:
-    """Or what a plan gives the loss in any case; in equal chunks, whose elements 32 bits can count."""
+    """A chunk may also take what a plan gives the loss in any case.
+
+    Chunks are equal, and 32 bits can count their elements.
+    """
     structure, layout = shape()[0], shape()[0].layout()
     plan, beside, backward = planned(64, num_micro_batches=num_micro_batches), 1 << 28, backward_gib << 30
 

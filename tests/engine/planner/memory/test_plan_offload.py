@@ -72,7 +72,7 @@ def step_s(plan: Plan) -> float:
 def test_what_is_kept_goes_to_the_host_where_the_device_is_full(
     monkeypatch: pytest.MonkeyPatch, compiled: bool, hbm_bytes: int
 ) -> None:
-    """But for that of the last block, which would come straight back."""
+    """The last block's activations stay, because they would come straight back."""
     request, machine = replace(REQUEST, compiled=compiled), replace(MACHINE, hbm_bytes=hbm_bytes)
     plan = make_plan(*shape(compiled=compiled), machine, request)
     assert fits(plan)
@@ -92,7 +92,7 @@ def test_what_is_kept_goes_to_the_host_where_the_device_is_full(
 
 
 def test_more_memory_of_the_host_takes_more_of_it() -> None:
-    """Of what keeps the most nothing fits beside it: what one more layer keeps is more than the host has left."""
+    """What the layer that keeps the most would need does not fit beside it: it is more than the host has left."""
     numbers, times = [], []
     for ram_bytes in range(5 << 30, 13 << 30, 1 << 30):
         plan = make_plan(*shape(), replace(MACHINE, ram_bytes=ram_bytes), REQUEST)

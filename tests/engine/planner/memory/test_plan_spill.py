@@ -76,7 +76,7 @@ def planned(
     order: LoopOrder = LoopOrder.LAYERS_OUTER,
     **changes: Any,
 ) -> Plan:
-    """Of one candidate, with so many bytes less on the host than it takes with nothing on disk."""
+    """Return the plan of one candidate, with `missing` bytes less on the host than it takes with nothing on disk."""
     candidate = replace(CANDIDATE, order=order, hbm_layers=frozenset(range(on_device)))
     request = replace(REQUEST, **changes)
     needed = -spare_ram(build_plan(*shape(rules), replace(machine, ram_bytes=0, spill=None), request, candidate))
@@ -88,7 +88,7 @@ def chosen(machine: Machine, **changes: Any) -> Plan:
 
 
 def needed_ram(machine: Machine, **changes: Any) -> int:
-    """Of the plan that is chosen where there is any amount."""
+    """Return the host memory of the plan that is chosen if there is any amount."""
     return machine.ram_bytes - spare_ram(chosen(replace(machine, spill=None), **changes))
 
 
@@ -192,7 +192,10 @@ def test_the_folder_of_spill_files_is_the_drivers(tmp_path: Path, monkeypatch: p
 
 
 def bytes_of(plan: Plan, structure: ModelStructure) -> tuple[dict[Tier, int], dict[Tier, int]]:
-    """Of optimizer state and working copies, by tier, and of gradients on disk: as counted, and as a run takes them."""
+    """Return the bytes of optimizer state and working copies by tier, as counted and as a run takes them.
+
+    On disk, gradients are included.
+    """
     names, layout = ("optimizer state", "state slots", "working copy"), structure.layout()
     counted = {tier: sum(x.num_bytes for x in plan.rows if x.tier is tier and x.name in names) for tier in Tier}
     counted[Tier.NVME] = plan.total_bytes(Tier.NVME)
@@ -231,7 +234,7 @@ def test_checksums_of_many_blocks_are_counted(num_shards: int) -> None:
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_what_packs_blocks_is_counted(num_shards: int) -> None:
-    """Of every shard; the rest is as it was."""
+    """The memory is counted for every shard; the rest of the plan is as it was."""
     packing = replace(CUDA, spill=replace(DISK, way=DiskWay(DiskIo.KVIKIO, packed=True)))
     plain, packed = (planned(1 << 40, machine, num_shards=num_shards) for machine in (CUDA, packing))
     assert (packed.disk_io, packed.disk_packed) == (DiskIo.KVIKIO, True)
@@ -342,7 +345,7 @@ def test_what_fits_in_device_memory_is_not_on_a_slow_disk() -> None:
 
 
 def test_gradients_take_the_place_of_activations_before_they_are_on_disk() -> None:
-    """As many as the device has room for when activations have gone, of the layers whose backward comes last."""
+    """The device takes as many as it has room for when activations have gone, of layers whose backward comes last."""
     short = replace(CUDA, ram_bytes=needed_ram(CUDA) - 6 * state_bytes(1), hbm_bytes=2200 << 20)
     plan = chosen(short, hbm_layers=2)
     waiting = plan.departing_layers

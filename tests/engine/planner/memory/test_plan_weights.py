@@ -39,7 +39,7 @@ from tests.engine.planner.memory.test_plan_spill import (
 
 
 def without_state() -> int:
-    """The most that may be missing, in steps, where no working copy must be on disk."""
+    """Return the most memory that may be missing, in steps, before a working copy must be on disk."""
     able = (missing for missing in STEPS_BEYOND if fits(plan := planned(missing)) and not plan.weights_on_disk)
     return max(able)
 
@@ -119,7 +119,7 @@ def test_reads_of_working_copies_are_priced(clip: bool, order: LoopOrder) -> Non
 
 
 def test_a_plan_with_weights_on_disk_is_chosen_and_told() -> None:
-    """Where it was refused before."""
+    """Such a plan is chosen where the model was refused before."""
     least = replace(CUDA, ram_bytes=spare_and_all(CUDA))
     plan = chosen(least)
     assert plan.weights_on_disk

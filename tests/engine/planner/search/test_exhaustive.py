@@ -36,7 +36,7 @@ REQUEST = Request(Precision.BF16, False, True, 1, 4, SEQ, free_split=True, saves
 
 
 def times_as_fast(factor: float) -> HardwareProfile:
-    """All that the device computes."""
+    """Return a profile in which the device computes everything `factor` times as fast."""
 
     def faster(curve: RateCurve) -> RateCurve:
         return tuple(replace(point, per_s=factor * point.per_s) for point in curve)
@@ -68,7 +68,7 @@ def shape(num_blocks: int, hidden: int = 1024) -> tuple[ModelStructure, Activati
 
 
 def compiled(activations: ActivationBytes) -> ActivationBytes:
-    """What a block of Qwen2.5 has of each budget, roughly: the last bytes cost most to do without."""
+    """Return activations with budgets about as a block of Qwen2.5 has them: the last bytes cost most to do without."""
     whole = activations.kept[1] // 2
     flops = 2 * 17e6 * SEQ
     budgets = tuple(BudgetCost(b, int(b * whole), flops * (1 - b) ** 2) for b in ACTIVATION_BUDGETS)
@@ -79,7 +79,7 @@ def compiled(activations: ActivationBytes) -> ActivationBytes:
 def held_to_the_best(
     structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
 ) -> tuple[Plan, Plan | None]:
-    """The plan, and one that is faster by more than it may be."""
+    """Return the plan, and one that is faster by more than it may be, or None."""
     plan = make_plan(structure, activations, machine, request)
     assert plan.prediction is not None
     search = Exhaustive(structure, activations, machine, request)
@@ -113,10 +113,12 @@ def test_nor_with_other_activation_budgets(profile: str, hbm_mib: int) -> None:
 
 @pytest.mark.parametrize("hbm_mib", [2500, 2800])
 def test_nor_with_other_layers_on_disk(hbm_mib: int) -> None:
-    """The host has too little memory by the state of nearly half a block. Where less is missing 3 % are not reached:
-    blocks spill before the ends. Where a sixth is missing both ends and one block, 0.83 GB, make as much room as two
-    blocks, 1.34 GB, which take the disk 60 % longer; where a third is, 11 %. With many blocks, or ends that are larger
-    than one, that is little."""
+    """No other layers on disk are much faster, if the host lacks the state of nearly half a block.
+
+    Where less is missing, plans are further than 3 % from the best: blocks spill before the ends. Where a sixth is
+    missing, both ends and one block (0.83 GB) make as much room as two blocks (1.34 GB), which take the disk 60 %
+    longer; where a third is, 11 %. With many blocks, or ends that are larger than one block, that is little.
+    """
     structure, activations = shape(2, 2048)
     plenty = Machine("cuda", 16, 1, 1 << 40, hbm_mib * MiB, RATES, SpillSpace(1 << 40, 3e9))
     needed = make_plan(structure, activations, plenty, REQUEST).total_bytes(Tier.HOST)

@@ -32,7 +32,7 @@ def shape() -> Any:
 
 
 def refusal(ram_bytes: int, **changes: Any) -> str | None:
-    """The first line; None: it fits."""
+    """Return the first line of the refusal, or None if the plan fits."""
     try:
         make_plan(*shape(), replace(MACHINE, ram_bytes=ram_bytes), replace(REQUEST, **changes))
     except CapacityError as error:
@@ -47,7 +47,7 @@ def needed_ram(message: str) -> int:
 
 
 def test_the_ram_that_is_named_is_what_is_needed() -> None:
-    """To the hundredth of a GiB, wherever sums and gradients wait, and with the device filled."""
+    """It is right to the hundredth of a GiB, wherever sums and gradients wait, and with the device filled."""
     message = refusal(4 << 30)
     assert message and "within these limits" not in message
     needed, hundredth = needed_ram(message), (1 << 30) // 100

@@ -151,7 +151,7 @@ def test_no_choice_of_what_spills_is_faster(changes: dict[str, Any], disk_bytes_
 def test_bounds_leave_nothing_faster_out(
     monkeypatch: pytest.MonkeyPatch, hbm_bytes: int, ram_bytes: int, disk_bytes_per_s: float
 ) -> None:
-    """Of models whose ends are large: gradients wait in the place of few layers, or in no place at all."""
+    """The ends of the models are large: gradients wait in the place of few layers, or in no place at all."""
     question = qwen(6, 512, hidden=1024, heads=16, kv_heads=2, inner=4096, vocab=600_000)
     profile = replace(
         TYPICAL_GPU,
