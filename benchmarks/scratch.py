@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-from megatrain_ray.io.files.owned_folder import SHARED, FolderKind, NotOwnedError, OwnedFolder, remove_owned
+from megatrain_ray.io.files.owned_folder import (
+    MARK_NAME,
+    SHARED,
+    FolderKind,
+    NotOwnedError,
+    OwnedFolder,
+    is_free,
+    remove_owned,
+)
 
 
 def fresh(folder: Path) -> Path:
@@ -15,7 +22,9 @@ def fresh(folder: Path) -> Path:
     Ends the program where something else has the name.
     """
     try:
-        if os.path.lexists(folder):
+        if not is_free(folder):
+            if others := {path.name for path in folder.iterdir()} - {MARK_NAME, "run", "exported"}:
+                sys.exit(f"{folder} holds {', '.join(sorted(others))}, which no benchmark made: move that away")
             remove_owned(folder, FolderKind.SCRATCH)
     except NotOwnedError as error:
         sys.exit(f"{error}; move it away, then start again")

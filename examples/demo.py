@@ -13,7 +13,15 @@ import sys
 import time
 from pathlib import Path
 
-from megatrain_ray.io.files.owned_folder import SHARED, FolderKind, OwnedFolder, remove_owned, why_not_owned
+from megatrain_ray.io.files.owned_folder import (
+    MARK_NAME,
+    SHARED,
+    FolderKind,
+    OwnedFolder,
+    is_free,
+    remove_owned,
+    why_not_owned,
+)
 from megatrain_ray.run.run_lock import lock_holder
 
 CONFIG = "examples/tiny_llama.yaml"
@@ -41,11 +49,13 @@ def rows() -> list[dict[str, float]]:
 
 def begin_anew() -> None:
     """Make the folder of the demo, after deleting that of an earlier one. Nothing else is ever deleted."""
-    if FOLDER.exists() or FOLDER.is_symlink():
+    if not is_free(FOLDER):
         if holder := lock_holder(RUN):
             sys.exit(f"{RUN} is in use by process {holder}: end it, then start again")
         if reason := why_not_owned(FOLDER, FolderKind.SCRATCH):
             sys.exit(f"{reason}; move {FOLDER} away, then start again")
+        if others := {path.name for path in FOLDER.iterdir()} - {MARK_NAME, RUN.name, EXPORT.name}:
+            sys.exit(f"{FOLDER} holds {', '.join(sorted(others))}, which is not the demo's: move that away")
         print(f"deleting {FOLDER}, which an earlier demo made")
         remove_owned(FOLDER, FolderKind.SCRATCH)
     FOLDER.parent.mkdir(exist_ok=True)

@@ -157,6 +157,8 @@ class Trainer:
             _tell_of_moments(run.config.train.moments, manifest)
             if manifest is not None:
                 _tell_of_resume(run, manifest.step)
+            elif rows := run.rows():
+                say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
             inputs = _check_inputs(prepared, run.path, manifest, startup)
             with held(inputs.folders):
                 after.callback(_clean_unfinished, run)
@@ -304,6 +306,7 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
 
 def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:
     """Make the directory hold the run."""
+    run.claim()
     left = run.clean()
     record_model(run.path, prepared.source.config, prepared.structure)
     before = run.read_plan() if run.has_begun else None

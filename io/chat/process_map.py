@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -23,6 +24,7 @@ from megatrain_ray.errors import MegatrainError
 
 ALONE_BYTES = 2 << 20  # pickled items processed here before processes are started, which take 2 s to the first result
 BATCH_BYTES = 1 << 18  # size at which a batch of pickled items is complete
+ANSWER_S = 600.0  # bound on one batch, which takes milliseconds
 BATCHES_EACH = 2  # batches per process that are in flight, or done with results not yet yielded
 
 Key = TypeVar("Key")
@@ -104,9 +106,15 @@ class _Process(Generic[Result]):
         )
 
     def ask(self, batch: list[bytes]) -> list[Result]:
-        """Return the results of a batch. Raises what the work raises, MegatrainError if the child is gone."""
+        """Return the results of a batch. Raises what the work raises, MegatrainError if the child is gone.
+
+        A child that does not answer within ANSWER_S is killed.
+        """
         assert self._child.stdin is not None
         assert self._child.stdout is not None
+        too_late = threading.Timer(ANSWER_S, self._child.kill)
+        too_late.daemon = True
+        too_late.start()
         try:
             self._child.stdin.write(self._unsent + pickle.dumps(batch))
             self._unsent = b""
@@ -117,6 +125,8 @@ class _Process(Generic[Result]):
             raise MegatrainError(
                 f"a process that prepares data ended with {code} (-9: killed, perhaps for want of memory); start again"
             ) from None
+        finally:
+            too_late.cancel()
         if isinstance(answer, Exception):
             raise answer
         return list(answer)

@@ -29,6 +29,8 @@ MARK_NAME = "owner.json"
 MADE_BY = "megatrain-ray"
 PRIVATE = 0o700  # mode of a folder: no other user can read it or put anything into it
 SHARED = 0o777  # mode of a folder that others may read or write as far as the umask lets them
+# Raised when a file that is no mark is read as one.
+NO_MARK = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 MARK_BYTES = 4096  # upper bound on the size of a mark
 
 
@@ -42,6 +44,11 @@ class FolderKind(Enum):
     PARTIAL = "a folder that is not finished"
     TOKENS = "tokens of a data source"
     SCRATCH = "what a demo or a benchmark made"
+
+
+# The lock of the run's directory, which whoever deletes these holds, says that no other process of the run uses them.
+# The process that made them may live on: a notebook, after its training.
+GUARDED = (FolderKind.SAVE, FolderKind.RUN_PART)
 
 
 class NotOwnedError(MegatrainError):
@@ -129,7 +136,7 @@ class OwnedFolder:
         try:
             path.mkdir(mode)
         except FileExistsError:
-            if not is_free(path):
+            if kind is FolderKind.SESSION or not is_free(path):  # a session's name is new each time
                 raise
         return OwnedFolder.mark_existing(path, kind, token)
 
@@ -147,7 +154,7 @@ class OwnedFolder:
                 os.fsync(lock)
                 sync(path)
             except OSError:
-                os.ftruncate(lock, 0)  # half a mark would make every later attempt fail
+                (path / MARK_NAME).unlink()  # half a mark would make every later attempt fail
                 raise
         except OSError:
             os.close(lock)
@@ -161,7 +168,7 @@ class OwnedFolder:
     def remove(self) -> None:
         """Delete the folder and release the lock. Anything that cannot be deleted stays."""
         try:
-            with suppress(OSError, NotOwnedError), _opened(self.path, self.path.parent) as fd:
+            with suppress(OSError, NotOwnedError), _opened(self.path) as fd:
                 if os.path.samestat(os.stat(MARK_NAME, dir_fd=fd, follow_symlinks=False), os.fstat(self._lock)):
                     _delete(self.path, fd)
         finally:
@@ -171,11 +178,14 @@ class OwnedFolder:
 def is_free(path: Path) -> bool:
     """Return whether a new folder can be made at `path`.
 
-    So it is if there is nothing, an empty folder, or a folder that a killed process left before it wrote the mark.
+    So it is if there is nothing, an empty folder of this user's, or one that a killed process left before it wrote the
+    mark.
     """
     if path.is_symlink() or not path.is_dir():
         return not os.path.lexists(path)
-    return {file.name for file in path.iterdir()} <= {MARK_NAME} and read_mark(path) is None
+    mark = path / MARK_NAME
+    is_unmarked = not os.path.lexists(mark) or not mark.lstat().st_size
+    return is_unmarked and {file.name for file in path.iterdir()} <= {MARK_NAME} and path.stat().st_uid == os.geteuid()
 
 
 def read_mark(path: Path) -> Mark | None:
@@ -186,7 +196,7 @@ def read_mark(path: Path) -> Mark | None:
         return None
     try:
         return _read(fd)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except NO_MARK:
         return None
     finally:
         os.close(fd)
@@ -198,16 +208,15 @@ def has_mark(path: Path, *kinds: FolderKind) -> bool:
     return mark is not None and mark.kind in (kinds or FolderKind)
 
 
-def remove_owned(path: Path, kind: FolderKind, *, below: Path | None = None, token: str | None = None) -> None:
+def remove_owned(path: Path, kind: FolderKind, *, token: str | None = None) -> None:
     """Delete a folder that this program made for `kind` and that no process uses any more.
 
-    below: the folder that the user named, which may be reached through links; nothing between it and `path` may be one.
-        The parent of `path` unless given.
+    path: no link. The way to its parent may lead over links, which are the user's.
     token: deletes only a folder whose mark has this token, that is, only one owner's folders.
 
     Raises NotOwnedError naming the reason if the folder must stay, OSError if it cannot be deleted.
     """
-    with _opened(path, below or path.parent) as fd:
+    with _opened(path) as fd:
         _check(path, fd, kind, token)
         lock = os.open(MARK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=fd)
         try:
@@ -219,13 +228,13 @@ def remove_owned(path: Path, kind: FolderKind, *, below: Path | None = None, tok
             os.close(lock)
 
 
-def why_not_owned(path: Path, kind: FolderKind, *, below: Path | None = None, token: str | None = None) -> str | None:
+def why_not_owned(path: Path, kind: FolderKind, *, token: str | None = None) -> str | None:
     """Return why `remove_owned` would not delete a folder. Arguments as there.
 
     Returns None if it would, unless another process then uses the folder.
     """
     try:
-        with _opened(path, below or path.parent) as fd:
+        with _opened(path) as fd:
             _check(path, fd, kind, token)
     except (NotOwnedError, OSError) as error:
         return str(error)
@@ -237,7 +246,7 @@ def _check(path: Path, fd: int, kind: FolderKind, token: str | None) -> None:
     try:
         mark = _read(fd)
         owners = {mark.uid, os.fstat(fd).st_uid, os.stat(MARK_NAME, dir_fd=fd, follow_symlinks=False).st_uid}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except NO_MARK:
         raise _kept(path, f"it has no mark ({MARK_NAME}) that this program made it") from None
     if owners != {os.geteuid()}:
         raise _kept(path, "it belongs to another user")
@@ -247,7 +256,7 @@ def _check(path: Path, fd: int, kind: FolderKind, token: str | None) -> None:
         raise _kept(path, "it is a copy of what this program made")
     if token is not None and mark.token != token:
         raise _kept(path, "another run made it")
-    if mark.maker_lives and not mark.is_of_this_process:
+    if kind not in GUARDED and mark.maker_lives and not mark.is_of_this_process:
         raise FolderInUseError(f"{path} is not deleted: process {mark.pid}, which made it, still runs")
 
 
@@ -256,23 +265,15 @@ def _kept(path: Path, reason: str) -> NotOwnedError:
 
 
 @contextmanager
-def _opened(path: Path, below: Path) -> Iterator[int]:
-    """Open the folder `path` from `below` down and yield its descriptor. No part on the way may be a link.
-
-    Raises NotOwnedError, OSError.
-    """
-    parts = path.absolute().relative_to(below.absolute()).parts
-    fd = os.open(below.resolve(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _opened(path: Path) -> Iterator[int]:
+    """Open the folder `path`, which may be no link, and yield its descriptor. Raises NotOwnedError, OSError."""
     try:
-        for part in parts:
-            try:
-                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=fd)
-            except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    raise _kept(path, f"{part} is a link or no folder") from None
-                raise
-            os.close(fd)
-            fd = inner
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise _kept(path, f"{path.name} is a link or no folder") from None
+        raise
+    try:
         yield fd
     finally:
         os.close(fd)

@@ -20,6 +20,8 @@ from megatrain_ray.io.files.owned_folder import (
     remove_owned,
 )
 
+UNFINISHED = (FolderKind.PARTIAL, FolderKind.TOKENS, FolderKind.RUN_PART)  # kinds of folders that are written here
+
 
 @contextmanager
 def complete_or_absent(out_dir: Path, kind: FolderKind | None = None) -> Iterator[Path]:
@@ -74,7 +76,7 @@ def _remove(partial: Path) -> bool:
 def _remove_or_explain(partial: Path) -> None:
     """Delete an unfinished folder. Raises NotOwnedError if it must stay, OSError if it cannot be deleted."""
     mark = read_mark(partial)
-    remove_owned(partial, mark.kind if mark else FolderKind.PARTIAL)
+    remove_owned(partial, mark.kind if mark and mark.kind in UNFINISHED else FolderKind.PARTIAL)
 
 
 def _make(partial: Path, target: Path, out_dir: Path, kind: FolderKind) -> OwnedFolder:

@@ -180,7 +180,7 @@ def prune(saves_dir: Path, keep: int, run: str | None = None) -> None:
 
 def why_kept(saves_dir: Path, step: int, run: str | None = None) -> str | None:
     """Return why `prune` would never delete this save; None if it may."""
-    return why_not_owned(save_folder(saves_dir, step), FolderKind.SAVE, below=saves_dir.parent, token=run)
+    return why_not_owned(save_folder(saves_dir, step), FolderKind.SAVE, token=run)
 
 
 def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
@@ -193,12 +193,12 @@ def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
 
 
 def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
-    """Return why folders that have the name of a save, but are none, cannot be deleted: one reason each.
+    """Return why things that have the name of a save, but are none, are not deleted.
 
-    Empty folders are left out: a save may take their place.
+    Empty folders are left out: a save may use them.
     """
-    left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder) and not is_free(folder)]
-    reasons = (why_not_owned(folder, FolderKind.SAVE, below=saves_dir.parent, token=run) for folder in left)
+    left = [path for _, path in _named(saves_dir) if not _is_committed(path) and not is_free(path)]
+    reasons = (why_not_owned(path, FolderKind.SAVE, token=run) for path in left)
     return [reason for reason in reasons if reason]
 
 
@@ -213,7 +213,7 @@ def _clean(folder: Path, run: str | None) -> bool:
 
 def _remove(folder: Path, run: str | None = None) -> None:
     """Delete the folder of a save. Raises NotOwnedError, OSError."""
-    remove_owned(folder, FolderKind.SAVE, below=folder.parent.parent, token=run)
+    remove_owned(folder, FolderKind.SAVE, token=run)
 
 
 def _in_the_way(folder: Path, error: OSError | NotOwnedError) -> str:
@@ -286,5 +286,11 @@ def _folders(saves_dir: Path) -> dict[int, Path]:
     """Return every folder of a save by its step, finished or not."""
     if not saves_dir.is_dir():
         return {}
-    steps = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in saves_dir.iterdir())
-    return {int(match[1]): path for match, path in steps if match and path.is_dir()}
+    return {step: path for step, path in _named(saves_dir) if path.is_dir()}
+
+
+def _named(saves_dir: Path) -> Iterator[tuple[int, Path]]:
+    """Yield everything that has the name of a save, with its step."""
+    for path in saves_dir.iterdir() if saves_dir.is_dir() else ():
+        if match := re.fullmatch(r"step_(0|[1-9]\d*)", path.name):
+            yield int(match[1]), path

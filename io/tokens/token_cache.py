@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.durable import wait_for_lock
-from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
 from megatrain_ray.io.records.read_texts import Skips, TextBlock, read_texts
 from megatrain_ray.io.tokens.highest_id import HighestId
@@ -206,7 +206,7 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
     lock = root / f"{folder.name}.lock"
     with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), lambda: _written_bytes(folder)):
         if not is_whole(folder):
-            if folder.exists():
+            if not is_free(folder):
                 watcher.replace(folder)
                 _remove_damaged(folder)
             remove_abandoned(root)

@@ -208,7 +208,8 @@ def _unmarked(folder: Path) -> Finding:
         return Finding("folders", State.GOOD, "none that only looks like one of this program's")
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     text = f"{left[0]}{more} have no mark of this program, so it never deletes them"
-    return Finding("folders", State.NOTE, text, "delete what earlier releases left there, if anything")
+    advice = "earlier releases made such folders, saves among them; delete what you do not need"
+    return Finding("folders", State.NOTE, text, advice)
 
 
 def _tokens() -> Finding:

@@ -14,7 +14,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.actor_role import CHECK_S, Check
 from megatrain_ray.crew.actors import GpuActor, waiting
-from megatrain_ray.crew.ray_resources import check_hosts, check_node, lacking, lacking_hosts, place_here, this_node
+from megatrain_ray.crew.ray_resources import (
+    check_hosts,
+    check_node,
+    lacking,
+    lacking_hosts,
+    nodes_within,
+    place_here,
+    this_node,
+)
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import LOOPBACK
@@ -181,7 +189,7 @@ class Placement:
 
         Raises MegatrainError if the driver's own node is gone, without which the driver can start nothing.
         """
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in nodes_within(DEADLINE_S) if node["Alive"]}
         gone = [str(host) for host, node in enumerate(self._nodes) if node not in alive]
         if gone and self._nodes[0] not in alive:
             raise MegatrainError("Ray's node on this machine died; the same command resumes once Ray is up again")

@@ -21,7 +21,8 @@ import ray
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, has_mark, remove_owned
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, remove_owned, why_not_owned
 
 # Only batches and metrics go there. By default Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
@@ -154,7 +155,9 @@ def _token() -> str:
 @contextmanager
 def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     remove_left_sessions()
-    session = OwnedFolder.make(SESSIONS / f"{SESSION_PREFIX}{os.getpid()}-{secrets.token_hex(4)}", FolderKind.SESSION)
+    path = SESSIONS / f"{SESSION_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    with explained("make", path):
+        session = OwnedFolder.make(path, FolderKind.SESSION)
     # Ray opens its folder to every user, and a user could put links there that Ray then writes through. So Ray's folder
     # is inside one that only this user can enter.
     folder = session.path / "ray"
@@ -198,7 +201,7 @@ def remove_left_sessions() -> None:
     Looks only at folders with the mark of a session (files/owned_folder.py), whatever their names.
     """
     for path in session_folders():
-        if has_mark(path, FolderKind.SESSION) and not _is_used(path):
+        if why_not_owned(path, FolderKind.SESSION) is None and not _is_used(path):
             with suppress(NotOwnedError, OSError):
                 remove_owned(path, FolderKind.SESSION)
 

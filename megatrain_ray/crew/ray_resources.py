@@ -5,12 +5,13 @@ A missing resource is reported at once; Ray itself would wait for another machin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
-from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.errors import CapacityError, ConfigError, DeadlineError
 
 Bundle = Mapping[str, float]
 HEAD = "node:__internal_head__"
@@ -70,6 +71,20 @@ def _able(bundle: Bundle, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the addresses of living nodes that have all of a bundle, whoever uses it now."""
     having = [node for node in nodes if node["Alive"] and not lacking([bundle], node["Resources"])]
     return sorted(node["NodeManagerAddress"] for node in having)
+
+
+def nodes_within(timeout_s: float) -> list[dict[str, Any]]:
+    """Return what `ray.nodes` does, which waits without a bound for a head that is stopped.
+
+    Raises DeadlineError if it takes longer than `timeout_s` seconds.
+    """
+    found: list[list[dict[str, Any]]] = []
+    asking = threading.Thread(target=lambda: found.append(ray.nodes()), name="nodes of Ray", daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    if not found:
+        raise DeadlineError(f"Ray did not say within {timeout_s:.0f} s which nodes it has; the same command resumes")
+    return found[0]
 
 
 def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]] | None = None) -> None:

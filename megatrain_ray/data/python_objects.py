@@ -19,7 +19,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME
 from megatrain_ray.io.chat.pretokenized import ATTENDED, IDS, LABELS, OTHER_MASKS
 from megatrain_ray.io.files.atomic_file import write_atomically
-from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, remove_owned
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.run.run_dir import RunDir
 
@@ -92,7 +92,7 @@ class Objects:
         given = [(name, value) for name, value in self._given() if not isinstance(value, str)]
         try:
             if is_new and given:
-                if folder.exists():  # left by a start that completed no step
+                if not is_free(folder):  # left by a start that completed no step
                     remove_owned(folder, FolderKind.RUN_PART)
                 OwnedFolder.make(folder, FolderKind.RUN_PART).release()
             for name, value in given:

@@ -114,22 +114,26 @@ def token_cache() -> Path:
 def _root(run_dir: Path) -> Iterator[Path]:
     """Yield the user's cache, or a folder in `run_dir` if the cache cannot be written to.
 
-    The folder is deleted after the block if it is empty.
+    A folder that is made here is deleted after the block if it is empty.
     """
+    is_new = False
     try:
         root = token_cache()
+        is_new = not root.exists()
         root.mkdir(0o700, parents=True, exist_ok=True)  # other users may not read the tokens
         with tempfile.TemporaryFile(dir=root):
             pass
     except (OSError, RuntimeError) as error:
         root = run_dir / "tokens"
+        is_new = not root.exists()
         say(f"tokens are kept in {root}: the user's cache cannot be written to ({error}); XDG_CACHE_HOME moves it")
         root.mkdir(exist_ok=True)
     try:
         yield root
     finally:
         with suppress(OSError):
-            root.rmdir()
+            if is_new:
+                root.rmdir()
 
 
 class Reports:

@@ -41,7 +41,7 @@ def start_crew(
     disk_bytes_per_s = 0.0
     if prepared.config.save_every is not None:
         with startup.phase("measuring the disk"):
-            check_save_room(prepared, run.saves, progress().step)
+            check_save_room(prepared, run.saves, progress().step, run.token)
             disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, prepared.config.save_compress)
     with startup.phase(f"starting {crew_spec(prepared).num_processes} processes"):
         crew.start(data_arguments)

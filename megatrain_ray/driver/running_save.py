@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ from megatrain_ray.io.saves.save_folder import (
     prepare_save,
     prune,
     save_room,
+    why_kept,
     write_part,
 )
 from megatrain_ray.planning.prepare import Prepared
@@ -52,16 +54,17 @@ ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every:
 ABANDON_S = 60.0  # seconds to wait for the writers of an abandoned save
 
 
-def check_save_room(prepared: Prepared, saves: Path, step: int) -> None:
+def check_save_room(prepared: Prepared, saves: Path, step: int, run: str | None = None) -> None:
     """Raise CapacityError unless all saves that will exist at the same time have room.
 
-    Call it before the first step after `step`.
+    Call it before the first step after `step`. `run`: the token of the run; other saves are never deleted.
     """
     config = prepared.config
     every = config.save_every or config.train.steps
     to_come = 1 + (config.train.steps - 1) // every - step // every
     # One more than is kept, since the newest is written before the oldest is deleted.
-    together = min(to_come, max(1, config.save_keep + 1 - len(list_saves(saves))))
+    num_there = sum(why_kept(saves, saved, run) is None for saved in list_saves(saves))
+    together = min(to_come, max(1, config.save_keep + 1 - num_there))
     what = "the save" if together == 1 else f"{together} saves"
     check_room(saves, together * room_of_one(prepared.plan), what, ADVICE)
 
@@ -80,7 +83,7 @@ def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> f
     saves.mkdir(exist_ok=True)
     remove_abandoned(saves)
     with explained("write to", saves):
-        probe = OwnedFolder.make(saves / ".probe.partial", FolderKind.PARTIAL)
+        probe = OwnedFolder.make(saves / f".probe_{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
     start_s = time.monotonic()
     try:
         asyncio.run(write_part(probe.path, 0, [piece], compression=compression))

@@ -231,7 +231,7 @@ class Session:
                         self._save.hold_up()
                     self._wait_for_all(crew, view)
                 case Action.STOP:
-                    self._check_skipped()
+                    self._check_diverged()
                     if self._policy.is_done(seen):
                         self._job.at_end(self._job, crew)
                     return
@@ -264,7 +264,7 @@ class Session:
             submitted=self._submitted,
             completed=self._completed,
             saved=self._saved,
-            interrupted=self._interrupts.requested,
+            interrupted=self._interrupts.requested or self._has_diverged,
             changed=self._progress.adam_step > self._saved_updates,
             saving=self._save is not None,
             missed=self._missed,
@@ -324,18 +324,22 @@ class Session:
         self._tracing.ended(crew, self._completed)
         self._plan_check.ended(crew, result.row)
         self._disk_counts.ended(crew)
-        self._check_skipped()
 
-    def _check_skipped(self) -> None:
-        """Raise MegatrainError if so many steps in a row were skipped that training does not recover."""
-        num_skipped, limit = self._completed - self._updated, self._prepared.config.max_skipped
-        if self._save and self._save.step <= self._updated:
-            return  # a good save is being written
-        if num_skipped >= limit:
+    @property
+    def _has_diverged(self) -> bool:
+        """Return whether so many steps in a row were skipped that training does not recover."""
+        return self._completed - self._updated >= self._prepared.config.max_skipped
+
+    def _check_diverged(self) -> None:
+        """Raise MegatrainError if training has diverged.
+
+        By then the run has ended as if it were interrupted: updates since the newest save are saved.
+        """
+        if self._has_diverged:
             raise MegatrainError(
-                f"the last {num_skipped} steps were skipped, each for a gradient norm that is not finite (max_skipped: "
-                f"{limit}): training has diverged; {self._safe()}: lower train.lr or look at the data of these steps, "
-                "and start again in another run_dir"
+                f"the last {self._completed - self._updated} steps were skipped, each for a gradient norm that is not "
+                f"finite (max_skipped: {self._prepared.config.max_skipped}): training has diverged; {self._safe()}: "
+                "lower train.lr or look at the data of these steps, and start again in another run_dir"
             )
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:

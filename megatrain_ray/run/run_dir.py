@@ -45,7 +45,15 @@ from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_templat
 from megatrain_ray.io.files.atomic_file import left_by_kills, write_atomically
 from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 from megatrain_ray.io.files.durable import sync
-from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder, has_mark, read_mark, remove_owned
+from megatrain_ray.io.files.owned_folder import (
+    MARK_NAME,
+    FolderKind,
+    OwnedFolder,
+    has_mark,
+    is_free,
+    read_mark,
+    remove_owned,
+)
 from megatrain_ray.io.files.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import clean_unfinished, in_the_way, list_saves, load_manifest, why_kept
@@ -154,9 +162,9 @@ class RunFiles:
         A save of an earlier release names no run. It counts as this run's if it was made with the settings of this run.
         """
         token, others = self.read_token(), ""
-        if manifest.run is None:
+        if token is None or manifest.run is None:  # of an earlier release, or the mark was deleted
             others = _other_settings(manifest, self.read_config())
-        is_own = not others if manifest.run is None else token in (None, manifest.run)
+        is_own = not others if token is None or manifest.run is None else token == manifest.run
         if is_own and manifest.step == step:
             return
         whose = f"of step {manifest.step} of the run in {manifest.config.get('run_dir', 'an unknown place')}"
@@ -203,6 +211,8 @@ class RunDir(RunFiles):
                 _check_free(files.path)
             else:
                 _check_resume(files.path, earlier, config)
+            if os.path.lexists(files.saves) and not files.saves.is_dir():
+                raise ConfigError(f"run_dir: {files.saves} is no folder, or a link to none: is its disk mounted?")
             token = _token(files)
             if left := in_the_way(files.saves, token):
                 raise ConfigError(f"run_dir: {left[0]}; move it away, and start again")
@@ -235,6 +245,12 @@ class RunDir(RunFiles):
         unfinished = clean_unfinished(self.saves, self.token)
         return [*left, *unfinished, *remove_abandoned(self.saves), *remove_abandoned(self.path)]
 
+    def claim(self) -> None:
+        """Write the mark of a run into the directory, before anything else is. Raises MegatrainError."""
+        if not has_mark(self.path, FolderKind.RUN):
+            with explained("write", self.path / MARK_NAME):
+                OwnedFolder.mark_existing(self.path, FolderKind.RUN, self.token).release()
+
     def begin(self, plan_json: str, step: int) -> None:
         """Make the directory hold a run that goes on after `step` updates.
 
@@ -243,11 +259,10 @@ class RunDir(RunFiles):
         """
         if not self.has_begun:
             self._close()
-        if not has_mark(self.path, FolderKind.RUN):
-            with explained("write", self.path / MARK_NAME):
-                OwnedFolder.mark_existing(self.path, FolderKind.RUN, self.token).release()
-        self.saves.mkdir(exist_ok=True)
-        self.logs.mkdir(exist_ok=True)
+        self.claim()
+        with explained("make", self.saves):
+            self.saves.mkdir(exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
         self._keep_plan(plan_json)
         self._cut(step)
         write_atomically(self.plan_file, plan_json)
@@ -277,7 +292,7 @@ class RunDir(RunFiles):
         if self.has_begun and self.tokenizer.exists():
             return
         files, template = tokenizer_files(self.config.tokenizer), self._chat_template()
-        if self.tokenizer.exists():  # of a start with other settings
+        if not is_free(self.tokenizer):  # of a start with other settings
             remove_owned(self.tokenizer, FolderKind.RUN_PART)
         if files or template is not None:
             with complete_or_absent(self.tokenizer, FolderKind.RUN_PART) as folder:
@@ -334,6 +349,8 @@ def _check_free(path: Path) -> None:
     if has_mark(path, FolderKind.RUN):
         return
     found = [name for name in FILES if os.path.lexists(path / name)]
+    if MARK_NAME in found and not (path / MARK_NAME).lstat().st_size:
+        found.remove(MARK_NAME)  # a start was killed before it wrote the mark
     found += [name for name in FOLDERS if _is_taken(path / name)]
     if found:
         raise ConfigError(
@@ -343,10 +360,8 @@ def _check_free(path: Path) -> None:
 
 
 def _is_taken(folder: Path) -> bool:
-    """Return whether something is in a folder that no start of a run made."""
-    if not folder.is_dir():
-        return os.path.lexists(folder)
-    return any(folder.iterdir()) and not has_mark(folder, FolderKind.RUN_PART)
+    """Return whether something lies in a folder that no start of a run made."""
+    return not is_free(folder) and not has_mark(folder, FolderKind.RUN_PART)
 
 
 def _other_settings(manifest: Manifest, config: TrainConfig) -> str:
@@ -365,8 +380,9 @@ def _token(files: RunFiles) -> str:
     """Return the token of the run: that of its directory, or else of its newest save, or a new one."""
     saved: str | None = None
     if files.holds_run and (steps := list_saves(files.saves)):
-        with suppress(MegatrainError):  # damaged: what to do then is decided where it is loaded
-            saved = load_manifest(files.saves, steps[-1]).run
+        with suppress(MegatrainError):  # damaged, or of another run: what is done then is decided where it is loaded
+            manifest = load_manifest(files.saves, steps[-1])
+            saved = None if _other_settings(manifest, files.read_config()) else manifest.run
     return files.read_token() or saved or secrets.token_hex(16)
 
 

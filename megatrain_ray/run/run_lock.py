@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 from megatrain_ray.errors import ConfigError
 
 PRIVATE = 0o700  # mode of a run's directory: only its owner can reach the files in it, whatever their modes
+LOCK_LINE = re.compile(rb"(\d+ on .*\n)?")  # what a lock holds: nothing, or the process that held it last
 GLANCE_S = 0.05  # seconds after which a process that only looked (`lock_holder`) has released the lock
 
 
@@ -78,7 +80,7 @@ def _open_and_lock(lock: Path) -> int:
     """Return a locked file descriptor, after writing this process and its machine or container into the file."""
     has_waited = False
     while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,6 +97,9 @@ def _open_and_lock(lock: Path) -> int:
             os.close(file)
             raise
         if _is_current(file, lock):
+            if not LOCK_LINE.fullmatch(os.pread(file, 512, 0)):
+                os.close(file)
+                raise ConfigError(f"run_dir: {lock} is no lock of a run: move it away, or choose another run_dir")
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
             return file

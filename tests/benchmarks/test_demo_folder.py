@@ -32,6 +32,10 @@ def test_the_demo_says_what_it_deletes(tmp_path: Path, demo: ModuleType, capsys:
     (tmp_path / demo.RUN / "metrics.jsonl").touch()
     with hold_lock(tmp_path / demo.RUN), pytest.raises(SystemExit, match="runs/demo/run is in use by process"):
         demo.begin_anew()
+    (tmp_path / demo.FOLDER / "notes.txt").touch()
+    with pytest.raises(SystemExit, match=r"runs/demo holds notes.txt, which is not the demo's"):
+        demo.begin_anew()
+    (tmp_path / demo.FOLDER / "notes.txt").unlink()
     demo.begin_anew()
     assert capsys.readouterr().out == "deleting runs/demo, which an earlier demo made\n"
     assert [path.name for path in (tmp_path / demo.FOLDER).iterdir()] == ["owner.json"]
@@ -57,6 +61,9 @@ def test_benchmarks_begin_with_folders_of_their_own(tmp_path: Path) -> None:
     assert has_mark(place.parent, FolderKind.SCRATCH)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
+    with pytest.raises(SystemExit, match="mine holds file, which no benchmark made"):
+        fresh(tmp_path / "mine")
+    (tmp_path / "mine" / "file").rename(tmp_path / "mine" / "run")
     with pytest.raises(SystemExit, match="mine is not deleted: it has no mark"):
         fresh(tmp_path / "mine")
-    assert (tmp_path / "mine" / "file").exists()
+    assert (tmp_path / "mine" / "run").exists()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatrain_ray.io.chat.chat_template import PLAIN_TEMPLATE
 from megatrain_ray.io.files.owned_folder import MARK_NAME
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.io.saves.save_folder import prepare_save
+from megatrain_ray.io.saves.save_folder import load_manifest, prepare_save
 from megatrain_ray.run.run_dir import RunDir, RunFiles
 from tests.support.partial_folders import killed_while_writing
 from tests.support.planned_steps import PROFILE, planned
@@ -327,14 +328,53 @@ def test_a_save_of_an_earlier_release_is_known_by_its_settings(tmp_path: Path) -
         files.check_save(4, save_of(tmp_path, 4, token=None, train__seed=7))
 
 
-def test_a_run_keeps_its_token_where_its_mark_was_deleted(tmp_path: Path) -> None:
+def write_whole_save(run: Path, step: int, token: str, **changes: Any) -> None:
+    """Write a save that was made with the settings of the run, and `changes`."""
+    write_save(run / "saves", step, make_state("fp32"), "fp32", 1, token=token)
+    settings = config_to_dict(in_folder(run, **changes).resolve())
+    manifest = replace(load_manifest(run / "saves", step), config=settings)
+    (run / "saves" / f"step_{step}" / "manifest.json").write_bytes(manifest.to_json())
+
+
+def test_a_run_whose_mark_was_deleted_has_the_token_of_its_save(tmp_path: Path) -> None:
     train(tmp_path)
     token = RunFiles(tmp_path).read_token()
     assert token is not None
-    write_save(tmp_path / "saves", 1, make_state("fp32"), "fp32", 1, token=token)
+    write_whole_save(tmp_path, 1, token)
     (tmp_path / MARK_NAME).unlink()
+    write_whole_save(tmp_path, 2, "another", train__seed=7)
+    with pytest.raises(ConfigError, match=r"step_2 is the save of .* \(train.seed: 7 -> 0\): move it away"):
+        RunFiles(tmp_path).check_save(2, load_manifest(tmp_path / "saves", 2))
+    shutil.rmtree(tmp_path / "saves" / "step_2")
     begin(tmp_path, step=1)
     assert RunFiles(tmp_path).read_token() == token
+
+
+@pytest.mark.parametrize("name", ["owner.json", "model.json"])
+def test_a_first_start_that_was_killed_is_no_hindrance(tmp_path: Path, name: str) -> None:
+    """Between its files; the mark comes first."""
+    with RunDir.open(in_folder(tmp_path)) as run:
+        run.claim()
+        (tmp_path / name).write_text("")
+    begin(tmp_path)
+
+
+def test_saves_that_are_on_a_disk_which_is_not_mounted(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    (tmp_path / "run" / "saves").rmdir()
+    (tmp_path / "run" / "saves").symlink_to(tmp_path / "away")
+    assert "run/saves is no folder, or a link to none: is its disk mounted?" in refusal(in_folder(tmp_path / "run"))
+    assert len(RunFiles(tmp_path / "run").rows()) == 1
+
+
+def test_a_lock_that_no_run_wrote_is_left(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("mine")
+    assert "lock is no lock of a run: move it away" in refusal(in_folder(tmp_path))
+    assert (tmp_path / "lock").read_text() == "mine"
+    (tmp_path / "lock").rename(tmp_path / "elsewhere")
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    assert "cannot write to" in refusal(in_folder(tmp_path))
+    assert (tmp_path / "elsewhere").read_text() == "mine"
 
 
 def test_missing_rows_are_found(tmp_path: Path) -> None:

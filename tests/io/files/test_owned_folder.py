@@ -97,17 +97,45 @@ def test_a_copy_of_a_folder_stays(tmp_path: Path) -> None:
     remove_owned(folder, SCRATCH)
 
 
-def test_no_link_is_followed_below_the_folder_that_the_user_named(tmp_path: Path) -> None:
-    real = left_by_a_dead_process(tmp_path / "real" / "inner" / "left")
-    (tmp_path / "linked").symlink_to(tmp_path / "real")
+def test_a_link_to_a_folder_is_not_the_folder(tmp_path: Path) -> None:
+    """The way to its parent may lead over links of the user's: a run directory on another disk."""
+    real = left_by_a_dead_process(tmp_path / "real" / "left")
     (tmp_path / "leaf").symlink_to(real)
-    for path, below in ((tmp_path / "leaf", tmp_path), (tmp_path / "linked" / "inner" / "left", tmp_path)):
-        assert not has_mark(tmp_path / "leaf")
-        with pytest.raises(NotOwnedError, match="is a link or no folder"):
-            remove_owned(path, SCRATCH, below=below)
+    assert not has_mark(tmp_path / "leaf")
+    with pytest.raises(NotOwnedError, match="leaf is a link or no folder"):
+        remove_owned(tmp_path / "leaf", SCRATCH)
     assert real.exists()
-    remove_owned(tmp_path / "linked" / "inner" / "left", SCRATCH, below=tmp_path / "linked")
+    (tmp_path / "linked").symlink_to(tmp_path / "real")
+    remove_owned(tmp_path / "linked" / "left", SCRATCH)
     assert not real.exists()
+
+
+def test_what_a_living_process_made_under_the_runs_lock_may_go(tmp_path: Path) -> None:
+    """A notebook lives on after its training, and another process resumes the run."""
+    folder = left_by_a_dead_process(tmp_path / "left", FolderKind.SAVE)
+    change_mark(folder, **made_by(os.getppid()))
+    remove_owned(folder, FolderKind.SAVE)
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has a second user at hand")
+def test_another_users_empty_folder_is_not_used(tmp_path: Path) -> None:
+    """That user could put links into it."""
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    with pytest.raises(FileExistsError):
+        OwnedFolder.make(tmp_path / "theirs", SCRATCH)
+    (tmp_path / "mine").mkdir()
+    OwnedFolder.make(tmp_path / "mine", SCRATCH).remove()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(FileExistsError):
+        OwnedFolder.make(tmp_path / "mine", FolderKind.SESSION)
+
+
+def test_a_mark_that_nests_without_end_is_none(tmp_path: Path) -> None:
+    (tmp_path / MARK_NAME).write_text("[" * 4000)
+    assert read_mark(tmp_path) is None
+    assert "it has no mark" in str(why_not_owned(tmp_path, SCRATCH))
 
 
 def test_a_token_is_asked_for_where_it_is_given(tmp_path: Path) -> None:

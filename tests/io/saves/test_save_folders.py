@@ -203,15 +203,14 @@ def test_only_saves_that_this_run_made_are_pruned(tmp_path: Path) -> None:
     assert all(want is None if why is None else want in why for why, want in zip(reasons, expected, strict=True))
 
 
-def test_nothing_is_deleted_in_a_folder_of_saves_that_is_a_link(tmp_path: Path) -> None:
+def test_saves_on_another_disk_are_pruned_through_the_link_to_them(tmp_path: Path) -> None:
     made_saves(tmp_path / "other", range(1, 5))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "saves").symlink_to(tmp_path / "other" / "saves")
-    prune(tmp_path / "run" / "saves", 1, "mine")
-    assert list_saves(tmp_path / "run" / "saves") == [1, 2, 3, 4]
-    (tmp_path / "linked_run").symlink_to(tmp_path / "other")
-    prune(tmp_path / "linked_run" / "saves", 1, "mine")
-    assert list_saves(tmp_path / "other" / "saves") == [4], "the run's directory itself may be one"
+    prune(tmp_path / "run" / "saves", 2, "mine")
+    assert list_saves(tmp_path / "other" / "saves") == [3, 4]
+    prune(tmp_path / "run" / "saves", 1, "another run's")
+    assert list_saves(tmp_path / "other" / "saves") == [3, 4]
 
 
 def test_what_has_the_name_of_an_unfinished_save_and_is_none_stays(tmp_path: Path) -> None:
@@ -221,14 +220,18 @@ def test_what_has_the_name_of_an_unfinished_save_and_is_none_stays(tmp_path: Pat
         (folder / "file").touch()
     (saves / "step_2").symlink_to(precious)
     (saves / "step_3").mkdir()
+    (saves / "step_4").symlink_to(tmp_path / "away")  # on a disk that is not mounted
+    (saves / "step_5").touch()
+    (saves / "step_006").mkdir()  # no name of ours
     assert clean_unfinished(saves, "mine") == []
-    assert sorted(path.name for path in saves.iterdir()) == ["step_1", "step_2", "step_3"]
-    for step, reason in ((1, "it has no mark"), (2, "step_2 is a link or no folder")):
+    assert sorted(path.name for path in saves.iterdir()) == ["step_006", *(f"step_{step}" for step in range(1, 6))]
+    links = [(step, f"step_{step} is a link or no folder") for step in (2, 4, 5)]
+    for step, reason in ((1, "it has no mark"), *links):
         with pytest.raises(MegatrainError, match=f"the save of step {step} cannot be made: .*{reason}.*move it away"):
             prepare_save(saves, step, "mine")
         abandon_save(saves, step)
     assert (precious / "file").exists() and (saves / "step_1" / "file").exists()
-    assert len(in_the_way(saves, "mine")) == 2
+    assert len(in_the_way(saves, "mine")) == 4
     prepare_save(saves, 3, "mine")  # was empty
 
 
