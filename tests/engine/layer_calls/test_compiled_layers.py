@@ -184,6 +184,7 @@ def test_another_value_is_refused_in_one_line(tmp_path: Path) -> None:
     assert str(refused.value) == "hardware.compile: expected auto, true or false, got 'yes'"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.timeout(900)  # a C++ compiler at work, several minutes where other processes have the cores
 @pytest.mark.parametrize(
     ("name", "budget", "segment", "kept"),

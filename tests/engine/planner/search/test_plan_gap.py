@@ -25,6 +25,7 @@ def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill_bytes, "EXTENT_ELEMENTS", SMALL_EXTENTS)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_nothing_that_fits_is_much_faster(number: int) -> None:
     drawn = case(number)
