@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -14,14 +15,13 @@ from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
 
 
 def listening() -> dict[str, str]:
-    """Address and port: the process of the family that listens there."""
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return {
-        f"{end.laddr.ip} {end.laddr.port}": process.name()
-        for process in family
-        for end in process.net_connections()
-        if end.status == psutil.CONN_LISTEN
-    }
+    """Return the process of the family that listens at each address and port."""
+    found: dict[str, str] = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # an idle worker of an earlier test has ended meanwhile
+            ends = [end for end in process.net_connections() if end.status == psutil.CONN_LISTEN]
+            found |= {f"{end.laddr.ip} {end.laddr.port}": process.name() for end in ends}
+    return found
 
 
 def test_nothing_listens_elsewhere(ray_address: str) -> None:
