@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.io.batching.batch_stream import IGNORED
+from megatrain_ray.io.tokens.token_block import IGNORED
 
 
 @dataclass(frozen=True)

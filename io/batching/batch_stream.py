@@ -11,8 +11,7 @@ import torch
 
 from megatrain_ray.io.batching.window_order import WindowOrder
 from megatrain_ray.io.batching.windows import Rows, Windows
-
-IGNORED = -100  # a target that is not supervised
+from megatrain_ray.io.tokens.token_block import IGNORED
 
 
 @dataclass(frozen=True, eq=False)

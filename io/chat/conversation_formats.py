@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from megatrain_ray.io.chat.messages import MESSAGE_EXTRAS, new_message, parse_tools, text_of
-from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key
 
 ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages"]
 
@@ -61,7 +61,7 @@ class AlpacaLayout:
     def read(self, record: Mapping[str, Any]) -> Conversation:
         _check_keys(frozenset(record), (self.input, self.system, self.history, self.tools))
         if missing := [key for key in (self.instruction, self.output) if key and key not in record]:
-            raise RecordError(f"{missing[0]}: missing; its keys: {', '.join(map(str, record)) or 'none'}")
+            raise missing_key(record, missing[0])
         parts = [text_of(_get(record, key), str(key)) for key in (self.instruction, self.input)]
         answer = text_of(_get(record, self.output), str(self.output))
         turns = [*self._history(record), ("user", "\n".join(part for part in parts if part)), ("assistant", answer)]
@@ -146,13 +146,10 @@ LAYOUTS: Mapping[ChatFormat, ChatLayout] = {
 
 def read_conversation(record: Any, layout: ChatLayout) -> Conversation:
     """Return the conversation of a record of `read_records`. Raises RecordError."""
-    if isinstance(record, RecordError):
-        raise record
-    if not isinstance(record, dict):
-        raise RecordError(f"expected a mapping, got {record!r:.60}")
-    if refused := [key for key in REFUSED_KEYS if record.get(key) not in (None, [], "")]:
+    fields = as_mapping(record)
+    if refused := [key for key in REFUSED_KEYS if fields.get(key) not in (None, [], "")]:
         raise RecordError(f"{refused[0]}: preferences and media cannot be learned from; remove the key")
-    return layout.read(record)
+    return layout.read(fields)
 
 
 def _recognised(record: Mapping[str, Any], name: str) -> ChatLayout:

@@ -2,34 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.assistant_mask import MarkedText, TurnMarker
 from megatrain_ray.io.chat.chat_template import ChatTemplate
 from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, read_conversation
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.process_map import map_in_order
-from megatrain_ray.io.records.read_records import Place, RecordError, read_records
-from megatrain_ray.io.records.record_tally import ChatTally, Fate
-from megatrain_ray.io.tokens.highest_id import HighestId
-from megatrain_ray.io.tokens.sequence_writer import TokenIds, TokenSequence
-from megatrain_ray.io.tokens.token_block import Mask
+from megatrain_ray.io.records.read_records import RecordError, RecordLocation, check_unicode, read_records
+from megatrain_ray.io.records.record_tally import BadRecords, Fate, RecordTally
+from megatrain_ray.io.tokens.token_block import Mask, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 Truncation = Literal["turn", "drop"]
 
 
+@dataclass(frozen=True)
+class ChatRecipe:
+    """Makes sequences from chats, given files and their layouts, tokenizer, template and truncation of long chats.
+
+    Each sequence is a document of at most `seq_len` + 1 tokens.
+    """
+
+    sources: tuple[ChatSource, ...]
+    tokenizer: str
+    template: ChatTemplate
+    truncation: Truncation
+    seq_len: int
+    bad_records: BadRecords
+    num_processes: int = 1  # processes that tokenise; the sequences do not depend on it
+
+    is_masked: ClassVar[bool] = True
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(source.file for source in self.sources)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "layouts": [_described(source.layout) for source in self.sources],
+            "template": [self.template.source, self.template.tool_use, dict(self.template.variables)],
+            "truncation": self.truncation,
+            "seq_len": self.seq_len,
+            "bad_records": self.bad_records,
+        }
+
+    def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
+        assert tokenizer is not None
+        return read_chats(
+            self.sources,
+            ChatEncoder(tokenizer, self.template),
+            tally,
+            max_tokens=self.seq_len + 1,
+            truncation=self.truncation,
+            num_processes=self.num_processes,
+        )
+
+
+def _described(layout: ChatLayout) -> list[Any]:
+    """Return a layout as data for JSON. Sets are sorted, because their own order differs between processes."""
+    assert is_dataclass(layout)
+    fields = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(layout).items()}
+    return [type(layout).__name__, fields]
+
+
 class EncodedChat(NamedTuple):
     """Holds the ids of a chat, its loss mask, and for each answer the number of tokens up to its end."""
 
-    ids: TokenIds  # [num_tokens]
+    ids: TokenArray  # [num_tokens]
     supervised: Mask  # [num_tokens]
     answer_ends: NDArray[np.int64]  # [num_answers]
 
@@ -51,8 +98,7 @@ class ChatEncoder:
         return [self._encode(marked) for marked in self._marker.mark(conversation)]
 
     def _encode(self, marked: MarkedText) -> EncodedChat:
-        _check_text(marked.text)
-        ids, starts, ends = self._tokenizer.encode_placed(marked.text)
+        ids, starts, ends = self._tokenizer.encode_placed(check_unicode(marked.text, "the conversation"))
         supervised = np.zeros(ids.size, np.bool_)
         for start, end in marked.spans:
             learned = (starts < end) & (ends > start)
@@ -67,13 +113,11 @@ class ChatEncoder:
 class EncodedRecord(NamedTuple):
     """Holds the result of one record: the ids and masks of what is kept of it, and its fates for the tally.
 
-    highest_id: highest of all its ids, including those that are cut off.
     problem: what is wrong with the record; None: nothing.
     """
 
-    kept: list[tuple[TokenIds, Mask]]
+    kept: list[tuple[TokenArray, Mask]]
     fates: list[Fate]
-    highest_id: int = -1
     problem: str | None = None
 
 
@@ -92,7 +136,7 @@ class RecordEncoder:
             conversation = read_conversation(record, self.layouts[number])
             chats = self.encoder.encode(conversation)
         except RecordError as error:
-            return EncodedRecord([], [], problem=str(error))
+            return EncodedRecord([], [], str(error))
         fates = [] if chats else [Fate.NO_ANSWER]
         if chats and conversation.messages[-1]["role"] != "assistant":
             fates.append(Fate.TRAILING)
@@ -100,51 +144,51 @@ class RecordEncoder:
             fates.append(Fate.SPLIT)
         cuts = [_length(chat, self.max_tokens, self.truncation) for chat in chats]
         kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
-        highest_id = max((int(chat.ids.max(initial=0)) for chat in chats), default=-1)
-        return EncodedRecord(kept, fates + [fate for _, fate in cuts if fate], highest_id)
+        return EncodedRecord(kept, fates + [fate for _, fate in cuts if fate])
 
 
 def read_chats(
     sources: Sequence[ChatSource],
     encoder: ChatEncoder,
-    tally: ChatTally,
+    tally: RecordTally,
     *,
     max_tokens: int,
     truncation: Truncation,
-    vocab_size: int,
     num_processes: int = 1,
-) -> Generator[TokenSequence]:
+) -> Generator[TokenBlock]:
     """Yield every sequence with something to learn, in the order of the files.
 
     The sequences do not depend on the number of processes.
 
     max_tokens: length of a sequence at most, seq_len + 1.
 
-    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, an id outside the model's
-    vocabulary, and at the end if there was nothing to learn. Raises MegatrainError if a process dies.
+    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, and at the end if there
+    was nothing to learn. Raises MegatrainError if a process dies.
     """
-    highest = HighestId(vocab_size)
     work = RecordEncoder(encoder, [source.layout for source in sources], max_tokens, truncation)
     with closing(map_in_order(work, _numbered(sources), num_processes)) as records:
-        for place, record in records:
-            tally.num_records += 1
-            if record.problem is not None:
-                tally.bad(place, record.problem)
-            highest.check(record.highest_id, str(place))
-            for fate in record.fates:
-                tally.note(fate, place)
-            for ids, supervised in record.kept:
-                tally.learn(supervised)
-                yield TokenSequence(ids, supervised, place)
-    if not tally.num_sequences:
-        raise ConfigError("\n".join(["data.path: nothing to learn", *tally.lines()]))
+        yield from tallied(records, tally)
 
 
-def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[Place, tuple[int, object]]]:
+def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: RecordTally) -> Iterator[TokenBlock]:
+    """Yield the sequences of the records and count what became of these. Raises ConfigError as read_chats."""
+    for location, record in records:
+        tally.num_records += 1
+        if record.problem is not None:
+            tally.bad(location, record.problem)
+        for fate in record.fates:
+            tally.note(fate, location)
+        for ids, supervised in record.kept:
+            tally.learn(supervised)
+            yield TokenBlock(ids, True, location, supervised)
+    tally.check_learned()
+
+
+def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[RecordLocation, tuple[int, object]]]:
     """Yield every record of the sources with its location and the number of its source."""
     for number, source in enumerate(sources):
-        for place, record in read_records(source.file):
-            yield place, (number, record)
+        for location, record in read_records(source.file):
+            yield location, (number, record)
 
 
 def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:
@@ -160,14 +204,3 @@ def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple
         return 0, Fate.TOO_LONG
     whole = chat.answer_ends[chat.answer_ends <= max_tokens]
     return (int(whole[-1]), Fate.CUT_AT_TURN) if whole.size else (max_tokens, Fate.CUT_INSIDE)
-
-
-def _check_text(text: str) -> None:
-    """Raise RecordError for a lone surrogate.
-
-    JSON can hold one half of a pair of surrogates, which is no text: each tokenizer fails on it in its own way.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RecordError(f"half a character: {text[error.start]!r} is a surrogate without its pair") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, ChatLayout
 from megatrain_ray.io.chat.dataset_info import FILE_NAME, read_dataset_info
-from megatrain_ray.io.records.read_records import SUFFIXES, has_records
+from megatrain_ray.io.records.find_files import RECORD_SUFFIXES, find_files
 
 
 class ChatSource(NamedTuple):
@@ -27,8 +26,7 @@ def find_chats(
 
     dataset: names of the entries of dataset_info.json; None with other paths.
 
-    Raises ConfigError for what is missing, for what holds no records, and if `dataset` and the path do not belong
-    together.
+    Raises ConfigError as find_files, and if `dataset` and the path do not belong together.
     """
     patterns = [path] if isinstance(path, str) else list(path)
     infos = [pattern for pattern in patterns if Path(pattern).name == FILE_NAME]
@@ -41,25 +39,7 @@ def find_chats(
     return tuple(ChatSource(file, LAYOUTS[chat_format]) for pattern in patterns for file in _files(pattern))
 
 
-def _files(pattern: str) -> list[Path]:
-    here = Path(pattern)
-    if here.is_dir():
-        if (here / FILE_NAME).exists():
-            raise ConfigError(f"data.path: {here} holds a {FILE_NAME}: name that file, and data.dataset")
-        found = sorted(f for f in here.rglob("*") if has_records(f) and f.is_file() and not _is_hidden(f, here))
-    elif here.exists():
-        found = [here]
-    else:
-        found = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]  # noqa: PTH207 - absolute ones
-    if not found:
-        kinds = f" with files of {', '.join(SUFFIXES)}" if here.is_dir() else ""
-        raise ConfigError(f"data.path: no such file or folder{kinds}: {pattern} (relative paths start at {Path.cwd()})")
-    return found
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Return whether a part of the path below `folder` begins with a dot.
-
-    A folder that was downloaded from a hub has a .cache of JSON files.
-    """
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+def _files(pattern: str) -> tuple[Path, ...]:
+    if (Path(pattern) / FILE_NAME).exists():
+        raise ConfigError(f"data.path: {pattern} holds a {FILE_NAME}: name that file, and data.dataset")
+    return find_files(pattern, RECORD_SUFFIXES)

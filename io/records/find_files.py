@@ -8,21 +8,25 @@ from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
 
-TEXT, JSONL, JSONL_ZST, PARQUET = ".txt", ".jsonl", ".jsonl.zst", ".parquet"
-SUFFIXES = (TEXT, JSONL, JSONL_ZST, PARQUET)
+TEXT, JSON, JSONL, JSONL_ZST, PARQUET = ".txt", ".json", ".jsonl", ".jsonl.zst", ".parquet"
+TEXT_SUFFIXES = (TEXT, JSONL, JSONL_ZST, PARQUET)  # of files that hold texts
+RECORD_SUFFIXES = (JSON, JSONL, JSONL_ZST, PARQUET)  # of files that hold chats or token ids
 
 
 def format_of(file: Path) -> str | None:
-    """Return the one of SUFFIXES that a file's name ends with, in small or capital letters; None for another suffix."""
-    return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), None)
+    """Return the known suffix that a file's name ends with, in small or capital letters; None for another suffix."""
+    suffixes = (TEXT, *RECORD_SUFFIXES)
+    return next((suffix for suffix in suffixes if file.name.lower().endswith(suffix)), None)
 
 
-def find_documents(path: str | Sequence[str]) -> tuple[Path, ...]:
+def find_files(path: str | Sequence[str], suffixes: Sequence[str] = TEXT_SUFFIXES) -> tuple[Path, ...]:
     """Return the files of `data.path`: a path, a glob, a folder, or a list of these.
 
     They come in the order given. The files of a glob or a folder are sorted by path, each named once. Of a folder these
     are the files of a known format at any depth. Files whose names begin with a dot are left out, and so is everything
-    in such folders.
+    in such folders: a folder that was downloaded from a hub has a .cache of JSON files.
+
+    suffixes: the known formats.
 
     Raises ConfigError for what is missing, a file of another format, a folder or glob that yields nothing, and an
     empty list.
@@ -30,43 +34,33 @@ def find_documents(path: str | Sequence[str]) -> tuple[Path, ...]:
     patterns = [path] if isinstance(path, str) else list(path)
     if not patterns:
         raise ConfigError("data.path: expected at least one file, got an empty list")
-    return tuple(file for pattern in patterns for file in _expand(pattern))
+    return tuple(file for pattern in patterns for file in _expand(pattern, suffixes))
 
 
-def _expand(pattern: str) -> list[Path]:
+def _expand(pattern: str, suffixes: Sequence[str]) -> list[Path]:
     path = Path(pattern)
-    if path.is_dir() and not _inside(path):
-        raise ConfigError(f"data.path: the folder {path} holds no file of a known format ({', '.join(SUFFIXES)})")
     if path.exists():
-        return _files(path)
+        files = _files(path, suffixes)
+        if not files:
+            raise ConfigError(f"data.path: the folder {path} holds no file of a known format ({', '.join(suffixes)})")
+        return files
     if not glob.has_magic(pattern):
         raise ConfigError(f"data.path: no such file: {pattern} (relative paths start at {Path.cwd()})")
-    matches = sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - Path.glob refuses absolute ones
-    files = sorted({file for match in matches for file in _files(match)})
+    matches = map(Path, glob.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute ones
+    files = sorted({file for match in matches for file in _files(match, suffixes)})
     if not files:
         raise ConfigError(f"data.path: no file matches {pattern} (relative paths start at {Path.cwd()})")
     return files
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the path itself, or the files of a folder. Raises ConfigError for a file of an unknown format."""
     if path.is_dir():
-        return _inside(path)
-    _check_format(path)
-    return [path]
-
-
-def _inside(folder: Path) -> list[Path]:
-    files = (file for file in folder.rglob("*") if format_of(file) and not _is_hidden(file.relative_to(folder)))
-    return sorted(file for file in files if file.is_file())
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _check_format(file: Path) -> None:
-    if format_of(file) is None:
+        files = (f for f in path.rglob("*") if format_of(f) in suffixes and f.is_file())
+        return sorted(f for f in files if not any(part.startswith(".") for part in f.relative_to(path).parts))
+    if format_of(path) not in suffixes:
         raise ConfigError(
-            f"data.path: {file} is of no known format ({file.suffix or 'no suffix'}); expected one of "
-            f"{', '.join(SUFFIXES)}: convert it, or rename it if it is one of these"
+            f"data.path: {path} is of no known format ({path.suffix or 'no suffix'}); expected one of "
+            f"{', '.join(suffixes)}: convert it, or rename it if it is one of these"
         )
+    return [path]

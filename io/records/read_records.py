@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,11 @@ import pyarrow
 import pyarrow.parquet
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records.find_files import JSON, JSONL_ZST, PARQUET, format_of
 
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 20
-ROWS = 256  # rows of a Parquet file converted to Python objects at a time
-SUFFIXES = (".json", ".jsonl", ".jsonl.zst", ".parquet")
+ROWS = 256  # rows of a Parquet file decoded at a time
 
 
 class RecordError(ValueError):
@@ -26,9 +26,10 @@ class RecordError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordLocation:
     """Locates a record: a line of a .jsonl file, a record of a .json list, or a row of a .parquet file, from 1.
 
+    unit: empty for a .txt file, which is one document.
     read_bytes: about how many bytes of the file have been read up to and including it, for a progress bar.
     """
 
@@ -38,45 +39,83 @@ class Place:
     read_bytes: int = field(compare=False)
 
     def __str__(self) -> str:
-        return f"{self.file}, {self.unit} {self.number}"
+        return f"{self.file}, {self.unit} {self.number}" if self.unit else str(self.file)
 
 
-def has_records(file: Path) -> bool:
-    """Return whether the file's name has a suffix that `read_records` knows."""
-    return file.name.lower().endswith(SUFFIXES)
-
-
-def read_records(file: Path) -> Iterator[tuple[Place, Any]]:
+def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[RecordLocation, Any]]:
     """Yield every record with its location, in the order of the file. Blank lines are skipped.
 
-    A record that cannot be decoded comes as the RecordError that says why, and reading continues after it. Raises
-    ConfigError for a file that cannot be read, is cut off or has another suffix.
+    A record that cannot be decoded comes as the RecordError that says why, and reading continues after it.
+
+    columns: of a Parquet file, the columns to read; None: all.
+
+    Raises ConfigError, naming file and location, for a file that cannot be read, is cut off or is damaged.
     """
-    name = file.name.lower()
+    kind = format_of(file)
+    location = None
     try:
-        if name.endswith(".parquet"):
-            yield from _parquet(file)
-        elif name.endswith((".jsonl", ".jsonl.zst")):
-            with open_lines(file) as (raw, lines):
-                yield from _decoded_lines(file, lines, raw)
-        elif name.endswith(".json"):
-            yield from _json(file)
-        else:
-            raise ConfigError(f"data.path: {file}: expected a file of records ({', '.join(SUFFIXES)}), got this name")
-    except OSError as error:
-        if error.errno is None:  # Arrow reports damage in this way
-            what = str(error).partition("\n")[0].rstrip(".")
-            raise ConfigError(f"data.path: {file} is cut off or is damaged: {what}; copy the file again") from None
-        raise ConfigError(f"data.path: cannot read {file}: {error.strerror or error}") from None
+        for location, record in (
+            _parquet(file, columns) if kind == PARQUET else _json(file) if kind == JSON else _json_lines(file)
+        ):
+            yield location, record
+    except (OSError, pyarrow.ArrowException) as error:
+        raise unreadable(file, error, f" after {location.unit} {location.number}" if location else "") from None
+
+
+def unreadable(file: Path, error: Exception, where: str = "") -> ConfigError:
+    """Return the error that says why a file cannot be read.
+
+    where: how far it could be read, as in " after line 3".
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return ConfigError(f"data.path: cannot read {file}: {error.strerror}")
+    what = str(error).partition("\n")[0].rstrip(".")  # Arrow reports damage with an OSError without a number
+    return ConfigError(
+        f"data.path: cannot read {file}{where}: {what}; it may be cut short or damaged: copy the file again"
+    )
+
+
+def as_mapping(record: Any) -> Mapping[str, Any]:
+    """Return a record of `read_records`. Raises RecordError if it could not be decoded or is no mapping."""
+    if isinstance(record, RecordError):
+        raise record
+    if not isinstance(record, dict):
+        raise RecordError(f"expected a mapping, got {record!r:.60}")
+    return record
+
+
+def missing_key(record: Mapping[str, Any], key: str, setting: str = "") -> RecordError:
+    """Return the error that says that a record lacks a key.
+
+    setting: what names the key in the configuration, as in " (data.text_field)".
+    """
+    keys = ", ".join(repr(key) for key in list(record)[:8]) or "none"
+    return RecordError(f"no key {key!r}{setting}; its keys are {keys}")
+
+
+def check_unicode(text: str, what: str) -> str:
+    """Return the text. Raises RecordError for a lone surrogate.
+
+    JSON can hold one half of a pair of surrogates, which is no text: each tokenizer fails on it in its own way.
+
+    what: names the text in the message.
+    """
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            surrogate = f"\\u{ord(text[error.start]):04x}"
+            raise RecordError(f"{what} holds half a character ({surrogate}, a surrogate without its pair)") from None
+    return text
 
 
 @contextmanager
-def open_lines(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
+def _open_lines(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
     """Yield the file as it is on disk, whose `tell` gives the bytes read, and its lines; a .zst is decompressed.
 
     Raises OSError, also if compressed data end too early or are damaged; that error has no errno.
     """
-    if not file.name.lower().endswith(".zst"):
+    if format_of(file) != JSONL_ZST:
         with file.open("rb", buffering=CHUNK_BYTES) as plain:
             yield plain, plain
         return
@@ -85,7 +124,12 @@ def open_lines(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
         yield raw, io.BufferedReader(stream, CHUNK_BYTES)
 
 
-def _json(file: Path) -> Iterator[tuple[Place, Any]]:
+def _json_lines(file: Path) -> Iterator[tuple[RecordLocation, Any]]:
+    with _open_lines(file) as (raw, lines):
+        yield from _decoded_lines(file, lines, raw)
+
+
+def _json(file: Path) -> Iterator[tuple[RecordLocation, Any]]:
     """Yield the records of a .json file: a list, or JSON lines, which many tools write under this suffix."""
     content = file.read_bytes().removeprefix(BOM)
     if not content.lstrip().startswith(b"["):
@@ -96,21 +140,21 @@ def _json(file: Path) -> Iterator[tuple[Place, Any]]:
     if isinstance(records, RecordError):
         raise ConfigError(f"data.path: {file} is {records}; expected a list of records")
     for number, record in enumerate(records, 1):
-        yield Place(file, "record", number, len(content) * number // len(records)), record
+        yield RecordLocation(file, "record", number, len(content) * number // len(records)), record
 
 
-def _decoded_lines(file: Path, lines: Iterable[bytes], raw: Any) -> Iterator[tuple[Place, Any]]:
+def _decoded_lines(file: Path, lines: Iterable[bytes], raw: Any) -> Iterator[tuple[RecordLocation, Any]]:
     for number, line in enumerate(lines, 1):
         text = (line.removeprefix(BOM) if number == 1 else line).rstrip()
         if text:
-            yield Place(file, "line", number, raw.tell()), _decoded(text)
+            yield RecordLocation(file, "line", number, raw.tell()), _decoded(text)
 
 
 def _decoded(text: bytes) -> Any:
     try:
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return RecordError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}")
+        return _not_utf8(error)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         return RecordError(f"not valid JSON: {error.msg} at {where}")
@@ -118,14 +162,21 @@ def _decoded(text: bytes) -> Any:
         return RecordError(f"not valid JSON: {error}")
 
 
-def _parquet(file: Path) -> Iterator[tuple[Place, Any]]:
+def _not_utf8(error: UnicodeDecodeError) -> RecordError:
+    return RecordError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}")
+
+
+def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[RecordLocation, Any]]:
     number, size = 0, file.stat().st_size
+    with pyarrow.parquet.ParquetFile(file) as table:
+        for batch in table.iter_batches(ROWS, columns=columns):
+            for row in range(batch.num_rows):  # one at a time: texts may be long, and one of them bad
+                number += 1
+                yield RecordLocation(file, "row", number, size * number // table.metadata.num_rows), _row(batch, row)
+
+
+def _row(batch: Any, row: int) -> Any:
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            rows = (row for batch in table.iter_batches(ROWS) for row in batch.to_pylist())
-            for number, row in enumerate(rows, 1):
-                yield Place(file, "row", number, size * number // table.metadata.num_rows), row
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # without an errno, Arrow reports damage
-            raise
-        raise ConfigError(f"data.path: {file} is damaged or no Parquet file (after row {number}): {error}") from None
+        return batch.slice(row, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)

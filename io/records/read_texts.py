@@ -3,91 +3,83 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.find_files import PARQUET, TEXT, format_of
-from megatrain_ray.io.records.read_records import BOM, ROWS, open_lines
+from megatrain_ray.io.records.read_records import (
+    RecordError,
+    RecordLocation,
+    as_mapping,
+    check_unicode,
+    missing_key,
+    read_records,
+    unreadable,
+)
+from megatrain_ray.io.records.record_tally import Fate, RecordTally
 
-BLOCK_BYTES = 1 << 20  # bytes read at a time
-NUM_PLACES = 5  # locations of bad records that are remembered
+BLOCK_BYTES = 1 << 20  # bytes of a .txt file read at a time
 
 
 class TextBlock(NamedTuple):
     """Holds a part of a document.
 
     ends: whether this is the document's last part.
-    read_bytes: about how far in the file the part ends.
+    location: of the document, and about how far in the file the part ends.
     """
 
     text: str
     ends: bool
-    read_bytes: int
+    location: RecordLocation
 
 
-@dataclass
-class Skips:
-    """Decides what to do with records that hold no text, and counts those that were skipped."""
-
-    policy: Literal["error", "skip"]
-    num_bad: int = 0
-    num_empty: int = 0
-    places: list[str] = field(default_factory=list)  # locations of the first bad records, each with its problem
-
-    def bad(self, place: str, problem: str) -> None:
-        """Count a bad record, or raise ConfigError for it, as the policy says."""
-        if self.policy == "error":
-            raise ConfigError(f"data.path: {place}: {problem}; mend it, or set data.bad_records: skip")
-        self.num_bad += 1
-        if len(self.places) < NUM_PLACES:
-            self.places.append(f"{place}: {problem}")
-
-    def empty(self) -> None:
-        """Count an empty text, which is no error."""
-        self.num_empty += 1
-
-
-class BadRecordError(Exception):
-    """Says why a record holds no text."""
-
-
-def read_texts(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock]:
+def read_texts(file: Path, text_field: str, tally: RecordTally) -> Iterator[TextBlock]:
     """Yield the documents of a file in their order: long .txt files in several blocks, empty ones not at all.
 
     A byte order mark at the start of a file is dropped; line ends are kept as they are. Raises ConfigError naming file
-    and line, row or offset for what cannot be read or ends too early, and for a bad record unless `skips` counts those.
+    and line, row or offset for what cannot be read or ends too early, and for a bad record unless `tally` skips those.
     """
-    suffix = format_of(file)
-    if suffix == TEXT:
-        return _read_plain(file, skips)
-    if suffix == PARQUET:
-        return _read_parquet(file, text_field, skips)
-    return _read_lines(file, text_field, skips)
+    if format_of(file) == TEXT:
+        yield from _read_plain(file, tally)
+        return
+    if format_of(file) == PARQUET:
+        _check_column(file, text_field)
+    for location, record in read_records(file, columns=[text_field]):
+        try:
+            text = _text_of(record, text_field)
+        except RecordError as problem:
+            tally.bad(location, problem)
+            continue
+        if text:
+            yield TextBlock(text, True, location)
+        else:
+            tally.note(Fate.EMPTY, location)
 
 
-def _read_plain(file: Path, skips: Skips) -> Iterator[TextBlock]:
+def _read_plain(file: Path, tally: RecordTally) -> Iterator[TextBlock]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, num_bytes = "", 0
-    with _readable(file, lambda: f"offset {num_bytes}"), file.open("rb") as stream:
-        while data := stream.read(BLOCK_BYTES):
-            num_bytes += len(data)
-            text = _decoded(decoder, data, file, num_bytes)
-            if held and text:
-                yield TextBlock(held, False, num_bytes)
-            held = text or held
+    try:
+        with file.open("rb") as stream:
+            while data := stream.read(BLOCK_BYTES):
+                num_bytes += len(data)
+                text = _decoded(decoder, data, file, num_bytes)
+                if held and text:
+                    yield TextBlock(held, False, RecordLocation(file, "", 1, num_bytes))
+                held = text or held
+    except OSError as error:
+        raise unreadable(file, error) from None
     held += _decoded(decoder, b"", file, num_bytes)
+    location = RecordLocation(file, "", 1, num_bytes)
     if held:
-        yield TextBlock(held, True, num_bytes)
+        yield TextBlock(held, True, location)
     else:
-        skips.empty()
+        tally.note(Fate.EMPTY, location)
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, data: bytes, file: Path, end: int) -> str:
@@ -106,85 +98,22 @@ def _decoded(decoder: codecs.IncrementalDecoder, data: bytes, file: Path, end: i
         ) from None
 
 
-def _read_lines(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock]:
-    number = 0
-    with _readable(file, lambda: f"line {number + 1}"), open_lines(file) as (raw, lines):
-        for number, line in enumerate(lines, 1):
-            record = (line.removeprefix(BOM) if number == 1 else line).rstrip()
-            if not record:
-                continue
-            try:
-                text = _text_of(record, text_field)
-            except BadRecordError as problem:
-                skips.bad(f"{file}, line {number}", str(problem))
-                continue
-            if text:
-                yield TextBlock(text, True, raw.tell())
-            else:
-                skips.empty()
-
-
-def _text_of(line: bytes, text_field: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecordError(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
-    except json.JSONDecodeError as error:
-        raise BadRecordError(f"bad JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested brackets
-        raise BadRecordError(f"bad JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise BadRecordError(f"expected an object with the key {text_field!r}, got {_kind(record)}")
-    if text_field not in record:
-        keys = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise BadRecordError(f"no key {text_field!r} (data.text_field), its keys are {keys}")
-    return _checked(record[text_field], text_field)
-
-
-def _checked(text: Any, text_field: str) -> str:
+def _text_of(record: Any, text_field: str) -> str:
+    fields = as_mapping(record)
+    if text_field not in fields:
+        raise missing_key(fields, text_field, " (data.text_field)")
+    text = fields[text_field]
     if not isinstance(text, str):
-        raise BadRecordError(f"{text_field!r} is {_kind(text)}, expected text")
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            surrogate = ord(text[error.start])
-            raise BadRecordError(f"{text_field!r} holds half a character (\\u{surrogate:04x}), not Unicode") from None
-    return text
+        raise RecordError(f"{text_field}: expected a text, got {text!r:.60}")
+    return check_unicode(text, text_field)
 
 
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
-def _read_parquet(file: Path, text_field: str, skips: Skips) -> Iterator[TextBlock]:
-    """Yield the texts of a Parquet file, reading one row group at a time and converting a few rows of it at a time."""
-    row, size = 0, _size(file)
-    with _readable(file, lambda: f"row {row + 1}"), pyarrow.parquet.ParquetFile(file) as table:
-        _check_column(file, table.schema_arrow, text_field)
-        for batch in table.iter_batches(ROWS, columns=[text_field]):
-            for value in batch.column(0):
-                row += 1
-                try:
-                    text = _checked(_python_text(value, text_field), text_field)
-                except BadRecordError as problem:
-                    skips.bad(f"{file}, row {row}", str(problem))
-                    continue
-                if text:
-                    yield TextBlock(text, True, size * row // table.metadata.num_rows)
-                else:
-                    skips.empty()
-
-
-def _python_text(value: Any, text_field: str) -> Any:
+def _check_column(file: Path, text_field: str) -> None:
+    """Raise ConfigError if a Parquet file has no column of texts of this name, or cannot be read."""
     try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        raise BadRecordError(f"{text_field!r} is not UTF-8: byte 0x{error.object[error.start]:02x}") from None
-
-
-def _check_column(file: Path, schema: Any, text_field: str) -> None:
+        schema = pyarrow.parquet.read_schema(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise unreadable(file, error) from None
     if text_field not in schema.names:
         raise ConfigError(
             f"data.path: {file} has no column {text_field!r} (data.text_field), its columns are "
@@ -195,25 +124,3 @@ def _check_column(file: Path, schema: Any, text_field: str) -> None:
     strings = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_string_view)
     if not any(is_one(values) for is_one in strings):
         raise ConfigError(f"data.path: {file}: the column {text_field!r} is of type {kind}, expected string")
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {file}: {error.strerror}") from None
-
-
-@contextmanager
-def _readable(file: Path, where: Any) -> Iterator[None]:
-    """Turn the errors of reading a file in the block into a ConfigError naming file and location.
-
-    where: returns the location that reading had reached.
-    """
-    try:
-        yield
-    except (OSError, pyarrow.ArrowException) as error:
-        what = getattr(error, "strerror", None) or str(error).partition("\n")[0].rstrip(".")
-        raise ConfigError(
-            f"data.path: cannot read {file} at {where()}: {what}; it may be cut short: get the file again"
-        ) from None

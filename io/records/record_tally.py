@@ -1,4 +1,4 @@
-"""Counts what became of the records of a data set, by kind, and remembers the first locations of each kind."""
+"""Counts what became of the records of a data source, by kind, and remembers the first locations of each kind."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.read_records import Place
+from megatrain_ray.io.records.read_records import RecordError, RecordLocation
 
 BadRecords = Literal["error", "skip"]
-PLACES_TOLD = 3
+REMEMBERED = 5  # locations of each fate
+NUM_SHOWN = 3  # of these, locations that a line of the report names
 
 
 class Fate(Enum):
     """Names what can happen to a record other than being used whole. One conversation may have several fates."""
 
     BAD = "bad, skipped"
+    EMPTY = "empty, skipped"
     NO_ANSWER = "without an assistant turn, dropped"
     NOTHING = "without a token that its template marks as the assistant's, dropped"
     NOTHING_LABELLED = "without a token to learn, dropped"
@@ -31,35 +33,44 @@ class Fate(Enum):
     TOO_LONG = "too long, dropped"
 
 
-class ChatTally:
-    """Counts records, sequences and tokens while chats are read. Use a new one for each pass over the data."""
+class RecordTally:
+    """Counts records, sequences and tokens while they are read. Use a new one for each pass over the data."""
 
     def __init__(self, bad_records: BadRecords = "error") -> None:
         self._bad_records = bad_records
-        self._places: dict[Fate, list[str]] = defaultdict(list)
+        self._locations: dict[Fate, list[str]] = defaultdict(list)
         self.counts: Counter[Fate] = Counter()
         self.num_records = 0
         self.num_sequences = 0
         self.num_tokens = 0
         self.num_supervised = 0
 
-    def bad(self, place: Place, problem: str) -> None:
+    def bad(self, location: RecordLocation, problem: RecordError | str) -> None:
         """Count a bad record, or raise ConfigError with its location and problem if bad records are errors."""
         if self._bad_records == "error":
-            raise ConfigError(f"data.path: {place}: {problem}. Fix the record, or set data.bad_records: skip")
-        self.note(Fate.BAD, f"{place}: {problem}")
+            raise ConfigError(f"data.path: {location}: {problem}. Fix the record, or set data.bad_records: skip")
+        self.note(Fate.BAD, f"{location}: {problem}")
 
-    def note(self, fate: Fate, place: Place | str) -> None:
+    def note(self, fate: Fate, location: RecordLocation | str) -> None:
         """Count a fate, and remember the locations of the first few records that met it."""
         self.counts[fate] += 1
-        if len(self._places[fate]) < PLACES_TOLD:
-            self._places[fate].append(str(place))
+        if len(self._locations[fate]) < REMEMBERED:
+            self._locations[fate].append(str(location))
+
+    def locations(self, fate: Fate) -> tuple[str, ...]:
+        """Return the locations of the first records that met a fate, those of bad ones with the problem."""
+        return tuple(self._locations[fate])
 
     def learn(self, supervised: NDArray[np.bool_]) -> None:
         """Count a sequence by its loss mask. Its first token is never a target."""
         self.num_sequences += 1
         self.num_tokens += supervised.size
         self.num_supervised += int(supervised[1:].sum())
+
+    def check_learned(self) -> None:
+        """Raise ConfigError, saying what became of the records, if no sequence was learned."""
+        if not self.num_sequences:
+            raise ConfigError("\n".join(["data.path: nothing to learn", *self.lines()]))
 
     def lines(self) -> list[str]:
         """Return a line with the totals, and a line for each fate that occurred with its first locations."""
@@ -69,6 +80,6 @@ class ChatTally:
         ]
         for fate in Fate:
             if count := self.counts[fate]:
-                more = "; …" if count > PLACES_TOLD else ""
-                lines.append(f"{count} {fate.value} ({'; '.join(self._places[fate])}{more})")
+                more = "; …" if count > NUM_SHOWN else ""
+                lines.append(f"{count} {fate.value} ({'; '.join(self._locations[fate][:NUM_SHOWN])}{more})")
         return lines

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.tokens.token_block import Mask, TokenArray
-from megatrain_ray.io.tokens.token_cache import check_ids, read_meta
+from megatrain_ray.io.tokens.token_cache import read_meta
 from megatrain_ray.io.tokens.token_writer import (
     ID_TYPES,
     LENGTH_TYPE,
@@ -19,6 +19,7 @@ from megatrain_ray.io.tokens.token_writer import (
     MASK_NAME,
     MASK_TYPE,
     TOKENS_NAME,
+    check_id,
     id_bytes,
 )
 
@@ -64,7 +65,7 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
         raise ConfigError(
             f"data.path: the tokens of {name} are not in {folder}, where they were when the run started; start again"
         )
-    check_ids(meta, vocab_size)
+    check_id(meta.highest_id, meta.highest_file, vocab_size)
     return Corpus(
         name=name,
         tokens=_map(folder / TOKENS_NAME, ID_TYPES[meta.itemsize], meta.num_tokens),

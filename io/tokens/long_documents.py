@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatrain_ray.io.records.read_records import RecordLocation
 from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.token_block import TokenArray, TokenBlock
 
@@ -24,24 +25,26 @@ COMPARED_CHARS = OVERLAP_CHARS // 2  # characters in which two pieces must agree
 Encode = Callable[[str], Any]  # from one text to its tokenizers.Encoding
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Holds the text of one document from its character `start` on.
 
     ends: whether the piece reaches the end of the document.
-    read_bytes: about how far in the file it ends, as in TextBlock.
+    location: of the document, as in TextBlock.
     """
 
     text: str
     start: int
     ends: bool
-    read_bytes: int
+    location: RecordLocation
 
     @property
     def is_whole(self) -> bool:
         return self.start == 0 and self.ends
 
 
-def cut_texts(blocks: Iterable[TextBlock], size: int = PIECE_CHARS, overlap: int = OVERLAP_CHARS) -> Iterator[Piece]:
+def cut_texts(
+    blocks: Iterable[TextBlock], size: int = PIECE_CHARS, overlap: int = OVERLAP_CHARS
+) -> Iterator[TextPiece]:
     """Yield documents in pieces: cuts are `size` characters apart, pieces reach `overlap` characters beyond them.
 
     A piece is cut off only if at least `size` characters follow, so a shorter document stays whole.
@@ -51,17 +54,17 @@ def cut_texts(blocks: Iterable[TextBlock], size: int = PIECE_CHARS, overlap: int
         held += block.text
         at = 0
         while len(held) - at > (end := size + overlap + (overlap if start else 0)) + size:
-            yield Piece(held[at : at + end], start, False, block.read_bytes)
+            yield TextPiece(held[at : at + end], start, False, block.location)
             at += end - 2 * overlap
             start += end - 2 * overlap
         held = held[at:]
         if block.ends:
-            yield Piece(held, start, True, block.read_bytes)
+            yield TextPiece(held, start, True, block.location)
             held, start = "", 0
 
 
 @dataclass(frozen=True)
-class Part:
+class EncodedSpan:
     """Holds an encoded text of the document from its character `start` on.
 
     begin: character of the document from which its tokens count; earlier ones belong to the piece before.
@@ -98,37 +101,37 @@ class Joiner:
         self._encode = encode
         self._overlap = overlap
         self._compared = compared
-        self._part: Part | None = None
-        self._waiting: list[str] = []  # texts that follow the part, to be encoded together with it
+        self._span: EncodedSpan | None = None
+        self._waiting: list[str] = []  # texts that follow the span, to be encoded together with it
 
-    def add(self, piece: Piece, encoding: Any) -> Iterator[TokenBlock]:
+    def add(self, piece: TextPiece, encoding: Any) -> Iterator[TokenBlock]:
         """Take the next piece and yield the ids that no later piece can change."""
         cut = piece.start + self._overlap
-        after = Part(piece.text, piece.start, cut if piece.start else 0, encoding)
-        if self._part is None:
-            self._part = after
-        elif not self._waiting and self._agree(self._part, after, cut):
-            yield TokenBlock(self._part.ids(cut), False, piece.read_bytes)
-            self._part = after
+        after = EncodedSpan(piece.text, piece.start, cut if piece.start else 0, encoding)
+        if self._span is None:
+            self._span = after
+        elif not self._waiting and self._agree(self._span, after, cut):
+            yield TokenBlock(self._span.ids(cut), False, piece.location)
+            self._span = after
         else:
-            self._part = self._grown(self._part, piece)
+            self._span = self._grown(self._span, piece)
         if piece.ends:
-            yield TokenBlock(self._part.ids(), True, piece.read_bytes)
-            self._part = None
+            yield TokenBlock(self._span.ids(), True, piece.location)
+            self._span = None
 
-    def _agree(self, before: Part, after: Part, cut: int) -> bool:
+    def _agree(self, before: EncodedSpan, after: EncodedSpan, cut: int) -> bool:
         around = (cut - self._compared, cut + self._compared)
         tokens = before.tokens_of(*around)
         return bool(tokens) and tokens[0][1] < cut <= tokens[-1][1] and tokens == after.tokens_of(*around)
 
-    def _grown(self, part: Part, piece: Piece) -> Part:
-        """Return the part extended by the piece, encoded again.
+    def _grown(self, span: EncodedSpan, piece: TextPiece) -> EncodedSpan:
+        """Return the span extended by the piece, encoded again.
 
-        Encoding waits until the pending texts are as long as the part, so that no character is encoded many times.
+        Encoding waits until the pending texts are as long as the span, so that no character is encoded many times.
         """
         self._waiting.append(piece.text[2 * self._overlap :])
-        if not piece.ends and sum(map(len, self._waiting)) < len(part.text):
-            return part
-        text = "".join([part.text, *self._waiting])
+        if not piece.ends and sum(map(len, self._waiting)) < len(span.text):
+            return span
+        text = "".join([span.text, *self._waiting])
         self._waiting = []
-        return Part(text, part.start, part.begin, self._encode(text))
+        return EncodedSpan(text, span.start, span.begin, self._encode(text))

@@ -9,19 +9,22 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.durable import wait_for_lock
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
-from megatrain_ray.io.records.read_texts import Skips, TextBlock, read_texts
-from megatrain_ray.io.tokens.highest_id import HighestId
+from megatrain_ray.io.records.read_records import RecordLocation
+from megatrain_ray.io.records.read_texts import read_texts
+from megatrain_ray.io.records.record_tally import BadRecords, Fate, RecordTally
+from megatrain_ray.io.tokens.token_block import TokenBlock
 from megatrain_ray.io.tokens.token_writer import (
     ID_TYPES,
     LENGTH_TYPE,
@@ -32,7 +35,7 @@ from megatrain_ray.io.tokens.token_writer import (
     TokenWriter,
     id_bytes,
 )
-from megatrain_ray.io.tokens.tokenizer import load_tokenizer, tokenizer_files
+from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 
 VERSION = 1
 META_NAME = "meta.json"
@@ -62,7 +65,7 @@ class TokenMeta:
     places: locations of the first bad records, each with its problem.
     crc32: checksum of all tokens, lengths and the mask, by bytes of an id (2 and 4).
     num_supervised: tokens that count in the loss; None: there is no mask.
-    report: lines that say what became of the records of chats.
+    report: lines that say what became of the records of sequences; empty for texts.
     """
 
     itemsize: int
@@ -78,72 +81,63 @@ class TokenMeta:
     num_supervised: int | None = None
     report: tuple[str, ...] = ()
 
-    @staticmethod
-    def of(
-        writer: TokenWriter, highest: HighestId, end_of_document: int | None, num_bad: int, *, num_empty: int = 0,
-        places: Sequence[str] = (), num_supervised: int | None = None, report: Iterable[str] = (),
-    ) -> TokenMeta:  # fmt: skip
-        """Return the description of what `writer` has written."""
-        return TokenMeta(
-            itemsize=writer.itemsize,
-            num_tokens=writer.num_tokens,
-            num_documents=writer.num_documents,
-            num_empty=num_empty,
-            num_bad=num_bad,
-            places=tuple(places),
-            highest_id=highest.id,
-            highest_file=highest.file,
-            end_of_document=end_of_document,
-            crc32=writer.crc32,
-            num_supervised=num_supervised,
-            report=tuple(report),
-        )
-
 
 class Recipe(Protocol):
-    """Makes the tokens of one data source from its inputs."""
+    """Makes the tokens of one data source from its files."""
 
-    def provenance(self) -> dict[str, Any]:
-        """Return everything that decides the tokens, as data for JSON. Raises ConfigError if a file cannot be read."""
+    @property
+    def files(self) -> Sequence[Path]: ...
 
-    def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
-        """Write the token files into `folder`. Raises ConfigError, OSError.
+    @property
+    def tokenizer(self) -> str | None:
+        """Return the tokenizer's name; None: the records hold ids."""
 
-        advance: as Watcher.advance.
-        """
+    @property
+    def bad_records(self) -> BadRecords: ...
+
+    @property
+    def is_masked(self) -> bool:
+        """Return whether the blocks have a loss mask. Each of them is then a whole sequence."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the tokens in addition to the files and the tokenizer, as data for JSON."""
+
+    def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
+        """Yield the tokens of the files in their order, and count the records. Raises ConfigError."""
 
 
 @dataclass(frozen=True)
-class TokenRecipe:
+class TextRecipe:
     """Makes tokens from texts: the files in their order, the tokenizer, and how records are read."""
 
     files: tuple[Path, ...]
     tokenizer: str
     text_field: str
-    bad_records: Literal["error", "skip"]
+    bad_records: BadRecords
+    is_masked: ClassVar[bool] = False
 
-    def provenance(self) -> dict[str, Any]:
-        inputs = provenance_of(self.files, self.tokenizer)
-        return {**inputs, "text_field": self.text_field, "bad_records": self.bad_records}
+    def settings(self) -> dict[str, Any]:
+        return {"text_field": self.text_field, "bad_records": self.bad_records}
 
-    def write(self, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
-        return _Making(self, vocab_size, advance).write(folder)
+    def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
+        assert tokenizer is not None
+        texts = (block for file in self.files for block in read_texts(file, self.text_field, tally))
+        return tokenizer.encode_all(texts)
 
 
-def provenance_of(files: Sequence[Path], tokenizer: str | None) -> dict[str, Any]:
-    """Return what the provenance of every recipe has: version, identities of files, hashes of the tokenizer's files.
-
-    tokenizer: its name; None where the records hold ids already.
+def provenance_of(recipe: Recipe) -> dict[str, Any]:
+    """Return everything that decides the tokens, as data for JSON: file identities, hashes of the tokenizer's files.
 
     Raises ConfigError if a file cannot be read.
     """
     try:
-        parts = tokenizer_files(tokenizer) if tokenizer else ()
+        parts = tokenizer_files(recipe.tokenizer) if recipe.tokenizer else ()
         hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in parts]
         return {
             "version": VERSION,
-            "files": [file_identity(file) for file in files],
-            "tokenizer": hashes or tokenizer,
+            "files": [file_identity(file) for file in recipe.files],
+            "tokenizer": hashes or recipe.tokenizer,
+            **recipe.settings(),
         }
     except OSError as error:
         raise ConfigError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
@@ -190,7 +184,7 @@ def is_whole(folder: Path) -> bool:
 
 def find_tokens(recipe: Recipe, root: Path) -> Path | None:
     """Return the undamaged folder of a recipe in `root`, or None if there is none. Raises as make_tokens."""
-    folder = root / key_of(recipe.provenance())
+    folder = root / key_of(provenance_of(recipe))
     return folder if is_whole(folder) else None
 
 
@@ -201,7 +195,7 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
 
     Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError if the disk fails.
     """
-    provenance = recipe.provenance()
+    provenance = provenance_of(recipe)
     folder = root / key_of(provenance)
     lock = root / f"{folder.name}.lock"
     with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), lambda: _written_bytes(folder)):
@@ -212,10 +206,10 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
             remove_abandoned(root)
             with complete_or_absent(folder, FolderKind.TOKENS) as partial:
                 start = time.monotonic()
-                meta = recipe.write(partial, vocab_size, watcher.advance)
+                meta = _write(recipe, partial, vocab_size, watcher.advance)
                 tree = {"provenance": provenance, "tokens": asdict(meta)}
                 (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
-                if recipe.provenance() != provenance:
+                if provenance_of(recipe) != provenance:
                     raise ConfigError("data.path: files changed while they were read; start again when they are done")
             watcher.end(meta, time.monotonic() - start)
     return folder
@@ -235,45 +229,41 @@ def _written_bytes(folder: Path) -> int:
     return 0
 
 
-def check_ids(meta: TokenMeta, vocab_size: int) -> None:
-    """Raise ConfigError if the tokens have an id outside the model's vocabulary."""
-    HighestId(vocab_size).check(meta.highest_id, meta.highest_file)
+def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
+    """Stream the files of a recipe to disk; only the blocks in flight are in memory. Raises ConfigError, OSError.
 
+    advance: as Watcher.advance.
+    """
+    tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
+    itemsize = id_bytes(tokenizer.num_ids) if tokenizer else 4  # of another tokenizer's ids each must fit
+    tally = RecordTally(recipe.bad_records)
+    *starts, total_bytes = accumulate((file.stat().st_size for file in recipe.files), initial=0)
+    start_of = dict(zip(recipe.files, starts, strict=True))
 
-class _Making:
-    """Streams the files of a recipe through the tokenizer to disk; only the blocks in flight are in memory."""
+    def written(last: RecordLocation) -> None:
+        advance(start_of[last.file] + last.read_bytes, total_bytes)
 
-    def __init__(self, recipe: TokenRecipe, vocab_size: int, advance: Callable[[int, int], None]) -> None:
-        self._recipe = recipe
-        self._advance = advance
-        self._skips = Skips(recipe.bad_records)
-        self._total_bytes = sum(file.stat().st_size for file in recipe.files)
-        self._highest = HighestId(vocab_size)
-
-    def write(self, folder: Path) -> TokenMeta:
-        tokenizer = load_tokenizer(self._recipe.tokenizer)
-        with TokenWriter(folder, id_bytes(tokenizer.num_ids), self._seen) as writer:
-            for block in tokenizer.encode_all(self._texts()):
-                writer.add(block)
-            writer.finish()
-        skips = self._skips
-        return TokenMeta.of(
-            writer, self._highest, tokenizer.end_of_document, skips.num_bad,
-            num_empty=skips.num_empty, places=skips.places,
-        )  # fmt: skip
-
-    def _texts(self) -> Iterator[TextBlock]:
-        done_bytes = num_documents = 0
-        for file in self._recipe.files:
-            self._highest.begin(file, num_documents)
-            for block in read_texts(file, self._recipe.text_field, self._skips):
-                num_documents += block.ends
-                yield block._replace(read_bytes=done_bytes + block.read_bytes)
-            done_bytes += file.stat().st_size
-
-    def _seen(self, highest: int, document: int, read_bytes: int) -> None:
-        self._highest.see(highest, document)
-        self._advance(read_bytes, self._total_bytes)
+    with (
+        TokenWriter(folder, itemsize, vocab_size, written, masked=recipe.is_masked) as writer,
+        closing(recipe.blocks(tokenizer, tally)) as blocks,
+    ):
+        for block in blocks:
+            writer.add(block)
+        writer.finish()
+    return TokenMeta(
+        itemsize=itemsize,
+        num_tokens=writer.num_tokens,
+        num_documents=writer.num_documents,
+        num_empty=tally.counts[Fate.EMPTY],
+        num_bad=tally.counts[Fate.BAD],
+        places=tally.locations(Fate.BAD),
+        highest_id=writer.highest_id,
+        highest_file=writer.highest_file,
+        end_of_document=tokenizer.end_of_document if tokenizer else None,
+        crc32=writer.crc32,
+        num_supervised=tally.num_supervised if recipe.is_masked else None,
+        report=tuple(tally.lines()) if recipe.is_masked else (),
+    )
 
 
 def file_identity(file: Path) -> list[Any]:

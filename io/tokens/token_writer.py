@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records.read_records import RecordLocation
 from megatrain_ray.io.tokens.token_block import TokenBlock
 
 TOKENS_NAME = "tokens.bin"
@@ -30,19 +32,36 @@ def id_bytes(num_ids: int) -> int:
     return 2 if num_ids <= 1 << 16 else 4
 
 
+def check_id(highest: int, where: str, vocab_size: int) -> None:
+    """Raise ConfigError if the id `highest`, which `where` has, is outside the model's vocabulary."""
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {where} has token id {highest}, but the model's vocab_size is {vocab_size}; "
+            f"use the model's own tokenizer, or a model of at least {highest + 1} entries"
+        )
+
+
 class TokenWriter:
     """Writes documents one after the other.
 
     crc32: checksums for ids of 2 and of 4 bytes, over all tokens, then all lengths, then the mask if there is one.
+    highest_id, highest_file: the highest id so far and the file that has it; -1 before the first id.
     """
 
     def __init__(
-        self, folder: Path, itemsize: int, seen: Callable[[int, int, int], None], *, masked: bool = False
+        self,
+        folder: Path,
+        itemsize: int,
+        vocab_size: int,
+        written: Callable[[RecordLocation], None],
+        *,
+        masked: bool = False,
     ) -> None:
         """Create the files in `folder`.
 
         itemsize: bytes of an id on disk, 2 or 4.
-        seen: is called for each chunk with its highest id, the number of the document that has it, and the bytes read.
+        vocab_size: of the model.
+        written: is called for each chunk with the location of its last block.
         masked: whether blocks come with `supervised`, which is written as the mask.
         """
         self._files = ExitStack()
@@ -52,11 +71,13 @@ class TokenWriter:
         )
         self._mask = masks[0] if masks else None
         self.itemsize = itemsize
-        self._seen = seen
+        self._vocab_size = vocab_size
+        self._written = written
         self._blocks: list[TokenBlock] = []
         self._num_waiting = 0
         self._length = 0  # tokens written so far of the document that the next chunk continues
         self.num_tokens = self.num_documents = 0
+        self.highest_id, self.highest_file = -1, ""
         self.crc32 = dict.fromkeys(ID_TYPES, 0)
 
     def __enter__(self) -> Self:
@@ -68,7 +89,13 @@ class TokenWriter:
         self._files.close()
 
     def add(self, block: TokenBlock) -> None:
-        """Add a block of ids; it is written once enough blocks are buffered. Raises OSError."""
+        """Add a block of ids; it is written once enough blocks are buffered.
+
+        Raises ConfigError, naming the location, for an id outside the vocabulary. Raises OSError.
+        """
+        if block.ids.size and (highest := int(block.ids.max())) > self.highest_id:
+            check_id(highest, str(block.location), self._vocab_size)
+            self.highest_id, self.highest_file = highest, str(block.location.file)
         self._blocks.append(block)
         self._num_waiting += block.ids.size + EMPTY_TOKENS
         if self._num_waiting >= CHUNK_TOKENS:
@@ -76,22 +103,15 @@ class TokenWriter:
 
     def finish(self) -> None:
         """Flush the buffered blocks and add lengths and mask to the checksums. Raises OSError."""
-        self._write()
+        if self._blocks:
+            self._write()
         for file in filter(None, (self._lengths, self._mask)):
             file.seek(0)
             while data := file.read(READ_BYTES):
                 self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
 
     def _write(self) -> None:
-        if not self._blocks:
-            return
         ids = np.concatenate([block.ids for block in self._blocks])
-        if ids.size:
-            at = int(ids.argmax())
-            sizes = np.cumsum([block.ids.size for block in self._blocks])
-            before = self._blocks[: int(np.searchsorted(sizes, at, side="right"))]
-            document = self.num_documents + sum(block.ends for block in before)
-            self._seen(int(ids[at]), document, self._blocks[-1].read_bytes)
         for itemsize, crc in self.crc32.items():
             self.crc32[itemsize] = zlib.crc32(ids.astype(ID_TYPES[itemsize]).data, crc)
         self._tokens.write(ids.astype(ID_TYPES[self.itemsize]).data)
@@ -100,6 +120,7 @@ class TokenWriter:
             self._mask.write(np.concatenate(masks).astype(MASK_TYPE).data)
         self.num_tokens += ids.size
         self._write_lengths()
+        self._written(self._blocks[-1].location)
         self._blocks, self._num_waiting = [], 0
 
     def _write_lengths(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,7 @@ from tokenizers import processors
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.records.read_texts import TextBlock
-from megatrain_ray.io.tokens.long_documents import Joiner, Piece, cut_texts
+from megatrain_ray.io.tokens.long_documents import Joiner, TextPiece, cut_texts
 from megatrain_ray.io.tokens.token_block import TokenArray, TokenBlock
 
 BATCH_CHARS = 4 << 20  # characters encoded at a time; each takes about 30 bytes until the ids are extracted
@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
     def encode_placed(self, text: str) -> PlacedTokens:
         """Return the ids that `encode` gives, each with its range of characters in the text."""
 
-    def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
+    def encode_all(self, blocks: Iterable[TextBlock]) -> Generator[TokenBlock]:
         """Yield the ids of documents in their order, as `encode` gives them for each whole text. Uses all cores."""
 
 
@@ -86,9 +86,9 @@ class ByteTokenizer:
         starts = np.repeat(np.arange(codes.size), widths)
         return PlacedTokens(self.encode(text), starts, starts + 1)
 
-    def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
+    def encode_all(self, blocks: Iterable[TextBlock]) -> Generator[TokenBlock]:
         for block in blocks:
-            yield TokenBlock(self.encode(block.text), block.ends, block.read_bytes)
+            yield TokenBlock(self.encode(block.text), block.ends, block.location)
 
 
 class FolderTokenizer:
@@ -117,11 +117,11 @@ class FolderTokenizer:
     def encode(self, text: str) -> TokenArray:
         return np.array(self._encode(text).ids, np.uint32)
 
-    def encode_all(self, blocks: Iterable[TextBlock]) -> Iterator[TokenBlock]:
+    def encode_all(self, blocks: Iterable[TextBlock]) -> Generator[TokenBlock]:
         joiner = Joiner(self._encode)
         for piece, encoding in self._encode_pieces(cut_texts(blocks)):
             if piece.is_whole:
-                yield TokenBlock(np.array(encoding.ids, np.uint32), True, piece.read_bytes)
+                yield TokenBlock(np.array(encoding.ids, np.uint32), True, piece.location)
             else:
                 yield from joiner.add(piece, encoding)
 
@@ -133,14 +133,14 @@ class FolderTokenizer:
     def _encode(self, text: str) -> Any:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _encode_pieces(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Any]]:
+    def _encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[TextPiece, Any]]:
         """Yield each piece with its encoding.
 
         Threads that do not need the Python interpreter encode a batch, while the next one is read and the one before is
         consumed.
         """
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer") as pool:
-            under_way: tuple[list[Piece], Future[Any]] | None = None
+            under_way: tuple[list[TextPiece], Future[Any]] | None = None
             for batch in _batches(pieces):
                 texts = [piece.text for piece in batch]
                 started = batch, pool.submit(self._tokenizer.encode_batch, texts, add_special_tokens=False)
@@ -151,8 +151,8 @@ class FolderTokenizer:
                 yield from zip(under_way[0], under_way[1].result(), strict=True)
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     num_chars = 0
     for piece in pieces:
         batch.append(piece)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.read_texts import Skips, read_texts
+from megatrain_ray.io.records.read_texts import read_texts
+from megatrain_ray.io.records.record_tally import BadRecords, RecordTally
 
 END_OF_TEXT = "<|endoftext|>"  # id 0: bos and eos token
 PAD = "<|pad|>"  # id 1: if the pad were the end of text, trainers that mask pads would never learn the end of text
@@ -69,7 +69,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) ->
 
 
 def read_corpus(
-    files: Sequence[Path], text_field: str, bad_records: Literal["error", "skip"], advance: Callable[[int], None]
+    files: Sequence[Path], text_field: str, bad_records: BadRecords, advance: Callable[[int], None]
 ) -> Iterator[str]:
     """Yield the texts of all files. A long .txt file comes in parts: a word across two of them counts as two words.
 
@@ -79,9 +79,9 @@ def read_corpus(
     """
     done_bytes = 0
     for file in files:
-        for block in read_texts(file, text_field, Skips(bad_records)):
+        for block in read_texts(file, text_field, RecordTally(bad_records)):
             yield block.text
-            advance(done_bytes + block.read_bytes)
+            advance(done_bytes + block.location.read_bytes)
         done_bytes += file.stat().st_size
 
 

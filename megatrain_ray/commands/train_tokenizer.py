@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.partial_folder import complete_or_absent
-from megatrain_ray.io.records.find_files import find_documents
+from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.tokens.train_bpe import read_corpus, special_tokens, train_bpe, write_tokenizer
 
 # Names of settings in error messages of the readers, and the names of this command's options for them.
@@ -44,7 +44,7 @@ def train_tokenizer(
     """
     tokens = special_tokens(specials)
     try:
-        files = find_documents(paths)
+        files = find_files(paths)
         with complete_or_absent(out_dir) as folder, _bar() as bar:
             total_bytes = sum(file.stat().st_size for file in files)
             reading = bar.add_task("reading", total=total_bytes)

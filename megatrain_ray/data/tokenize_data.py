@@ -18,14 +18,14 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_eval_path, sources_of
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_recipe import ChatRecipe
 from megatrain_ray.io.chat.chat_template import load_chat_template
+from megatrain_ray.io.chat.encode_chats import ChatRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.pretokenized import TokenRecordsRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
-from megatrain_ray.io.records.find_files import find_documents
+from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
-from megatrain_ray.io.tokens.token_cache import Recipe, TokenMeta, TokenRecipe, find_tokens, make_tokens
+from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, TokenMeta, find_tokens, make_tokens
 from megatrain_ray.units import format_bytes, format_count
 
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens
@@ -66,14 +66,14 @@ def check_there(config: TrainConfig) -> None:
 def _find(data: DataConfig) -> None:
     for path in sources_of(data).values():
         if data.kind == "pretrain":
-            find_documents(path)
+            find_files(path)
         else:
             find_chats(path, data.dataset, data.chat_format)
 
 
 def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
     if data.kind == "pretrain":
-        return TokenRecipe(find_documents(path), tokenizer, data.text_field, data.bad_records)
+        return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records)
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
         return TokenRecordsRecipe(files, data.truncation, data.seq_len, data.bad_records)

@@ -66,12 +66,12 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
     "bad JSON": (
         lambda f, t: t["data"].update(path=write(f / "a.jsonl", '{"text": "x"}\n{"text"\n')),
         2,
-        "a.jsonl, line 2: bad JSON: Expecting ':' delimiter at column 8; mend it, or set data.bad_records: skip",
+        "a.jsonl, line 2: not valid JSON: Expecting ':' delimiter at column 8. Fix the record, or",
     ),
     "a file cut short": (
         lambda f, t: t["data"].update(path=write(f / "a.parquet", "PAR1"), bad_records="skip"),
         2,
-        "a.parquet at row 1: ",
+        "it may be cut short or damaged: copy the file again",
     ),
     "no known format": (lambda f, t: t["data"].update(path=write(f / "a.csv", "x")), 2, "a.csv is of no known format"),
     "documents to pack": (

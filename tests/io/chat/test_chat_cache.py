@@ -16,11 +16,11 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_recipe import ChatRecipe
 from megatrain_ray.io.chat.chat_template import load_chat_template
+from megatrain_ray.io.chat.encode_chats import ChatRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.tokens.corpus import open_corpus
-from megatrain_ray.io.tokens.token_cache import TokenMeta, find_tokens, key_of, make_tokens
+from megatrain_ray.io.tokens.token_cache import TokenMeta, find_tokens, key_of, make_tokens, provenance_of
 from tests.support.texts import tokens_of
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '#' if m.role == 'assistant' else ':' }}{% endfor %}"  # Q:A#
@@ -112,17 +112,17 @@ def test_whatever_goes_into_them_names_the_folder(recipe: ChatRecipe, tmp_path: 
         {"seq_len": 21},
         {"bad_records": "skip"},
     ]
-    keys = [key_of(replace(recipe, **change).provenance()) for change in changes]
+    keys = [key_of(provenance_of(replace(recipe, **change))) for change in changes]
     assert len(set(keys)) == len(changes)
-    assert key_of(replace(recipe, template=replace(template, name="moved")).provenance()) == keys[0]
+    assert key_of(provenance_of(replace(recipe, template=replace(template, name="moved")))) == keys[0]
     os.utime(recipe.sources[0].file, ns=(1, 1))
-    assert key_of(recipe.provenance()) != keys[0]
+    assert key_of(provenance_of(recipe)) != keys[0]
 
 
 def test_sets_in_a_layout_stand_sorted(recipe: ChatRecipe) -> None:
     """Their own order is another one in each process."""
     messages = replace(recipe, sources=find_chats(str(recipe.sources[0].file), None, "messages"))
-    extras = messages.provenance()["layouts"][0][1]["extras"]
+    extras = messages.settings()["layouts"][0][1]["extras"]
     assert extras == sorted(extras)
     assert len(extras) > 3
 
@@ -132,6 +132,8 @@ def test_an_id_outside_of_the_vocabulary_names_its_place(recipe: ChatRecipe, roo
     with pytest.raises(ConfigError, match=message):
         make_tokens(recipe, root, 113, Silent())
     assert list(root.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"b\.jsonl, line 1 has token id 114, but the model's vocab_size is 114; use"):
+        make_tokens(recipe, root, 114, Silent())
     folder = make_tokens(recipe, root, 115, Silent())
     with pytest.raises(ConfigError, match=r"b\.jsonl has token id 114, .* is 114"):
         open_corpus("chats", folder, 114)

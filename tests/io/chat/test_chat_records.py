@@ -122,7 +122,7 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
         "sharegpt",
         "conversations: expected a list of turns, got none (keys: instruction, output)",
     ),
-    "no output": ({"instruction": "Q"}, "alpaca", "output: missing; its keys: instruction"),
+    "no output": ({"instruction": "Q"}, "alpaca", "no key 'output'; its keys are 'instruction'"),
     "null output": (alpaca(output=None), "auto", "empty turn of assistant"),
     "empty question": (alpaca(instruction=" \n"), "auto", "empty turn of user"),
     "number": (alpaca(output=4), "auto", "output: expected a text or a list of text parts, got 4"),

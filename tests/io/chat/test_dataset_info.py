@@ -63,7 +63,7 @@ def test_without_columns_the_usual_keys_are_read(tmp_path: Path) -> None:
         ({"file_name": "a.json", "formatting": "chatml"}, "expected alpaca, sharegpt or openai, got 'chatml'"),
         ({"file_name": "a.json", "columns": {"chosen": "x"}}, "columns: chosen: 'x' has no meaning here"),
         ({"file_name": "a.json", "formatting": "sharegpt", "tags": {"user": "x"}}, "tags: user: 'x' has no meaning"),
-        ({"file_name": "absent.json"}, "no such file or folder: .*absent.json"),
+        ({"file_name": "absent.json"}, "no such file: .*absent.json"),
     ],
 )
 def test_an_entry_that_cannot_be_read_is_refused_by_name(tmp_path: Path, entry: Any, problem: str) -> None:

@@ -40,7 +40,7 @@ def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[i
     ("record", "message"),
     [
         ([1, 2], "expected a mapping, got"),
-        ({"text": "a"}, "input_ids: missing; its keys: text"),
+        ({"text": "a"}, "no key 'input_ids'; its keys are 'text'"),
         ({"input_ids": "12"}, "input_ids: expected a list of integers, got '12'"),
         ({"input_ids": [1.5, 2]}, "input_ids: expected a list of integers"),
         ({"input_ids": [True, False]}, "input_ids: expected a list of integers"),
@@ -113,9 +113,9 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
 
 def test_bad_records_and_ids_beyond_the_vocabulary_are_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"text": "x"}, {"input_ids": [1, 70]}])
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: input_ids: missing; its keys: text\. Fix the record"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: no key 'input_ids'; its keys are 'text'"):
         tokens_of(data(file), tmp_path, 64)
-    with pytest.raises(ConfigError, match=r"a\.jsonl has token id 70, but the model's vocab_size is 64"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 3 has token id 70, but the model's vocab_size is 64"):
         tokens_of(data(file, bad_records="skip"), tmp_path, 64)
     with pytest.raises(ConfigError, match=r"data\.path: nothing to learn\n1 records: 0 sequences"):
         tokens_of(data(write(tmp_path / "b.jsonl", [{"input_ids": [3]}])), tmp_path, 64)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.find_files import find_documents
+from megatrain_ray.io.records.find_files import find_files
 from tests.support.texts import write
 
 
 def names(folder: Path, *patterns: str) -> list[str]:
-    return [str(file.relative_to(folder)) for file in find_documents([str(folder / p) for p in patterns])]
+    return [str(file.relative_to(folder)) for file in find_files([str(folder / p) for p in patterns])]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_paths_globs_folders_and_lists_give_files_in_a_stable_order(tree: Path) 
 
 def test_a_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
     write(tmp_path, **{"part[1]": "x"})
-    assert find_documents(str(tmp_path / "part[1].txt")) == (tmp_path / "part[1].txt",)
+    assert find_files(str(tmp_path / "part[1].txt")) == (tmp_path / "part[1].txt",)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,6 @@ def test_what_is_not_there_or_of_no_known_format_is_refused_by_name(tree: Path, 
 
 def test_an_empty_list_and_a_folder_without_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected at least one"):
-        find_documents([])
+        find_files([])
     with pytest.raises(ConfigError, match="holds no file of a known format"):
-        find_documents(str(tmp_path))
+        find_files(str(tmp_path))

@@ -93,12 +93,11 @@ def parquet_bytes(folder: Path) -> bytes:
 def test_files_that_are_cut_off_or_no_records_are_refused_by_name(tmp_path: Path) -> None:
     packed, table = zstandard.compress(LINES * 100), parquet_bytes(tmp_path)
     cases = {
-        "cut.jsonl.zst": (packed[:-5], "is cut off"),
-        "spoilt.jsonl.zst": (b"12345678" + packed, "is damaged"),
-        "cut.parquet": (table[: len(table) // 2], "is damaged or no Parquet file"),
-        "spoilt.parquet": (table[:20] + bytes(40) + table[60:], r"is damaged or no Parquet file \(after row 0\)"),
+        "cut.jsonl.zst": (packed[:-5], "it may be cut short"),
+        "spoilt.jsonl.zst": (b"12345678" + packed, "or damaged"),
+        "cut.parquet": (table[: len(table) // 2], "it may be cut short or damaged"),
+        "spoilt.parquet": (table[:20] + bytes(40) + table[60:], "it may be cut short or damaged"),
         "cut.json": (b'[{"a": 1},\n{"a"', "is not valid JSON: .* at line 2, column"),
-        "a.txt": (b"x", "expected a file of records"),
     }
     for name, (content, message) in cases.items():
         with pytest.raises(ConfigError, match=f"{name}.*{message}"):

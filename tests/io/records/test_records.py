@@ -12,7 +12,8 @@ import pytest
 import zstandard
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.read_texts import BLOCK_BYTES, Skips, read_texts
+from megatrain_ray.io.records.read_texts import BLOCK_BYTES, read_texts
+from megatrain_ray.io.records.record_tally import Fate, RecordTally
 
 TEXTS = ["plain", "line\r\nline\rline\n", "日本語 😀 é", "\ufeffnot at the start of the file", "x" * (10 << 20), "\0"]
 
@@ -38,9 +39,9 @@ def parquet(file: Path, texts: list[str]) -> None:
     pyarrow.parquet.write_table(table, file, row_group_size=4)
 
 
-def texts_of(file: Path, skips: Skips | None = None, field: str = "text") -> list[str]:
+def texts_of(file: Path, tally: RecordTally | None = None, field: str = "text") -> list[str]:
     texts, parts = [], []
-    for block in read_texts(file, field, skips or Skips("error")):
+    for block in read_texts(file, field, tally or RecordTally("error")):
         parts.append(block.text)
         if block.ends:
             texts.append("".join(parts))
@@ -53,18 +54,18 @@ def texts_of(file: Path, skips: Skips | None = None, field: str = "text") -> lis
 def test_a_record_is_a_document_and_arrives_as_it_was(tmp_path: Path, make: Callable[[Path, list[str]], None]) -> None:
     file = tmp_path / f"a.{make.__name__.replace('_', '.')}"
     make(file, [*TEXTS, "", "last"])
-    skips = Skips("error")
-    assert texts_of(file, skips) == [*TEXTS, "last"]
-    assert (skips.num_empty, skips.num_bad) == (1, 0)
+    tally = RecordTally("error")
+    assert texts_of(file, tally) == [*TEXTS, "last"]
+    assert (tally.counts[Fate.EMPTY], tally.counts[Fate.BAD]) == (1, 0)
 
 
 @pytest.mark.parametrize("text", ["", "a", "é" * BLOCK_BYTES, "a" * BLOCK_BYTES, "a\r\nb\rcé€\U0001f600\0"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_a_plain_file_is_one_document_without_its_byte_order_mark(tmp_path: Path, text: str, mark: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(mark + text.encode())
-    skips = Skips("error")
-    assert texts_of(tmp_path / "a.txt", skips) == ([text] if text else [])
-    assert skips.num_empty == (not text)
+    tally = RecordTally("error")
+    assert texts_of(tmp_path / "a.txt", tally) == ([text] if text else [])
+    assert tally.counts[Fate.EMPTY] == (not text)
 
 
 @pytest.mark.parametrize("before", [0, 5, BLOCK_BYTES - 1, BLOCK_BYTES + 7])
@@ -76,16 +77,16 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_offset(tmp_path: Path, before
 
 
 BAD_LINES = {
-    b'{"text": ': "bad JSON: Expecting value at column 9",
-    b"[" * 100_000: "bad JSON: maximum recursion",
-    b'{"text": ' + b"1" * 5000 + b"}": "bad JSON: Exceeds the limit",
-    b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
-    b'["text"]': "expected an object with the key 'text', got a list",
-    b'{"body": "x", "id": 3}': r"no key 'text' \(data.text_field\), its keys are 'body', 'id'",
-    b'{"text": null}': "'text' is null, expected text",
-    b'{"text": 3}': "'text' is a number, expected text",
-    b'{"text": {"a": "b"}}': "'text' is an object, expected text",
-    b'{"text": "\\ud83d"}': r"'text' holds half a character \(\\ud83d\)",
+    b'{"text": ': "not valid JSON: Expecting value at column 9",
+    b"[" * 100_000: "not valid JSON: maximum recursion",
+    b'{"text": ' + b"1" * 5000 + b"}": "not valid JSON: Exceeds the limit",
+    b'{"text": "\xff"}': "not UTF-8: byte 0xff at offset 10",
+    b'["text"]': r"expected a mapping, got \['text'\]",
+    b'{"body": "x", "id": 3}': r"no key 'text' \(data.text_field\); its keys are 'body', 'id'",
+    b'{"text": null}': "text: expected a text, got None",
+    b'{"text": 3}': "text: expected a text, got 3",
+    b'{"text": {"a": "b"}}': "text: expected a text, got {'a': 'b'}",
+    b'{"text": "\\ud83d"}': r"text holds half a character \(\\ud83d, a surrogate",
 }
 
 
@@ -94,33 +95,33 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, line: bytes)
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}')
     with pytest.raises(
-        ConfigError, match=rf"a.jsonl, line 3: {BAD_LINES[line]}.*; mend it, or set data.bad_records: s"
+        ConfigError, match=rf"a.jsonl, line 3: {BAD_LINES[line]}.*\. Fix the record, or set data.bad_records: s"
     ):
         texts_of(file)
-    skips = Skips("skip")
-    assert texts_of(file, skips) == ["first", "last"]
-    assert skips.num_bad == 1
-    assert "line 3" in skips.places[0]
+    tally = RecordTally("skip")
+    assert texts_of(file, tally) == ["first", "last"]
+    assert tally.counts[Fate.BAD] == 1
+    assert "line 3" in tally.locations(Fate.BAD)[0]
 
 
 def test_the_first_places_are_remembered_and_all_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"{\n" * 9)
-    skips = Skips("skip")
-    assert texts_of(tmp_path / "a.jsonl", skips) == []
-    assert (skips.num_bad, len(skips.places)) == (9, 5)
+    tally = RecordTally("skip")
+    assert texts_of(tmp_path / "a.jsonl", tally) == []
+    assert (tally.counts[Fate.BAD], len(tally.locations(Fate.BAD))) == (9, 5)
 
 
 def test_a_row_without_text_is_named_or_skipped(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     parquet(file, ["a", None, "b", "", None])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match=r"a.parquet, row 2: 'text' is null, expected text"):
+    with pytest.raises(ConfigError, match=r"a.parquet, row 2: text: expected a text, got None"):
         texts_of(file)
-    skips = Skips("skip")
-    assert texts_of(file, skips) == ["a", "b"]
-    assert (skips.num_bad, skips.num_empty, skips.places[1][-35:]) == (
+    tally = RecordTally("skip")
+    assert texts_of(file, tally) == ["a", "b"]
+    assert (tally.counts[Fate.BAD], tally.counts[Fate.EMPTY], tally.locations(Fate.BAD)[1][-37:]) == (
         2,
         1,
-        "row 5: 'text' is null, expected text"[-35:],
+        "row 5: text: expected a text, got None"[-37:],
     )
 
 
@@ -129,9 +130,9 @@ def test_a_column_that_is_missing_or_no_text_is_refused_whatever_the_policy(tmp_
     file = tmp_path / "a.parquet"
     parquet(file, ["a"])
     with pytest.raises(ConfigError, match=r"a.parquet has no column 'body' .*its columns are 'id', 'text'"):
-        texts_of(file, Skips(policy), "body")  # type: ignore[arg-type]
+        texts_of(file, RecordTally(policy), "body")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the column 'id' is of type int64, expected string"):
-        texts_of(file, Skips(policy), "id")  # type: ignore[arg-type]
+        texts_of(file, RecordTally(policy), "id")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
@@ -143,12 +144,12 @@ def test_a_file_cut_short_is_refused_whatever_the_policy(
     file = tmp_path / f"a.{make.__name__.replace('_', '.')}"
     make(file, [f"text {index * index}" for index in range(200)])
     file.write_bytes(file.read_bytes()[:-lost])
-    with pytest.raises(ConfigError, match=r"cannot read .*/a\..* at (line|row) \d+: .*; it may be cut short"):
-        texts_of(file, Skips(policy))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"cannot read .*/a\..*: .*; it may be cut short or damaged"):
+        texts_of(file, RecordTally(policy))  # type: ignore[arg-type]
 
 
 def test_what_is_no_archive_at_all_is_refused(tmp_path: Path) -> None:
     for name in ("a.jsonl.zst", "b.parquet"):
         (tmp_path / name).write_bytes(b"this is no archive")
-        with pytest.raises(ConfigError, match=f"cannot read .*{name} at (line|row) 1: "):
+        with pytest.raises(ConfigError, match=f"cannot read .*{name}: "):
             texts_of(tmp_path / name)

@@ -95,7 +95,7 @@ def test_a_small_corpus_gives_fewer_ids_and_says_so(tmp_path: Path, capsys: pyte
         (["none.txt"], "no such file: none.txt"),
         (
             ["bad.jsonl"],
-            "bad.jsonl, line 1: no key 'text' (--field), its keys are 'x'; mend it, or give --bad-records sk",
+            "bad.jsonl, line 1: no key 'text' (--field); its keys are 'x'. Fix the record, or give --bad-records skip",
         ),
         (["a.txt", "--vocab-size", "257"], "--vocab-size: 257 is less than the 256 bytes and 2 special tokens"),
         (["a.txt", "--special", "<|pad|>"], "--special: expected texts, each once, beside <|endoftext|> and <|pad|>"),

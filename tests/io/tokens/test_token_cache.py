@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.records.read_records import RecordLocation
 from megatrain_ray.io.tokens.corpus import open_corpus
 from megatrain_ray.io.tokens.token_block import TokenBlock
-from megatrain_ray.io.tokens.token_cache import TokenMeta, TokenRecipe, find_tokens, make_tokens, read_meta
+from megatrain_ray.io.tokens.token_cache import TextRecipe, TokenMeta, find_tokens, make_tokens, read_meta
 from megatrain_ray.io.tokens.token_writer import LENGTH_TYPE, TokenWriter
 from tests.support.saves import flip
 from tests.support.texts import write
@@ -58,9 +59,9 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> TokenRecipe:
+def recipe(tmp_path: Path) -> TextRecipe:
     write(tmp_path, a="first", b_jsonl='{"text": "second"}\n{"text": ""}\n{"text": "thé third"}')
-    return TokenRecipe((tmp_path / "a.txt", tmp_path / "b.jsonl"), "bytes", "text", "error")
+    return TextRecipe((tmp_path / "a.txt", tmp_path / "b.jsonl"), "bytes", "text", "error")
 
 
 def word_tokenizer(folder: Path, size: int) -> str:
@@ -72,7 +73,7 @@ def word_tokenizer(folder: Path, size: int) -> str:
     return str(folder)
 
 
-def test_the_tokens_of_all_documents_in_order(recipe: TokenRecipe, root: Path) -> None:
+def test_the_tokens_of_all_documents_in_order(recipe: TextRecipe, root: Path) -> None:
     watch = Watch()
     corpus = open_corpus("both", make_tokens(recipe, root, 257, watch), 257)
     assert bytes(corpus.tokens.tolist()).decode() == "firstsecondthé third"
@@ -82,7 +83,7 @@ def test_the_tokens_of_all_documents_in_order(recipe: TokenRecipe, root: Path) -
     assert (watch.made[0].num_documents, watch.made[0].num_tokens, watch.made[0].num_empty) == (3, 21, 1)
 
 
-def test_the_fingerprint_is_that_of_the_first_saves(recipe: TokenRecipe, root: Path) -> None:
+def test_the_fingerprint_is_that_of_the_first_saves(recipe: TextRecipe, root: Path) -> None:
     """They were taken of ids as wide as the model's vocabulary needs, then of the lengths."""
     folder = make_tokens(recipe, root, 257, Watch())
     ids = np.frombuffer("firstsecondthé third".encode(), np.uint8)
@@ -96,12 +97,12 @@ def test_the_fingerprint_is_that_of_the_first_saves(recipe: TokenRecipe, root: P
 @pytest.mark.parametrize(("size", "kind"), [(65536, np.uint16), (65537, np.uint32)])
 def test_ids_take_two_bytes_where_the_tokenizer_allows_it(tmp_path: Path, root: Path, size: int, kind: Any) -> None:
     write(tmp_path, a=f"w1 w{size - 1} w2")
-    recipe = TokenRecipe((tmp_path / "a.txt",), word_tokenizer(tmp_path / "words", size), "text", "error")
+    recipe = TextRecipe((tmp_path / "a.txt",), word_tokenizer(tmp_path / "words", size), "text", "error")
     corpus = open_corpus("a", make_tokens(recipe, root, size, Watch()), size)
     assert (corpus.tokens.tolist(), corpus.tokens.dtype) == ([1, size - 1, 2], kind)
 
 
-def test_they_are_made_once(recipe: TokenRecipe, root: Path) -> None:
+def test_they_are_made_once(recipe: TextRecipe, root: Path) -> None:
     watch = Watch()
     assert find_tokens(recipe, root) is None
     folder = make_tokens(recipe, root, 257, watch)
@@ -110,7 +111,7 @@ def test_they_are_made_once(recipe: TokenRecipe, root: Path) -> None:
     assert [path.name for path in root.iterdir()] == [folder.name]
 
 
-def test_whatever_goes_into_them_names_the_folder(recipe: TokenRecipe, root: Path, tmp_path: Path) -> None:
+def test_whatever_goes_into_them_names_the_folder(recipe: TextRecipe, root: Path, tmp_path: Path) -> None:
     words = word_tokenizer(tmp_path / "words", 9)
     others = [
         replace(recipe, files=recipe.files[::-1]),
@@ -137,7 +138,7 @@ def test_whatever_goes_into_them_names_the_folder(recipe: TokenRecipe, root: Pat
 
 
 @pytest.mark.parametrize("error", [ConfigError("bad"), KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_nothing_is_left_of_a_failure(recipe: TokenRecipe, root: Path, error: BaseException) -> None:
+def test_nothing_is_left_of_a_failure(recipe: TextRecipe, root: Path, error: BaseException) -> None:
     def fail() -> None:
         raise error
 
@@ -146,19 +147,19 @@ def test_nothing_is_left_of_a_failure(recipe: TokenRecipe, root: Path, error: Ba
     assert list(root.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_locked_is_named(recipe: TokenRecipe, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_locked_is_named(recipe: TextRecipe, tmp_path: Path) -> None:
     with pytest.raises(MegatrainError, match=r"cannot write .*/gone/[0-9a-f]{32}: No such file"):
         make_tokens(recipe, tmp_path / "gone", 257, Watch())
 
 
-def test_files_that_change_while_they_are_read_are_noticed(recipe: TokenRecipe, root: Path) -> None:
+def test_files_that_change_while_they_are_read_are_noticed(recipe: TextRecipe, root: Path) -> None:
     with pytest.raises(ConfigError, match="files changed while they were read"):
         make_tokens(recipe, root, 257, Watch(on_advance=lambda: os.utime(recipe.files[0], ns=(1, 1))))
     assert list(root.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin", "meta.json"])
-def test_a_folder_that_is_not_what_was_written_is_made_again(recipe: TokenRecipe, root: Path, name: str) -> None:
+def test_a_folder_that_is_not_what_was_written_is_made_again(recipe: TextRecipe, root: Path, name: str) -> None:
     folder = make_tokens(recipe, root, 257, Watch())
     meta = read_meta(folder)
     (folder / name).write_bytes((folder / name).read_bytes()[:-1])
@@ -170,7 +171,7 @@ def test_a_folder_that_is_not_what_was_written_is_made_again(recipe: TokenRecipe
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "lengths.bin"])
-def test_a_flipped_bit_is_noticed_at_the_next_start(recipe: TokenRecipe, root: Path, name: str) -> None:
+def test_a_flipped_bit_is_noticed_at_the_next_start(recipe: TextRecipe, root: Path, name: str) -> None:
     folder = make_tokens(recipe, root, 257, Watch())
     before = (folder / name).read_bytes()
     flip(folder / name, len(before) // 2, 0x01)
@@ -182,7 +183,7 @@ def test_a_flipped_bit_is_noticed_at_the_next_start(recipe: TokenRecipe, root: P
     assert find_tokens(recipe, root) == folder
 
 
-def test_two_starts_do_the_work_once(recipe: TokenRecipe, root: Path) -> None:
+def test_two_starts_do_the_work_once(recipe: TextRecipe, root: Path) -> None:
     begun, second_waits = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -207,7 +208,7 @@ def test_an_id_outside_of_the_vocabulary_names_its_file(
 ) -> None:
     monkeypatch.setattr("megatrain_ray.io.tokens.token_writer.CHUNK_TOKENS", chunk)
     write(tmp_path, a="aaaa", b="", c="az", d="x")
-    recipe = TokenRecipe(tuple(sorted(tmp_path.glob("*.txt"))), "bytes", "text", "error")
+    recipe = TextRecipe(tuple(sorted(tmp_path.glob("*.txt"))), "bytes", "text", "error")
     message = r"c\.txt has token id 122, but the model's vocab_size is 122; .* at least 123 entries"
     with pytest.raises(ConfigError, match=message):
         make_tokens(recipe, root, 122, Watch())
@@ -222,20 +223,24 @@ def test_the_writer_cuts_documents_anywhere(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], chunk: int
 ) -> None:
     """Documents of several blocks, written in chunks of any size."""
-    folder, seen = tmp_path_factory.mktemp("writer"), []
+    folder, seen = tmp_path_factory.mktemp("writer"), list[RecordLocation]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatrain_ray.io.tokens.token_writer.CHUNK_TOKENS", chunk)
         patch.setattr("megatrain_ray.io.tokens.token_writer.EMPTY_TOKENS", 0)
-        with TokenWriter(folder, 4, lambda *told: seen.append(told)) as writer:
-            for blocks in documents:
+        with TokenWriter(folder, 4, 9, seen.append) as writer:
+            for number, blocks in enumerate(documents, 1):
                 sizes = blocks or [0]
                 for index, size in enumerate(sizes):
-                    writer.add(TokenBlock(np.arange(size, dtype=np.uint32), index == len(sizes) - 1, 1))
+                    location = RecordLocation(Path(f"{number}.txt"), "", number, number)
+                    writer.add(TokenBlock(np.arange(size, dtype=np.uint32), index == len(sizes) - 1, location))
             writer.finish()
     lengths = [sum(blocks) for blocks in documents]
     assert np.fromfile(folder / "lengths.bin", LENGTH_TYPE).tolist() == lengths
     expected = [token for blocks in documents for size in blocks for token in range(size)]
     assert np.fromfile(folder / "tokens.bin", "<u4").tolist() == expected
     assert (writer.num_documents, writer.num_tokens) == (len(documents), len(expected))
-    for highest, document, _ in seen:
-        assert highest in [size - 1 for size in documents[document]]
+    highest = [max(blocks, default=0) - 1 for blocks in documents]
+    first = f"{highest.index(max(highest)) + 1}.txt" if expected else ""
+    assert (writer.highest_id, writer.highest_file) == (max(highest) if expected else -1, first)
+    assert [location.number for location in seen] == sorted(location.number for location in seen)
+    assert seen[-1].number == len(documents)
