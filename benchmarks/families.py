@@ -108,7 +108,7 @@ def family(name: str, kind: str) -> list[dict[str, Any]]:
             for batch, attention in cases:
                 size = min(2, batch.input_ids.shape[0])
                 recipe = Recipe(1, precision=precision, micro_batch_size=size, clip=None, betas=(0.0, 0.95))
-                head = {"family": name, "precision": precision, "packed": batch.segments is not None}
+                head = {"family": name, "precision": precision, "packed": batch.positions is not None}
                 row = head | {"attention": attention.value} | case(path, name, batch, recipe, attention, kind)
                 row["within"] = "failed" not in row and row["error"] <= BOUNDS[precision]
                 rows.append(row)

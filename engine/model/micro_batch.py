@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.io.batching.segments import positions_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,6 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     """Return the sequences of an update as micro-batches of `size`. All of them have positions or none has."""
     ids, targets = torch.split(batch.input_ids, size), torch.split(batch.targets, size)
     positions: Sequence[torch.Tensor | None] = [None] * len(ids)
-    if batch.segments is not None:
-        positions = torch.split(positions_of(batch.segments), size)
+    if batch.positions is not None:
+        positions = torch.split(batch.positions, size)
     return tuple(map(MicroBatch, ids, targets, positions))

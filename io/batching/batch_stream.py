@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatrain_ray.io.batching.window_order import WindowOrder
 from megatrain_ray.io.batching.windows import Rows, Windows
@@ -23,8 +24,8 @@ class Batch:
 
     input_ids: torch.Tensor  # int64 [batch, seq_len]
     targets: torch.Tensor  # int64 [batch, seq_len]
-    # int32 [batch, seq_len], number of the document within the row (0, 1, …), -1 for pads; None: one document a row
-    segments: torch.Tensor | None
+    # int64 [batch, seq_len], beginning at 0 in each document of a row, and at its pads; None: one document a row
+    positions: torch.Tensor | None
     num_supervised: int  # targets that count in the loss
     num_tokens: int  # inputs that are no pads
     sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
@@ -77,25 +78,21 @@ def assemble(rows: Rows) -> Batch:
     ids, documents, learned = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
     supervised = learned[:, 1:] & real & (inputs == documents[:, 1:])
-    segments = np.where(real, _numbered(inputs), -1).astype(np.int32)
+    positions = _positions(inputs)
+    is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
     return Batch(
         input_ids=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
         targets=torch.from_numpy(np.where(supervised, ids[:, 1:], IGNORED)),
-        segments=torch.from_numpy(segments) if segments.max() > 0 else None,
+        positions=torch.from_numpy(positions) if is_packed else None,
         num_supervised=int(supervised.sum()),
         num_tokens=int(real.sum()),
-        sum_squared_lengths=_sum_squared_lengths(segments),
+        sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
     )
 
 
-def _numbered(documents: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Replace the documents' numbers in the corpus by 0, 1, … within each row."""
-    changes = np.zeros_like(documents)
-    changes[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return changes.cumsum(1)
-
-
-def _sum_squared_lengths(segments: np.ndarray[Any, Any]) -> int:
-    rows, columns = segments.shape
-    lengths = np.bincount((segments + columns * np.arange(rows)[:, None])[segments >= 0])
-    return int((lengths * lengths).sum())
+def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each token the number of tokens before it in its row and document, [rows, columns]."""
+    index = np.broadcast_to(np.arange(documents.shape[1]), documents.shape)
+    begins = np.ones(documents.shape, np.bool_)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - np.maximum.accumulate(np.where(begins, index, 0), axis=1)

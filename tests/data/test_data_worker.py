@@ -99,7 +99,7 @@ def test_weighted_sources_come_in_their_shares_and_go_on_anywhere(tmp_path: Path
     ] * 2
 
 
-def test_documents_in_a_row_are_numbered(tmp_path: Path) -> None:
+def test_positions_begin_again_in_each_document_of_a_row(tmp_path: Path) -> None:
     text = write(tmp_path, a="abc", b="defgh")
     data = DataConfig(path=text, tokenizer="bytes", seq_len=8, shuffle=False)
     stream = open_stream(data, tokens_of(data, tmp_path), 257, batch_size=1)
@@ -107,8 +107,8 @@ def test_documents_in_a_row_are_numbered(tmp_path: Path) -> None:
     batch = stream.next_batch()
     assert batch.input_ids.tolist() == [[*b"abc", 256, *b"defg"]]
     assert batch.targets.tolist() == [[*b"bc", 256, -100, *b"efgh"]]
-    assert batch.segments is not None
-    assert batch.segments.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
 
 
 def test_tokens_that_are_gone_are_named(tokens: tuple[Path, ...], tmp_path: Path) -> None:

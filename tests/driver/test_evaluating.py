@@ -124,7 +124,7 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
     assert_equals_reference(run_dir, tree, tmp_path / "out")  # the reference evaluates nothing
 
     batches, plan = held_out_batches(tree, run_dir), plan_of(run_dir)
-    assert any(batch.segments is not None for batch in batches)
+    assert any(batch.positions is not None for batch in batches)
     assert {row["eval_tokens"] for row in rows} == {sum(batch.num_supervised for batch in batches)}
     recipe = Recipe(4, num_threads=plan.num_compute_threads, loss_chunk_tokens=plan.loss_chunk_tokens)
     assert rows[0]["eval_loss"] == held_out_loss(tmp_path / "model", batches, recipe)

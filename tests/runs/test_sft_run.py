@@ -14,7 +14,8 @@ import tokenizers
 from megatrain_ray.cli import main
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
-from megatrain_ray.io.batching.batch_stream import IGNORED, Batch
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.runs import ROOT, assert_equals_reference, cli_here, config, losses, rows, write_config
 from tests.support.texts import tokens_of
@@ -98,7 +99,7 @@ def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, ray_ad
     assert done.returncode == 0, done.stderr
     run_dir = Path(tree["run_dir"])
     batches = batches_of(tree, run_dir)
-    assert all(batch.segments is not None for batch in batches)
+    assert all(batch.positions is not None for batch in batches)
     assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
 
 

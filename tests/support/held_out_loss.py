@@ -30,7 +30,7 @@ def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, ma
         for batch in batches:
             inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
             targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
-            packed = reference._positions(batch.segments, len(inputs), recipe)
+            packed = reference._positions(batch.positions, len(inputs), recipe)
             for i, t, p in zip(inputs, targets, packed, strict=True):
                 logits = model(input_ids=i, use_cache=False, **p).logits.float()
                 total += F.cross_entropy(logits.flatten(0, 1), t.flatten(), ignore_index=-100, reduction="sum").item()

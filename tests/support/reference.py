@@ -200,7 +200,7 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     sums: Named = {}
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
     targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
-    packed = _positions(batch.segments, len(inputs), recipe)
+    packed = _positions(batch.positions, len(inputs), recipe)
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
@@ -218,18 +218,13 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     return sum(losses), sums
 
 
-def _positions(segments: Tensor | None, num_micro_batches: int, recipe: Recipe) -> list[dict[str, Tensor]]:
+def _positions(positions: Tensor | None, num_micro_batches: int, recipe: Recipe) -> list[dict[str, Tensor]]:
     """Return arguments that make the model keep several documents in a row apart, for each micro-batch.
 
-    They are positions that begin again with each document, [B, T].
+    positions: beginning again with each document, [rows, T]; None: a row is one document.
     """
-    if segments is None:
+    if positions is None:
         return [{}] * num_micro_batches
-    positions = torch.zeros_like(segments, dtype=torch.int64)
-    for row, documents in enumerate(segments.tolist()):
-        for column in range(1, len(documents)):
-            if documents[column] == documents[column - 1]:
-                positions[row, column] = positions[row, column - 1] + 1
     return [{"position_ids": part} for part in positions.to(recipe.device).split(recipe.micro_batch_size)]
 
 

@@ -276,7 +276,7 @@ class Training:
     async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
         try:
             objective = Objective(self.recipe.z_loss, self.recipe.label_smoothing)
-            packed = any(batch.segments is not None for batch in batches)
+            packed = any(batch.positions is not None for batch in batches)
             await self.engine.rehearse(Coming(objective, packed, evaluates=bool(held_out)))
             await self._evaluate(held_out, 0)
             for step, batch in enumerate(batches, 1):

@@ -20,7 +20,6 @@ from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.io.batching.segments import positions_of
 from megatrain_ray.model.architecture import Architecture
 from tests.support.families import FAMILIES, UNPACKED
 from tests.support.family_models import NUM_IDS, build_family
@@ -41,11 +40,10 @@ def documents(step: int) -> list[Tensor]:
 def packed(step: int) -> Batch:
     """Return a batch with all documents in one row."""
     parts = documents(step)
-    segments = torch.cat([torch.full((n,), k, dtype=torch.int32) for k, n in enumerate(LENGTHS)])
     return Batch(
         input_ids=torch.cat([part[:-1] for part in parts])[None],
         targets=torch.cat([part[1:] for part in parts])[None],
-        segments=segments[None],
+        positions=torch.cat([torch.arange(n) for n in LENGTHS])[None],
         num_supervised=SEQ_LEN,
         num_tokens=SEQ_LEN,
         sum_squared_lengths=sum(n * n for n in LENGTHS),
@@ -75,8 +73,7 @@ def why_not(name: str, folder: Path) -> str | None:
 def loss_of(folder: Path, batch: Batch) -> float:
     """Return the loss of the unmodified model, without dropout, summed over supervised tokens."""
     model = load_model(folder, torch.float32).eval()
-    positions = None if batch.segments is None else positions_of(batch.segments)
-    packed = packed_arguments(model, positions)
+    packed = packed_arguments(model, batch.positions)
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids, use_cache=False, **packed).logits
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum").item()
@@ -106,10 +103,11 @@ def test_the_engine_equals_the_reference(tmp_path: Path, name: str) -> None:
 
 def side_by_side(*batches: Batch) -> Batch:
     """Return the rows of all batches in one batch."""
-    segments = [torch.zeros_like(b.input_ids, dtype=torch.int32) if b.segments is None else b.segments for b in batches]
+    whole = torch.arange(SEQ_LEN)
+    positions = [whole.expand_as(b.input_ids) if b.positions is None else b.positions for b in batches]
     ids, targets = torch.cat([b.input_ids for b in batches]), torch.cat([b.targets for b in batches])
     num_supervised = sum(b.num_supervised for b in batches)
-    return Batch(ids, targets, torch.cat(segments), num_supervised, ids.numel(), ids.numel() * SEQ_LEN)
+    return Batch(ids, targets, torch.cat(positions), num_supervised, ids.numel(), ids.numel() * SEQ_LEN)
 
 
 def test_documents_are_numbered_as_transformers_numbers_them() -> None:

@@ -172,8 +172,9 @@ def test_rows_of_several_documents_have_a_graph_of_their_own(tmp_path: Path) -> 
 def _some_of_two_documents() -> list[Batch]:
     """Return batches of rows of two documents, except the third, whose rows have one."""
     rows = tiny_batches(STEPS)
-    starts = [torch.arange(32) >= 5 * (i + 1) for i in range(STEPS)]
-    batches = [replace(b, segments=s.int().repeat(4, 1)) for b, s in zip(rows, starts, strict=True)]
+    lengths = [5 * (i + 1) for i in range(STEPS)]
+    positions = [torch.cat([torch.arange(n), torch.arange(32 - n)]).repeat(4, 1) for n in lengths]
+    batches = [replace(b, positions=p) for b, p in zip(rows, positions, strict=True)]
     return [*batches[:2], rows[2], batches[3]]
 
 

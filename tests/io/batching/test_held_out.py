@@ -17,9 +17,10 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData, naming_eval_path
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import IGNORED, Batch
+from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.batching.held_out import HeldOut
 from megatrain_ray.io.batching.windows import Windows, cut
+from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.texts import END, corpus_of, tokens_of, write
 
 SIZES = st.lists(st.integers(0, 23), min_size=1, max_size=9).filter(lambda sizes: max(sizes) > 1)
@@ -94,7 +95,7 @@ def test_sources_come_one_after_the_other_and_rows_without_tokens_fill_micro_bat
     assert first.input_ids.tolist() == [[1, 2], [4, 5]]
     assert second.input_ids.tolist() == [[8, 9], [0, 0]]
     assert second.targets.tolist() == [[9, IGNORED], [IGNORED, IGNORED]]
-    assert (second.num_supervised, second.num_tokens, second.segments) == (1, 2, None)
+    assert (second.num_supervised, second.num_tokens, second.positions) == (1, 2, None)
 
 
 def of(folder: Path, **data: Any) -> tuple[DataConfig, HeldOutData]:

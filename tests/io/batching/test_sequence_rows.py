@@ -11,12 +11,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain_ray.io.batching.batch_stream import IGNORED, Batch, BatchStream, assemble
+from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, assemble
 from megatrain_ray.io.batching.first_fit import first_fit
 from megatrain_ray.io.batching.mixture import MixedStream
-from megatrain_ray.io.batching.segments import positions_of
 from megatrain_ray.io.batching.windows import SequenceRows, Windows, cut
 from megatrain_ray.io.tokens.corpus import Corpus
+from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.texts import corpus_of
 
 SEQ_LEN = 7
@@ -98,18 +98,17 @@ def test_a_packed_row_as_it_is_learned() -> None:
         [IGNORED, 302, IGNORED, 321, IGNORED, 331, 332],
         [IGNORED, IGNORED, IGNORED, IGNORED, 315, IGNORED, IGNORED],
     ]
-    assert batch.segments is not None
-    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, -1]]
-    assert positions_of(batch.segments)[0].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 0]]
     assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (5, 13, 9 + 4 + 4 + 36)
 
 
-def test_alone_each_has_a_row_and_no_segments() -> None:
+def test_alone_each_has_a_row_and_no_positions() -> None:
     chats = chats_of([[False, True, False], [False] * SEQ_LEN + [True]])
     batch = assemble(chats.windows(packing=False).rows(np.arange(2)))
     assert batch.targets[0].tolist() == [301, *[IGNORED] * 6]
     assert batch.targets[1].tolist() == [*[IGNORED] * 6, 317]
-    assert batch.segments is None
+    assert batch.positions is None
     assert (batch.num_supervised, batch.num_tokens) == (2, 3 + SEQ_LEN)
 
 

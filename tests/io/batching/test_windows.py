@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import IGNORED, Batch, assemble
-from megatrain_ray.io.batching.segments import positions_of
-from megatrain_ray.io.batching.windows import PackedWindows, SeparateWindows, Windows, cut
+from megatrain_ray.io.batching.batch_stream import Batch, assemble
+from megatrain_ray.io.batching.windows import PackedWindows, Rows, SeparateWindows, Windows, cut
+from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.texts import END, corpus_of
 
 DOCUMENTS = st.lists(st.integers(0, 23), min_size=1, max_size=9).filter(lambda sizes: sum(sizes) > 1)
@@ -63,7 +63,7 @@ def test_a_short_window_is_padded_and_its_pads_never_count() -> None:
     assert batch.targets.tolist() == [[b, c, d, e], [y, z, -100, -100]]
     assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (6, 7, 16 + 9)
     assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
-    assert batch.segments is None
+    assert batch.positions is None
 
 
 # --- packed ---
@@ -74,10 +74,9 @@ def test_packed_documents_are_told_apart() -> None:
     a, b, c, d, _, f, g, h, i, j, k = b"abcdefghijk"
     assert batch.input_ids.tolist() == [[a, b, c, END, d, END], [f, g, h, i, j, k]]
     assert batch.targets.tolist() == [[b, c, END, -100, END, -100], [g, h, i, j, k, ord("l")]]
-    assert batch.segments is not None
-    assert batch.segments.dtype == torch.int32
-    assert batch.segments.tolist() == [[0, 0, 0, 0, 1, 1], [0] * 6]
-    assert positions_of(batch.segments).tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
+    assert batch.positions is not None
+    assert batch.positions.dtype == torch.int64
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
     assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (10, 12, 16 + 4 + 36)
 
 
@@ -86,18 +85,18 @@ def test_a_short_packed_window_is_padded() -> None:
     a, b, c = b"abc"
     assert batch.input_ids.tolist() == [[a, END, b, c, 0, 0]]
     assert batch.targets.tolist() == [[END, -100, c, -100, -100, -100]]
-    assert batch.segments is not None
-    assert batch.segments.tolist() == [[0, 0, 1, 1, -1, -1]]
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 0, 1]]
     assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (2, 4, 8)
 
 
-def test_a_batch_whose_rows_hold_one_document_each_has_no_segments() -> None:
+def test_a_batch_whose_rows_hold_one_document_each_has_no_positions() -> None:
     windows = cut(corpus_of(b"abcdef", b"ghijkl"), seq_len=2, packing=True, vocab_size=257)
     batch = assemble(windows.rows(np.array([0, 1, 3])))
-    assert batch.segments is None
+    assert batch.positions is None
     crossing = assemble(windows.rows(np.array([0, 2])))
-    assert crossing.segments is not None
-    assert crossing.segments.tolist() == [[0, 0], [0, 1]]
+    assert crossing.positions is not None
+    assert crossing.positions.tolist() == [[0, 1], [0, 0]]
 
 
 @settings(deadline=None, derandomize=True)
@@ -137,14 +136,19 @@ def test_packed_and_unpacked_targets_are_equal_for_documents_within_a_window(siz
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_positions_begin_again_with_every_segment(rows: list[list[int]]) -> None:
+def test_positions_begin_again_with_every_document(rows: list[list[int]]) -> None:
     width = max(sum(lengths) for lengths in rows)
-    segments, expected = [], []
+    documents, expected = [], []
     for lengths in rows:
         pads = width - sum(lengths)
-        segments.append([s for s, n in enumerate(lengths) for _ in range(n)] + [-1] * pads)
+        documents.append([s for s, n in enumerate(lengths) for _ in range(n)] + [-1] * (pads + 1))
         expected.append([at for n in [*lengths, pads] for at in range(n)])
-    assert positions_of(torch.tensor(segments, dtype=torch.int32)).tolist() == expected
+    shape = len(rows), width + 1
+    batch = assemble(Rows(np.zeros(shape, np.int64), np.array(documents), np.ones(shape, np.bool_)))
+    assert batch.sum_squared_lengths == sum(n * n for lengths in rows for n in lengths)
+    assert (batch.positions is None) == all(len(lengths) == 1 for lengths in rows)
+    if batch.positions is not None:
+        assert batch.positions.tolist() == expected
 
 
 # --- what holds no window, or no end ---

@@ -194,9 +194,9 @@ def test_chats_share_a_row_or_have_one_each(recipe: ChatRecipe, tmp_path: Path, 
     packed = open_stream(data_of(recipe), folders, 257, 1)
     assert packed.joins_documents
     batch = packed.next_batch()
-    assert batch.segments is not None
-    assert (batch.segments.tolist(), batch.num_supervised) == ([[0] * 5 + [1] * 10 + [-1] * 5], 8)
+    assert batch.positions is not None
+    assert (batch.positions.tolist(), batch.num_supervised) == ([[*range(5), *range(10), *range(5)]], 8)
     alone = open_stream(data_of(recipe, packing=False), folders, 257, 2)
     assert not alone.joins_documents
     batch = alone.next_batch()
-    assert (batch.segments, batch.num_supervised) == (None, 8)
+    assert (batch.positions, batch.num_supervised) == (None, 8)
