@@ -22,7 +22,7 @@ UNSAFE = {
     "cloudpickle.load", "cloudpickle.loads", "torch.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec",
 }  # fmt: skip
 # A child that this process started, on their pipe, and nothing that ever was a file.
-ON_A_PIPE = {"process_map.py": {"pickle.load", "pickle.loads"}}
+ON_A_PIPE = {"process_map.py": {"pickle.loads"}}
 
 
 @pytest.fixture

@@ -1,35 +1,35 @@
 """Maps a function over many items in several processes, with results in the order of the items.
 
-The processes are plain children that communicate over their pipes. Those of multiprocessing import the program that
-starts them once more, which fails for a script without `if __name__ == "__main__"`. Forked ones would inherit the locks
-of a tokenizer's threads.
+The processes are loky's, not multiprocessing's. Those import the program that starts them once more, which fails for a
+script without `if __name__ == "__main__"`. Forked ones would inherit the locks of a tokenizer's threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import pickle
-import subprocess
+import signal
 import sys
-import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import loky
 
 from megatrain_ray.errors import MegatrainError
 
 ALONE_BYTES = 2 << 20  # pickled items processed here before processes are started, which take 2 s to the first result
 BATCH_BYTES = 1 << 18  # size at which a batch of pickled items is complete
 ANSWER_S = 600.0  # bound on one batch, which takes milliseconds
+PR_SET_PDEATHSIG = 1  # of prctl
 BATCHES_EACH = 2  # batches per process that are in flight, or done with results not yet yielded
 
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_work: Callable[[Any], Any]  # of a child process, which would else receive it with each batch
 
 
 def map_in_order(
@@ -48,120 +48,42 @@ def map_in_order(
             break
     else:
         return
-    with _Processes[Item, Result](work, num_processes) as processes:
-        yield from processes.map(left)
-
-
-class _Processes(Generic[Item, Result]):
-    """Runs the work in child processes, which are killed when the block ends, even in the middle of a batch."""
-
-    def __init__(self, work: Callable[[Item], Result], number: int) -> None:
-        self._number = number
-        self._work = pickle.dumps(work)
-        self._processes: list[_Process[Result]] = []
-        self._idle: SimpleQueue[_Process[Result]] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(number, thread_name_prefix="map")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for process in self._processes:
-            process.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.close()
-
-    def map(self, items: Iterable[tuple[Key, Item]]) -> Iterator[tuple[Key, Result]]:
-        under_way: deque[tuple[list[Key], Future[list[Result]]]] = deque()
-        for keys, batch in _batches(items):
-            if len(under_way) == BATCHES_EACH * self._number:
-                yield from _taken(under_way)
-            if len(self._processes) < self._number:
-                self._processes.append(_Process(self._work))
-                self._idle.put(self._processes[-1])
-            under_way.append((keys, self._threads.submit(self._run, batch)))
-        while under_way:
-            yield from _taken(under_way)
-
-    def _run(self, batch: list[bytes]) -> list[Result]:
-        process = self._idle.get()
-        try:
-            return process.ask(batch)
-        finally:  # a dead process is returned too, or the next batch would wait forever
-            self._idle.put(process)
-
-
-class _Process(Generic[Result]):
-    """Runs one child process that answers each batch with its results."""
-
-    def __init__(self, work: bytes) -> None:
-        self._unsent = work
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-        # In a process group of its own, so that only the parent receives an interrupt from the terminal.
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
-        )
-
-    def ask(self, batch: list[bytes]) -> list[Result]:
-        """Return the results of a batch. Raises what the work raises, MegatrainError if the child is gone.
-
-        A child that does not answer within ANSWER_S is killed.
-        """
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        too_late = threading.Timer(ANSWER_S, self._child.kill)
-        too_late.daemon = True
-        too_late.start()
-        try:
-            self._child.stdin.write(self._unsent + pickle.dumps(batch))
-            self._unsent = b""
-            self._child.stdin.flush()
-            answer = pickle.load(self._child.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            code = self._child.wait()
-            raise MegatrainError(
-                f"a process that prepares data ended with {code} (-9: killed, perhaps for want of memory); start again"
-            ) from None
-        finally:
-            too_late.cancel()
-        if isinstance(answer, Exception):
-            raise answer
-        return list(answer)
-
-    def kill(self) -> None:
-        self._child.kill()
-
-    def close(self) -> None:
-        """Wait for the child to exit. Call `kill` first."""
-        with suppress(BrokenPipeError):  # a request was still unwritten
-            self._child.communicate()
-
-
-def serve() -> None:
-    """Run the loop of a child: read a function, then lists of items, and answer each list until the input ends."""
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # anything that the work prints must not get into the answers
-    with suppress(EOFError):
-        work = pickle.load(requests)
-        while True:
-            answers.write(pickle.dumps(_answer(work, pickle.load(requests))))
-            answers.flush()
-
-
-def _answer(work: Callable[[Any], Any], items: list[bytes]) -> list[Any] | Exception:
+    pool = loky.ProcessPoolExecutor(num_processes, initializer=_begin, initargs=(work,))
+    in_flight: deque[tuple[list[Key], Future[list[Result]]]] = deque()
     try:
-        return [work(pickle.loads(item)) for item in items]
-    except Exception as error:
-        error.add_note(traceback.format_exc())
-        return error
+        for keys, batch in _batches(left):
+            if len(in_flight) == BATCHES_EACH * num_processes:
+                yield from _results(*in_flight.popleft())
+            in_flight.append((keys, pool.submit(_run, batch)))
+        while in_flight:
+            yield from _results(*in_flight.popleft())
+    finally:
+        pool.shutdown(kill_workers=True)
 
 
-def _taken(under_way: deque[tuple[list[Key], Future[list[Result]]]]) -> Iterator[tuple[Key, Result]]:
-    keys, results = under_way.popleft()
-    yield from zip(keys, results.result(), strict=True)
+def _begin(work: Callable[[Any], Any]) -> None:
+    """Prepare a child process."""
+    global _work
+    _work = work
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # loky's processes outlive a parent that is killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all processes; the parent kills the others
+    sys.stdout = sys.stderr  # the parent's output may be read by another program
+
+
+def _run(batch: list[bytes]) -> list[Any]:
+    return [_work(pickle.loads(item)) for item in batch]
+
+
+def _results(keys: list[Key], results: Future[list[Result]]) -> Iterator[tuple[Key, Result]]:
+    try:
+        answers = results.result(ANSWER_S)
+    except TimeoutError:
+        raise MegatrainError(f"a process that prepares data did not answer within {ANSWER_S:.0f} s") from None
+    except loky.process_executor.TerminatedWorkerError as error:
+        raise MegatrainError(
+            "a process that prepares data crashed or was killed, perhaps for want of memory; start again"
+        ) from error
+    yield from zip(keys, answers, strict=True)
 
 
 def _batches(items: Iterable[tuple[Key, Item]]) -> Iterator[tuple[list[Key], list[bytes]]]:
