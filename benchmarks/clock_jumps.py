@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.io.saves.manifest import read_manifest
-from megatrain_ray.io.saves.save_folder import Piece, read_pieces
+from megatrain_ray.io.saves.save_folder import read_pieces
+from megatrain_ray.io.saves.save_writer import Piece
 from tests.support.runs import ROOT, command, config, rows, write_config
 from tests.support.tiny import build_tiny
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch, assemble
+from megatrain_ray.io.batching.batch_stream import Batch, WindowOrder, assemble
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
-from megatrain_ray.io.batching.window_order import WindowOrder
 from megatrain_ray.io.batching.windows import Rows, Windows
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, ChatLayout
-from megatrain_ray.io.chat.dataset_info import FILE_NAME, read_dataset_info
+from megatrain_ray.io.chat.conversation_formats import (
+    LAYOUTS,
+    MESSAGE_ROLES,
+    SHAREGPT_ROLES,
+    AlpacaLayout,
+    ChatFormat,
+    ChatLayout,
+    TurnsLayout,
+)
 from megatrain_ray.io.records.find_files import RECORD_SUFFIXES, find_files
 
 
@@ -43,3 +51,113 @@ def _files(pattern: str) -> tuple[Path, ...]:
     if (Path(pattern) / FILE_NAME).exists():
         raise ConfigError(f"data.path: {pattern} holds a {FILE_NAME}: name that file, and data.dataset")
     return find_files(pattern, RECORD_SUFFIXES)
+
+
+FILE_NAME = "dataset_info.json"
+HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+OTHER_KEYS = ("ranking", "num_samples")  # refused: preference data, and a limit on the records used
+KNOWN_KEYS = {"file_name", "formatting", "columns", "tags", "split", "subset", "folder", *HUB_KEYS, *OTHER_KEYS}
+ALPACA_COLUMNS = ("prompt", "query", "response", "system", "history", "tools")
+TURN_COLUMNS = ("messages", "system", "tools")
+ROLE_TAGS = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+class NamedDataset(NamedTuple):
+    """Holds the files of a data set and the layout of their records.
+
+    path: a file or a folder of files.
+    """
+
+    path: Path
+    layout: ChatLayout
+
+
+def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[NamedDataset, ...]:
+    """Return the data sets of these names, in their order.
+
+    Raises ConfigError, naming the entry and key, for what is missing, unknown or cannot be read here.
+    """
+    try:
+        entries = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.path: cannot read {file}: {error}") from None
+    if not isinstance(entries, dict):
+        raise ConfigError(f"data.path: {file}: expected a mapping from names to data sets")
+    known = ", ".join(entries) or "none"
+    if not names:
+        raise ConfigError(f"data.dataset: required with {file}; it holds {known}")
+    if missing := [name for name in names if name not in entries]:
+        raise ConfigError(f"data.dataset: {missing[0]} is not in {file}; it holds {known}")
+    return tuple(_DatasetEntry(file, name, entries[name]).dataset() for name in names)
+
+
+class _DatasetEntry(NamedTuple):
+    file: Path
+    name: str
+    settings: Any
+
+    def dataset(self) -> NamedDataset:
+        settings = self._mapping(self.settings, "the entry")
+        if hub := [key for key in HUB_KEYS if key in settings]:
+            raise self._error(f"{hub[0]} points to a hub; download the data and name it by file_name")
+        if refused := [key for key in OTHER_KEYS if settings.get(key)]:
+            raise self._error(f"{refused[0]} cannot be followed here; remove the key")
+        if unknown := sorted(settings.keys() - KNOWN_KEYS):
+            raise self._error(f"unknown key {unknown[0]}; expected file_name, formatting, columns, tags")
+        if not isinstance(name := settings.get("file_name"), str):
+            raise self._error(f"file_name: expected the name of a file, got {name!r}")
+        return NamedDataset(self.file.parent / name, self._layout(settings))
+
+    def _layout(self, settings: Mapping[str, Any]) -> ChatLayout:
+        formatting = settings.get("formatting", "alpaca")
+        columns = self._mapping(settings.get("columns", {}), "columns")
+        tags = self._mapping(settings.get("tags", {}), "tags")
+        if formatting == "alpaca":
+            return self._alpaca(columns)
+        if formatting == "sharegpt":
+            return self._turns(columns, tags, role="from", content="value", roles=SHAREGPT_ROLES)
+        if formatting == "openai":
+            roles = {**MESSAGE_ROLES, "function_call": "function_call", "observation": "tool"}
+            return self._turns(columns, tags, role="role", content="content", roles=roles)
+        raise self._error(f"formatting: expected alpaca, sharegpt or openai, got {formatting!r}")
+
+    def _alpaca(self, columns: Mapping[str, str]) -> AlpacaLayout:
+        if not columns:
+            return AlpacaLayout()
+        self._check(columns, ALPACA_COLUMNS, "columns")
+        return AlpacaLayout(
+            *(columns.get(key) for key in ("prompt", "query", "response", "system", "history", "tools"))
+        )
+
+    def _turns(
+        self, columns: Mapping[str, str], tags: Mapping[str, str], *, role: str, content: str, roles: Mapping[str, str]
+    ) -> TurnsLayout:
+        self._check(columns, TURN_COLUMNS, "columns")
+        self._check(tags, ("role_tag", "content_tag", *ROLE_TAGS), "tags")
+        return TurnsLayout(
+            turns=columns.get("messages", "conversations"),
+            role=tags.get("role_tag", role),
+            content=tags.get("content_tag", content),
+            roles={**roles, **{tags[key]: word for key, word in ROLE_TAGS.items() if key in tags}},
+            system=columns.get("system"),
+            tools=columns.get("tools"),
+        )
+
+    def _check(self, given: Mapping[str, Any], expected: Sequence[str], what: str) -> None:
+        for key, value in given.items():
+            if key not in expected or not isinstance(value, str):
+                raise self._error(f"{what}: {key}: {value!r} has no meaning here; expected {', '.join(expected)}")
+
+    def _mapping(self, value: Any, what: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self._error(f"{what}: expected a mapping, got {value!r:.60}")
+        return value
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"data.dataset: {self.name} in {self.file}: {problem}")

@@ -27,7 +27,7 @@ BUFFER_DTYPES = DTYPES | {
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _TensorLocation:
     """Locates a tensor: its bytes start at `offset` of a file."""
 
     file: Path
@@ -41,7 +41,7 @@ class WeightFolder:
     """Gives names, shapes and values of the parameters in a folder. Every error is a ConfigError naming the file."""
 
     path: Path
-    _stored: Mapping[str, _Stored]
+    _stored: Mapping[str, _TensorLocation]
 
     @staticmethod
     def open(path: Path | str) -> WeightFolder:
@@ -114,7 +114,7 @@ class WeightFolder:
         self._fill(values.view(-1), stored, 0)
         return values
 
-    def _fill(self, values: torch.Tensor, stored: _Stored, start: int) -> None:
+    def _fill(self, values: torch.Tensor, stored: _TensorLocation, start: int) -> None:
         """Fill `values` with the tensor's elements from `start` on, and drop the bytes read from the page cache.
 
         In the page cache a model of any size would take memory from its own training state. This reads 2.4 GB/s. With
@@ -132,7 +132,7 @@ class WeightFolder:
         if buffer:
             raise ConfigError(f"{stored.file} became shorter while it was read: {len(buffer)} bytes are missing")
 
-    def _find(self, name: str) -> _Stored:
+    def _find(self, name: str) -> _TensorLocation:
         if name not in self._stored:
             raise ConfigError(
                 f"{self.path} holds {len(self._stored)} parameters, but no {name}: is it of another model?"
@@ -149,7 +149,7 @@ def weight_files(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_NAME,)
 
 
-def _dtype(name: str, stored: _Stored, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
+def _dtype(name: str, stored: _TensorLocation, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
     if stored.dtype not in allowed:
         raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, expected one of {', '.join(allowed)}")
     return allowed[stored.dtype]
@@ -166,7 +166,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise ConfigError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
 
 
-def _read_indexed(index: Path, present: Set[str]) -> dict[str, _Stored]:
+def _read_indexed(index: Path, present: Set[str]) -> dict[str, _TensorLocation]:
     names = _read_index(index)
     for file in names.values():
         if file not in present:
@@ -178,7 +178,7 @@ def _read_indexed(index: Path, present: Set[str]) -> dict[str, _Stored]:
     return {name: headers[file][name] for name, file in names.items()}
 
 
-def _read_header(path: Path) -> dict[str, _Stored]:
+def _read_header(path: Path) -> dict[str, _TensorLocation]:
     """Read the header of a safetensors file and locate its tensors.
 
     The safetensors library checks the file as a whole (offsets, sizes, length) but does not say where the bytes lie.
@@ -192,7 +192,7 @@ def _read_header(path: Path) -> dict[str, _Stored]:
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path} is damaged or no safetensors file: {error}; download the model again") from None
     return {
-        name: _Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        name: _TensorLocation(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         for name, entry in header.items()
         if name != "__metadata__"
     }

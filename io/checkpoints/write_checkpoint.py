@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME
-from megatrain_ray.io.files.free_space import check_room
+from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 
 FILE_BYTES = 5 * 10**9  # largest file that every hub and file system accepts

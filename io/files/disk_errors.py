@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import CapacityError, MegatrainError
 from megatrain_ray.units import format_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -46,3 +46,16 @@ def free_bytes(path: Path) -> int:
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     stats = os.statvfs(there)
     return stats.f_bavail * stats.f_frsize
+
+
+def check_room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
+    """Raise CapacityError unless `needed_bytes` more fit where `folder` is or will be.
+
+    what, advice: what is to be written and what to do about missing room, for the message.
+    """
+    free = free_bytes(folder)
+    if needed_bytes > free:
+        raise CapacityError(
+            f"no room for {what} in {folder}: up to {format_bytes(needed_bytes)} needed, {format_bytes(free)} free, "
+            f"{format_bytes(needed_bytes - free)} missing; {advice}"
+        )

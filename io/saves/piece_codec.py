@@ -16,6 +16,7 @@ import zstandard
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.io.storage.blob_store import aligned, aligned_block
+from megatrain_ray.io.storage.packed_store import decompress
 
 ZSTD_LEVEL = 1
 
@@ -100,16 +101,7 @@ class PieceCodec:
         return len(compressed)
 
     def _decompress(self, nbytes: int, raw_bytes: int, itemsize: int) -> None:
-        # Decompress into a buffer of the expected size: a damaged frame may claim any other size.
-        try:
-            reader, total = self._decompressor.stream_reader(self._stored[:nbytes]), 0
-            while total < raw_bytes and (got := reader.readinto(self._planes[total:raw_bytes])):
-                total += got
-            surplus = len(reader.read(1))
-        except zstandard.ZstdError as error:
-            raise ValueError(str(error)) from None
-        if total != raw_bytes or surplus:
-            raise ValueError(f"it decompresses to {'more' if surplus else 'fewer'} than {raw_bytes} bytes")
+        decompress(self._decompressor, self._stored[:nbytes], self._planes[:raw_bytes])
         values, planes = _values(self._raw[:raw_bytes], itemsize), _planes(self._planes[:raw_bytes], itemsize)
         for k in range(itemsize):
             np.copyto(values[:, k], planes[k])

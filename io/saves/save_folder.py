@@ -31,8 +31,7 @@ from megatrain_ray.io.files.owned_folder import (
 from megatrain_ray.io.saves.manifest import MANIFEST_NAME, Manifest, PartManifest, read_manifest
 from megatrain_ray.io.saves.piece_codec import compressed_bound
 from megatrain_ray.io.saves.save_reader import SaveReader
-from megatrain_ray.io.saves.save_writer import STORED_BYTES, write_blobs
-from megatrain_ray.io.saves.save_writer import Piece as Piece
+from megatrain_ray.io.saves.save_writer import STORED_BYTES, Piece, write_blobs
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, FileStore
 from megatrain_ray.spans import SpanLog
 
@@ -104,15 +103,9 @@ async def write_part(
     compression: SaveCompression = "none",
     spans: SpanLog | None = None,
 ) -> PartManifest:
-    """Write one shard's pieces. They are durable on return.
+    """Write one shard's pieces into the folder of `prepare_save`, as `write_blobs` does.
 
     Raises MegatrainError, or DiskFullError if there is no room.
-
-    pieces: may block until there is a next one. It is iterated in worker threads, one call at a time; after an error it
-        is not called again. The bytes of a piece must not change from when it is yielded until `done` was called for
-        all of it.
-    done: called with parts of a piece, of at most STORED_BYTES each, in any order.
-    spans: receives spans of what takes time, while it is on.
     """
     # An abandoned writer may still run when its save is made again, in a new folder of the same name.
     with _abandoned_when_full(folder), FileStore.to_write(folder) as store:

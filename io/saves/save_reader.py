@@ -17,7 +17,7 @@ from megatrain_ray.io.storage.blob_store import BlobStore
 READS_AT_ONCE = 6  # memory: this many times the largest stored piece (8 MiB); three times that if compressed
 
 
-class _Stored(NamedTuple):
+class _StoredPiece(NamedTuple):
     """Locates a stored piece, and names the piece that wants some of it.
 
     wanted: None if the stored piece is only checked.
@@ -42,10 +42,10 @@ class SaveReader:
     def __init__(self, store: BlobStore, manifest: Manifest) -> None:
         self._store = store
         self._manifest = manifest
-        self._stored: dict[tuple[str, str], list[_Stored]] = defaultdict(list)
+        self._stored: dict[tuple[str, str], list[_StoredPiece]] = defaultdict(list)
         for blob in manifest.blobs():
             for entry in blob.pieces:
-                stored = _Stored(blob, entry, manifest.itemsize.get(blob.kind, 1))
+                stored = _StoredPiece(blob, entry, manifest.itemsize.get(blob.kind, 1))
                 self._stored[entry.layer, blob.kind].append(stored)
         for found in self._stored.values():
             found.sort(key=lambda stored: stored.entry.start)
@@ -58,7 +58,7 @@ class SaveReader:
         Raises MegatrainError for what the save does not hold. Raises DamagedSaveError naming blob, layer and kind for
         what is damaged.
         """
-        await self._each((stored for piece in wanted for stored in self._making_up(piece)), self._read)
+        await self._each((stored for piece in wanted for stored in self._pieces_of(piece)), self._read)
 
     async def problems(self) -> list[str]:
         """Read everything and return descriptions of what is missing, truncated, or not what was written.
@@ -75,7 +75,7 @@ class SaveReader:
                 return False
             return True
 
-        async def check(stored: _Stored, codec: PieceCodec) -> None:
+        async def check(stored: _StoredPiece, codec: PieceCodec) -> None:
             await note(self._read(stored, codec))
 
         for blob in self._manifest.blobs():
@@ -96,7 +96,7 @@ class SaveReader:
                 f"{self._store.describe(blob.name)} has another size: expected {blob.nbytes} bytes, got {size}"
             )
 
-    def _making_up(self, piece: Piece) -> Iterator[_Stored]:
+    def _pieces_of(self, piece: Piece) -> Iterator[_StoredPiece]:
         """Yield the stored pieces that together hold all of `piece`."""
         itemsize = self._manifest.itemsize.get(piece.kind)
         if itemsize is None:
@@ -110,7 +110,7 @@ class SaveReader:
         if position < piece.stop:
             raise MegatrainError(f"the save does not hold element {position} of {piece.kind} of {piece.layer}")
 
-    async def _read(self, stored: _Stored, codec: PieceCodec) -> None:
+    async def _read(self, stored: _StoredPiece, codec: PieceCodec) -> None:
         blob, entry = stored.blob, stored.entry
         try:
             await self._store.read_into(blob.name, entry.offset, codec.room(entry.nbytes))
@@ -120,7 +120,9 @@ class SaveReader:
         except ValueError as error:
             raise DamagedSaveError(f"{self._store.describe(blob.name)} is damaged: {stored}: {error}") from None
 
-    async def _each(self, jobs: Iterable[_Stored], work: Callable[[_Stored, PieceCodec], Awaitable[None]]) -> None:
+    async def _each(
+        self, jobs: Iterable[_StoredPiece], work: Callable[[_StoredPiece, PieceCodec], Awaitable[None]]
+    ) -> None:
         """Run `work` for all jobs, READS_AT_ONCE of them at a time so that memory stays bounded."""
         queue = iter(jobs)
 
@@ -140,7 +142,7 @@ class SaveReader:
             raise failed.exceptions[0] from None
 
 
-def _take(stored: _Stored, codec: PieceCodec) -> None:
+def _take(stored: _StoredPiece, codec: PieceCodec) -> None:
     """Check a piece that was read, then copy what is wanted of it. Raises ValueError if it is damaged."""
     entry, piece, itemsize = stored.entry, stored.wanted, stored.itemsize
     raw, raw_bytes, crc32, _ = codec.decode(entry.nbytes, stored.raw_bytes, itemsize, stored.blob.compression)

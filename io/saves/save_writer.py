@@ -131,7 +131,7 @@ async def write_blobs(
 
 
 @dataclass
-class _Blob:
+class _OpenBlob:
     """Tracks a blob that is being written.
 
     turn: set when the newest part has its offset, which follows that of the part before.
@@ -144,76 +144,64 @@ class _Blob:
     entries: list[PieceEntry] = field(default_factory=list)
 
 
-class _Job(NamedTuple):
+class _WriteJob(NamedTuple):
     part: Piece
-    blob: _Blob
+    blob: _OpenBlob
     before: asyncio.Event
     after: asyncio.Event
 
 
+@dataclass
 class _PartWriter:
-    """Holds what the workers share.
+    """Holds what the workers share. Only their encoding and their transfers run concurrently, in threads."""
 
-    Only their encoding and their transfers run concurrently, in threads.
-    """
-
-    def __init__(
-        self,
-        store: BlobStore,
-        part: int,
-        parts: Iterator[Piece],
-        done: Callable[[Piece], None],
-        compression: SaveCompression,
-        files: AsyncExitStack,
-        spans: SpanLog,
-    ) -> None:
-        self._store = store
-        self._part = part
-        self._parts = parts
-        self._done = done
-        self._compression = compression
-        self._files = files
-        self._spans = spans
-        self._taking = asyncio.Lock()
-        self._blobs: dict[str, _Blob] = {}
+    store: BlobStore
+    part: int
+    pieces: Iterator[Piece]  # each to be stored under one checksum
+    done: Callable[[Piece], None]
+    compression: SaveCompression
+    files: AsyncExitStack
+    spans: SpanLog
+    _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _blobs: dict[str, _OpenBlob] = field(default_factory=dict)
 
     async def work(self) -> None:
         """Encode one part after the other and write it to its blob, until there are no more."""
         codec = PieceCodec(STORED_BYTES)
         while job := await self._take():
             part = job.part
-            with self._spans.span(Row.SAVE, f"read {part.kind}", part.layer, num_bytes=part.nbytes):
-                encoded = await asyncio.to_thread(codec.encode, part.chunks(), part.itemsize, self._compression)
+            with self.spans.span(Row.SAVE, f"read {part.kind}", part.layer, num_bytes=part.nbytes):
+                encoded = await asyncio.to_thread(codec.encode, part.chunks(), part.itemsize, self.compression)
             if not encoded.finite and part.kind not in INTEGER_KINDS:
                 raise NonFiniteStateError(f"{part.kind} of {part.layer} holds a value that is not finite")
-            self._done(part)
+            self.done(part)
             await job.before.wait()  # parts lie in a blob in the order in which they were taken
             offset = job.blob.nbytes
             job.blob.nbytes += len(encoded.block)
             entry = PieceEntry(part.layer, part.start, part.stop, offset, encoded.nbytes, encoded.crc32)
             job.blob.entries.append(entry)
             job.after.set()
-            with self._spans.span(Row.SAVE, f"write {part.kind}", part.layer, num_bytes=len(encoded.block)):
+            with self.spans.span(Row.SAVE, f"write {part.kind}", part.layer, num_bytes=len(encoded.block)):
                 await job.blob.writer.write_at(offset, encoded.block)
 
     def blobs(self) -> tuple[BlobEntry, ...]:
         return tuple(
-            BlobEntry(blob.name, kind, self._compression, blob.nbytes, tuple(blob.entries))
+            BlobEntry(blob.name, kind, self.compression, blob.nbytes, tuple(blob.entries))
             for kind, blob in self._blobs.items()
         )
 
-    async def _take(self) -> _Job | None:
+    async def _take(self) -> _WriteJob | None:
         async with self._taking:
-            part = await asyncio.to_thread(next, self._parts, None)
+            part = await asyncio.to_thread(next, self.pieces, None)
             if part is None:
                 return None
             blob = self._blobs.get(part.kind) or await self._open(part.kind)
             before, blob.turn = blob.turn, asyncio.Event()
-            return _Job(part, blob, before, blob.turn)
+            return _WriteJob(part, blob, before, blob.turn)
 
-    async def _open(self, kind: str) -> _Blob:
-        name = f"part_{self._part}.{kind}"
-        blob = self._blobs[kind] = _Blob(name, await self._files.enter_async_context(self._store.create(name)))
+    async def _open(self, kind: str) -> _OpenBlob:
+        name = f"part_{self.part}.{kind}"
+        blob = self._blobs[kind] = _OpenBlob(name, await self.files.enter_async_context(self.store.create(name)))
         blob.turn.set()
         return blob
 

@@ -1,4 +1,4 @@
-"""Stores blobs: named byte strings, written and read in aligned blocks, in memory or in files."""
+"""Stores blobs: named byte strings, written and read in aligned blocks, in files."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ ALIGN_BYTES = 4096  # O_DIRECT needs file offset, size and address to be multipl
 T = TypeVar("T")
 
 
-class DeviceMemory(Protocol):
-    """Represents contiguous bytes of GPU memory, such as a 1-D uint8 tensor on CUDA.
-
-    Only some stores can reach it.
-    """
+class DeviceBlock(Protocol):
+    """Represents contiguous bytes of GPU memory, such as a 1-D uint8 tensor on CUDA. Only some stores can reach it."""
 
     @property
     def __cuda_array_interface__(self) -> Any: ...
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, part: slice) -> DeviceMemory: ...
+    def __getitem__(self, part: slice) -> DeviceBlock: ...
 
 
-Block = memoryview | DeviceMemory
+Block = memoryview | DeviceBlock
 
 
 class BlobWriter(Protocol):
@@ -115,69 +112,10 @@ def aligned_block(nbytes: int) -> memoryview:
 
 
 def host_memory(where: str, block: Block) -> memoryview:
-    """Return the block if it is host memory. Raises MegatrainError for device memory.
-
-    where: the blob, for the message.
-    """
+    """Return the block if it is host memory. Raises MegatrainError, naming the blob, for device memory."""
     if not isinstance(block, memoryview):
         raise MegatrainError(f"cannot move memory of a device to {where} or from there; only kvikio can")
     return block
-
-
-class MemoryStore:
-    """Stores blobs in this process's memory."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, bytearray] = {}
-
-    @asynccontextmanager
-    async def create(self, name: str) -> AsyncIterator[BlobWriter]:
-        blob = self._blobs[name] = bytearray()
-        yield _MemoryBlob(blob)
-
-    @asynccontextmanager
-    async def update(self, name: str) -> AsyncIterator[Blob]:
-        yield _MemoryInPlace(self.describe(name), self._blob(name))
-
-    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        await _MemoryInPlace(self.describe(name), self._blob(name)).read_into(offset, block)
-
-    async def size(self, name: str) -> int:
-        return len(self._blob(name))
-
-    def describe(self, name: str) -> str:
-        return f"{name} in memory"
-
-    def _blob(self, name: str) -> bytearray:
-        if name not in self._blobs:
-            raise UnreadableError(f"cannot read {self.describe(name)}: there is no such blob")
-        return self._blobs[name]
-
-
-class _MemoryBlob:
-    def __init__(self, blob: bytearray) -> None:
-        self._blob = blob
-
-    async def write_at(self, offset: int, block: memoryview) -> None:
-        self._blob.extend(bytes(max(0, offset - len(self._blob))))
-        self._blob[offset : offset + len(block)] = block
-
-
-class _MemoryInPlace(_MemoryBlob):
-    def __init__(self, where: str, blob: bytearray) -> None:
-        super().__init__(blob)
-        self._where = where
-
-    async def write_at(self, offset: int, block: Block) -> None:
-        _check_inside(self._where, offset + len(block), len(self._blob))
-        await super().write_at(offset, host_memory(self._where, block))
-
-    async def read_into(self, offset: int, block: Block) -> None:
-        block = host_memory(self._where, block)
-        part = self._blob[offset : offset + len(block)]
-        if len(part) < len(block):
-            raise _too_short(self._where, offset + len(block), len(self._blob))
-        block[:] = part
 
 
 class FileStore:
@@ -281,14 +219,14 @@ class FileInPlace(_FileBlob):
         self._nbytes = os.fstat(fd).st_size
 
     async def write_at(self, offset: int, block: Block) -> None:
-        _check_inside(str(self._path), offset + len(block), self._nbytes)
+        check_inside(str(self._path), offset + len(block), self._nbytes)
         await super().write_at(offset, block)
 
     async def read_into(self, offset: int, block: Block) -> None:
         with explained("read", self._path):
             got = await self._completed(self._read, offset, block)
         if got < len(block):
-            raise _too_short(str(self._path), offset + len(block), self._nbytes)
+            raise too_short(str(self._path), offset + len(block), self._nbytes)
 
     def _read(self, offset: int, block: Block) -> int:
         """Return the number of bytes read. It is smaller than the block only at the end of the file."""
@@ -324,10 +262,12 @@ def _open_direct(path: str, flags: int, folder_fd: int | None = None) -> int:
         return os.open(path, flags, 0o666, dir_fd=folder_fd)
 
 
-def _check_inside(where: str, end: int, nbytes: int) -> None:
+def check_inside(where: str, end: int, nbytes: int) -> None:
+    """Raise MegatrainError if a write up to byte `end` would make a blob of `nbytes` longer."""
     if end > nbytes:
         raise MegatrainError(f"cannot write {where} up to byte {end}: it has {nbytes} bytes and keeps that size")
 
 
-def _too_short(where: str, expected: int, got: int) -> UnreadableError:
+def too_short(where: str, expected: int, got: int) -> UnreadableError:
+    """Return the error that says that a blob ends too early."""
     return UnreadableError(f"{where} is truncated: expected at least {expected} bytes, got {got}")

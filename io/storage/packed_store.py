@@ -181,7 +181,7 @@ class Packer:
         if end > len(packed):
             raise ValueError(f"the block ends at byte {end} of {len(packed)}")
         firsts = self._firsts[: len(numbers)]
-        _decompress(self._decompressor, packed[LENGTH_BYTES:start], firsts.data)
+        decompress(self._decompressor, packed[LENGTH_BYTES:start], firsts.data)
         np.copyto(numbers[:, -1], firsts)
         for place, values in _others(np.frombuffer(packed, np.uint8)[start:end], numbers):
             np.copyto(values, place)
@@ -199,7 +199,7 @@ def _others(stored: Bytes, numbers: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
         yield stored[k * len(numbers) : (k + 1) * len(numbers)], numbers[:, k]
 
 
-def _decompress(decompressor: zstandard.ZstdDecompressor, compressed: memoryview, into: memoryview) -> None:
+def decompress(decompressor: zstandard.ZstdDecompressor, compressed: memoryview, into: memoryview) -> None:
     """Decompress into memory of the expected size: a damaged frame may claim any other size.
 
     Raises ValueError if the frame is damaged or has another size.

@@ -26,7 +26,7 @@ from megatrain_ray.convert.foreign_values import (
 )
 from megatrain_ray.convert.key_tables import RefusedError, Sets, Table, names, negated, number, one_of, or_null, whole
 from megatrain_ray.convert.parameter_patterns import EVERY, one_folder, parameters_of, targets_of
-from megatrain_ray.io.chat.dataset_info import FILE_NAME
+from megatrain_ray.io.chat.find_chats import FILE_NAME
 
 
 def device_of(on_cpu: Any) -> str:

@@ -21,8 +21,7 @@ from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.shards.save_part import WrittenPart
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.files.free_space import check_room
+from megatrain_ray.io.files.disk_errors import check_room, explained
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
 from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.saves.manifest import (
@@ -34,7 +33,6 @@ from megatrain_ray.io.saves.manifest import (
     SaveTiming,
 )
 from megatrain_ray.io.saves.save_folder import (
-    Piece,
     abandon_save,
     commit_save,
     list_saves,
@@ -44,6 +42,7 @@ from megatrain_ray.io.saves.save_folder import (
     why_kept,
     write_part,
 )
+from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 from megatrain_ray.workers.gpu_worker import Progress

@@ -31,9 +31,9 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arenas.arena import ArenaHandle
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.io.storage.blob_store import BlobStore, MemoryStore
+from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
-from megatrain_ray.io.storage.spill_file import taken_bytes
+from megatrain_ray.io.storage.spill_file import HeldFiles, taken_bytes
 from megatrain_ray.model.optimizer_settings import hyper_of
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.process_end import wait_gone
@@ -123,7 +123,7 @@ class ShardWorker:
         """
         plan, part = self._prepared.plan, self._layout
         layout = spill_layout(plan, part)
-        store: BlobStore = MemoryStore()
+        store: BlobStore = HeldFiles()  # nothing is read from it if nothing is spilled
         name = ""
         if layout.blob_bytes:
             store, name = self._holder.spill(spill_file(self._index), plan.disk_io)

@@ -17,7 +17,8 @@ from megatrain_ray.cli import main
 from megatrain_ray.console.run_summary import summarize
 from megatrain_ray.console.text_charts import HEIGHT, MIN_WIDTH, draw
 from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry, SaveTiming
-from megatrain_ray.io.saves.save_folder import Piece, commit_save, prepare_save, set_aside, write_part
+from megatrain_ray.io.saves.save_folder import commit_save, prepare_save, set_aside, write_part
+from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.units import format_bytes
 from tests.support.planned_steps import PROFILE, measured, planned, with_more_on_disk

@@ -10,7 +10,8 @@ import torch
 
 from megatrain_ray.engine.device.block_checksum import host_checksum
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.io.storage.blob_store import Blob, Block, MemoryStore
+from megatrain_ray.io.storage.blob_store import Blob, Block
+from tests.support.memory_store import MemoryStore
 
 
 class ApartMemory:

@@ -23,7 +23,8 @@ from megatrain_ray.engine.spill.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.spill.spill_ring import SpillRing
 from megatrain_ray.engine.spill.spill_table import SpillTable
 from megatrain_ray.engine.weights.weight_source import WeightSource
-from megatrain_ray.io.storage.blob_store import BlobStore, MemoryStore, aligned_block
+from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
+from tests.support.memory_store import MemoryStore
 from tests.support.recipes import hyper_of
 from tests.support.reference import Recipe
 

@@ -17,7 +17,7 @@ from megatrain_ray.engine.optimizer.undo_log import Journal
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.shard_state import LOAD_ELEMENTS
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.saves.save_folder import Piece
+from megatrain_ray.io.saves.save_writer import Piece
 from tests.support.shards import (
     HYPER,
     NAN_BYTES,

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.batching.batch_stream import BatchStream, permutation
 from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
-from megatrain_ray.io.batching.window_order import permutation
 from megatrain_ray.io.batching.windows import Windows, cut
 from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.texts import corpus_of

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, assemble
-from megatrain_ray.io.batching.first_fit import first_fit
 from megatrain_ray.io.batching.mixture import MixedStream
-from megatrain_ray.io.batching.windows import SequenceRows, Windows, cut
+from megatrain_ray.io.batching.windows import SequenceRows, Windows, cut, first_fit
 from megatrain_ray.io.tokens.corpus import Corpus
 from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.texts import corpus_of

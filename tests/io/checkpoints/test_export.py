@@ -25,8 +25,9 @@ from megatrain_ray.io.checkpoints import write_checkpoint as folder_module
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry, PartManifest
-from megatrain_ray.io.saves.save_folder import Piece, commit_save, prepare_save, save_folder, write_part
+from megatrain_ray.io.saves.save_folder import commit_save, prepare_save, save_folder, write_part
 from megatrain_ray.io.saves.save_reader import SaveReader
+from megatrain_ray.io.saves.save_writer import Piece
 from tests.support.partial_folders import killed_while_writing
 
 CONFIG = {

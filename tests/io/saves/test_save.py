@@ -15,7 +15,8 @@ from megatrain_ray.io.saves.manifest import _sealed
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_room, verify
 from megatrain_ray.io.saves.save_reader import SaveReader
 from megatrain_ray.io.saves.save_writer import Piece, write_blobs
-from megatrain_ray.io.storage.blob_store import BlobStore, FileStore, MemoryStore, aligned
+from megatrain_ray.io.storage.blob_store import BlobStore, FileStore, aligned
+from tests.support.memory_store import MemoryStore
 from tests.support.saves import LAYERS, flip, make_manifest, make_state, pieces_of, read_save, write_save
 
 COMPRESSIONS: tuple[SaveCompression, ...] = ("none", "zstd")

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import CapacityError, DamagedSaveError, MegatrainError
-from megatrain_ray.io.files.free_space import check_room
+from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.saves.save_folder import clean_unfinished, list_saves, save_room, set_aside, verify
 from tests.support.saves import flip, make_state, read_save, write_save
 

@@ -28,7 +28,7 @@ from megatrain_ray.io.saves.manifest import (
 )
 from megatrain_ray.io.saves.save_reader import SaveReader
 from megatrain_ray.io.saves.save_writer import Piece, write_blobs
-from megatrain_ray.io.storage.blob_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.saves import ITEMSIZES, LAYERS, make_manifest, make_state, pieces_of
 
 names = st.text(max_size=12)

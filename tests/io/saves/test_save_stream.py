@@ -15,7 +15,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves import save_writer as pieces_module
 from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, prepare_save, write_part
 from megatrain_ray.io.saves.save_writer import Piece, write_blobs
-from megatrain_ray.io.storage.blob_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.saves import make_manifest, make_state, pieces_of, read_save
 
 WAIT_S = 20.0
@@ -64,7 +64,7 @@ class FailingBlob:
 
 
 def test_an_error_of_one_blob_ends_all_and_no_piece_is_asked_for_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_ray.io.storage.blob_store._MemoryBlob", lambda blob: FailingBlob())
+    monkeypatch.setattr("tests.support.memory_store._MemoryBlob", lambda blob: FailingBlob())
     asked = 0
 
     def endless() -> Iterator[Piece]:
@@ -80,7 +80,7 @@ def test_an_error_of_one_blob_ends_all_and_no_piece_is_asked_for_any_more(monkey
 
 def test_an_error_is_told_while_the_next_piece_is_still_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that whoever makes it can be told to stop."""
-    monkeypatch.setattr("megatrain_ray.io.storage.blob_store._MemoryBlob", lambda blob: FailingBlob())
+    monkeypatch.setattr("tests.support.memory_store._MemoryBlob", lambda blob: FailingBlob())
     stop = threading.Event()
 
     def pieces() -> Iterator[Piece]:

@@ -17,9 +17,10 @@ import pytest
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage import blob_store
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, BlobStore, FileStore, MemoryStore, aligned, aligned_block
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, BlobStore, FileStore, aligned, aligned_block
 from megatrain_ray.io.storage.kvikio_store import KvikioFiles, unusable
 from tests.support import imitated_kvikio
+from tests.support.memory_store import MemoryStore
 
 SIZES = [0, 1, 4095, 4096, 4097, (3 << 20) + 1]
 

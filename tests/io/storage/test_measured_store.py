@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from megatrain_ray.io.storage import measured_store
-from megatrain_ray.io.storage.blob_store import MemoryStore, aligned_block
+from megatrain_ray.io.storage.blob_store import aligned_block
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore, Moved
+from tests.support.memory_store import MemoryStore
 
 
 @pytest.fixture

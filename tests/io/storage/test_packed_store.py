@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, MemoryStore, aligned, aligned_block
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned, aligned_block
 from megatrain_ray.io.storage.packed_store import LENGTH_BYTES, Packable, PackedStore, Packer
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
+from tests.support.memory_store import MemoryStore
 
 NUM_BYTES = 64 << 10  # of a block
 BLOB = "blob"

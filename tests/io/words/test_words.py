@@ -18,8 +18,7 @@ import pytest
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.words import atomics, compile_c
-from megatrain_ray.io.words.atomic_words import Words
-from megatrain_ray.io.words.atomics import Atomics, CompiledAtomics, X86Atomics
+from megatrain_ray.io.words.atomic_words import Atomics, CompiledAtomics, Words, X86Atomics
 from megatrain_ray.io.words.compile_c import CompileError
 
 WAIT_S = 30.0
