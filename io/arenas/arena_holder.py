@@ -44,9 +44,12 @@ class ArenaHolder:
         holder = cls({})
         try:
             for name, nbytes in sizes.items():
-                holder._handles[name] = _create(f"{run}-{name}", nbytes)
+                fd = create_memfd(f"{run}-{name}", nbytes)
+                holder._handles[name] = ArenaHandle(os.getpid(), fd, nbytes, f"{run}-{name}")
             for name, file in files.items():
-                holder._handles[name] = _create_on_disk(f"{run}-{name}", file)
+                fd = create_spill_file(file.folder, f"{run}-{name}", file.nbytes)
+                path = str(Path(f"/proc/self/fd/{fd}").readlink())
+                holder._handles[name] = ArenaHandle(os.getpid(), fd, file.nbytes, f"{run}-{name}", path)
         except MegatrainError:
             holder.close()
             raise
@@ -97,15 +100,6 @@ class ArenaHolder:
         for handle in self._handles.values():
             os.close(handle.fd)
         self._handles = {}
-
-
-def _create(name: str, nbytes: int) -> ArenaHandle:
-    return ArenaHandle(os.getpid(), create_memfd(name, nbytes), nbytes, name)
-
-
-def _create_on_disk(name: str, file: SpillFile) -> ArenaHandle:
-    fd = create_spill_file(file.folder, name, file.nbytes)
-    return ArenaHandle(os.getpid(), fd, file.nbytes, name, str(Path(f"/proc/self/fd/{fd}").readlink()))
 
 
 def _open_first(handles: Iterable[ArenaHandle]) -> tuple[int, ArenaHandle]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
-from megatrain_ray.io.batching.windows import PAD, Rows, Windows
+from megatrain_ray.io.batching.windows import Rows, Windows
 
 
 class HeldOut:
@@ -51,7 +51,5 @@ class HeldOut:
 
 
 def _filled(rows: Rows, multiple: int) -> Rows:
-    missing = -len(rows.ids) % multiple
-    shape = (missing, rows.ids.shape[1])
-    nothing = Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, np.bool_))
-    return Rows(*(np.concatenate([there, new]) for there, new in zip(rows, nothing, strict=True)))
+    pads = Rows.of_pads(-len(rows.ids) % multiple, rows.ids.shape[1] - 1)
+    return Rows(*(np.concatenate(parts) for parts in zip(rows, pads, strict=True)))

@@ -97,10 +97,5 @@ def next_source(weights: Sequence[int], drawn: Sequence[int]) -> int:
 
 def _in_turn(turns: Sequence[int], rows: Sequence[Rows | None]) -> Rows:
     """Interleave the rows of all sources in the order of the turns."""
-    given = [part for part in rows if part is not None]
     order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
-    return Rows(
-        np.concatenate([part.ids for part in given])[order],
-        np.concatenate([part.documents for part in given])[order],
-        np.concatenate([part.supervised for part in given])[order],
-    )
+    return Rows(*(np.concatenate(parts)[order] for parts in zip(*filter(None, rows), strict=True)))

@@ -18,13 +18,18 @@ PAD = 0  # any id would do: no supervised token attends to a pad
 class Rows(NamedTuple):
     """Holds windows as rows of equal length.
 
-    documents: number of the document that a token belongs to; -1 for a pad.
+    documents: a number that tells the documents of a row apart; -1 for a pad.
     supervised: whether a token counts in the loss when it is a target.
     """
 
     ids: NDArray[np.int64]  # [rows, seq_len + 1]
     documents: NDArray[np.int64]  # [rows, seq_len + 1]
     supervised: Mask  # [rows, seq_len + 1]
+
+    @staticmethod
+    def of_pads(num_rows: int, seq_len: int) -> Rows:
+        shape = (num_rows, seq_len + 1)
+        return Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, np.bool_))
 
 
 class Windows(Protocol):
@@ -45,47 +50,63 @@ class Windows(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class SeparateWindows:
-    """Cuts each document separately, with a stride of seq_len + 1.
-
-    The last short window of a document is dropped, unless it is the document's only one or `whole` is set. A window of
-    one token is always dropped, because it has no target. In `documents` of the rows, 0 means a token and -1 a pad.
-    """
+class SpanWindows:
+    """Makes each window of one or several spans of the corpus, side by side, and pads."""
 
     corpus: Corpus
-    starts: NDArray[np.int64]  # [num_windows], start of each window in the tokens of the corpus
-    lengths: NDArray[np.int64]  # [num_windows], seq_len + 1 except for a document's last window
+    starts: NDArray[np.int64]  # [num_spans], start of each span in the tokens of the corpus, window by window
+    lengths: NDArray[np.int64]  # [num_spans]
+    firsts: NDArray[np.int64]  # [num_windows + 1], index of each window's first span
     seq_len: int
+    joins_documents: bool
 
     @staticmethod
-    def of(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SeparateWindows:
+    def of_documents(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SpanWindows:
+        """Cut each document separately, with a stride of seq_len + 1.
+
+        The last short window of a document is dropped, unless it is the document's only one or `whole` is set. A window
+        of one token is always dropped, because it has no target.
+        """
         width = seq_len + 1
         lengths = np.asarray(corpus.document_lengths)
-        offsets = np.cumsum(lengths) - lengths
         full, rest = np.divmod(lengths, width)
         counts = full + ((rest > 1) & (whole | (full == 0)))
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return SeparateWindows(
+        return SpanWindows(
             corpus,
-            starts=np.repeat(offsets, counts) + within * width,
+            starts=np.repeat(np.cumsum(lengths) - lengths, counts) + within * width,
             lengths=np.minimum(np.repeat(lengths, counts) - within * width, width),
+            firsts=np.arange(within.size + 1),
             seq_len=seq_len,
+            joins_documents=False,
         )
+
+    @staticmethod
+    def of_sequences(corpus: Corpus, seq_len: int) -> SpanWindows:
+        """Pack sequences of chats without cutting any: each goes into the first window that has room."""
+        lengths = np.asarray(corpus.document_lengths)
+        windows = first_fit(lengths, seq_len + 1)
+        order = np.argsort(windows, kind="stable")
+        firsts = np.searchsorted(windows[order], np.arange(windows.max(initial=-1) + 2))
+        starts = np.cumsum(lengths) - lengths
+        return SpanWindows(corpus, starts[order], lengths[order], firsts, seq_len, joins_documents=True)
 
     @property
     def num_windows(self) -> int:
-        return self.starts.size
-
-    @property
-    def joins_documents(self) -> bool:
-        return False
+        return self.firsts.size - 1
 
     def rows(self, indices: NDArray[np.int64]) -> Rows:
-        columns = np.arange(self.seq_len + 1)
-        real = columns < self.lengths[indices, None]
-        at = np.minimum(self.starts[indices, None] + columns, self.corpus.tokens.size - 1)
-        ids = np.where(real, self.corpus.tokens[at].astype(np.int64), PAD)
-        return Rows(ids, real.astype(np.int64) - 1, _learned(self.corpus, at) & real)
+        rows = Rows.of_pads(indices.size, self.seq_len)
+        for row, window in enumerate(indices):
+            end = 0
+            for document, span in enumerate(range(self.firsts[window], self.firsts[window + 1])):
+                start, length = self.starts[span], self.lengths[span]
+                there, here = slice(start, start + length), slice(end, end + length)
+                rows.ids[row, here] = self.corpus.tokens[there]
+                rows.documents[row, here] = document
+                rows.supervised[row, here] = True if self.corpus.supervised is None else self.corpus.supervised[there]
+                end += length
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,55 +157,6 @@ class PackedWindows:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceRows:
-    """Packs sequences of chats into rows without cutting any: each goes into the first row that has room."""
-
-    corpus: Corpus
-    sequences: NDArray[np.int64]  # [num_documents], indices of the sequences, row by row
-    firsts: NDArray[np.int64]  # [num_rows + 1], index in `sequences` at which each row begins
-    offsets: NDArray[np.int64]  # [num_documents], start of each sequence in the tokens of the corpus
-    seq_len: int
-
-    @staticmethod
-    def of(corpus: Corpus, seq_len: int) -> SequenceRows:
-        lengths = np.asarray(corpus.document_lengths)
-        rows = first_fit(lengths, seq_len + 1)
-        sequences = np.argsort(rows, kind="stable")
-        firsts = np.searchsorted(rows[sequences], np.arange(rows.max(initial=-1) + 2))
-        return SequenceRows(corpus, sequences, firsts, np.cumsum(lengths) - lengths, seq_len)
-
-    @property
-    def joins_documents(self) -> bool:
-        return True
-
-    @property
-    def num_windows(self) -> int:
-        return self.firsts.size - 1
-
-    def rows(self, indices: NDArray[np.int64]) -> Rows:
-        parts = [self.sequences[self.firsts[row] : self.firsts[row + 1]] for row in indices]
-        shape = (indices.size, self.seq_len + 1)
-        rows = Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, np.bool_))
-        for row, sequences in enumerate(parts):
-            end = 0
-            for sequence in sequences:
-                start, length = self.offsets[sequence], self.corpus.document_lengths[sequence]
-                there, here = slice(start, start + length), slice(end, end + length)
-                rows.ids[row, here] = self.corpus.tokens[there]
-                rows.documents[row, here] = sequence
-                rows.supervised[row, here] = _learned(self.corpus, there)
-                end += length
-        return rows
-
-
-def _learned(corpus: Corpus, at: NDArray[np.int64] | slice) -> Mask:
-    """Return whether the tokens at these places of the corpus count in the loss."""
-    if corpus.supervised is None:
-        return np.ones_like(corpus.tokens[at], np.bool_)
-    return corpus.supervised[at]
-
-
 def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False) -> Windows:
     """Cut a corpus into windows.
 
@@ -198,11 +170,11 @@ def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: 
     """
     windows: Windows
     if packing and corpus.num_documents > 1 and corpus.supervised is not None:
-        windows = SequenceRows.of(corpus, seq_len)
+        windows = SpanWindows.of_sequences(corpus, seq_len)
     elif packing and corpus.num_documents > 1:
         windows = PackedWindows.of(corpus, seq_len, _end_of_document(corpus, vocab_size), whole=whole)
     else:
-        windows = SeparateWindows.of(corpus, seq_len, whole=whole)
+        windows = SpanWindows.of_documents(corpus, seq_len, whole=whole)
     if not windows.num_windows:
         raise ConfigError(
             f"data.path: nothing to learn in {corpus.name}: a window needs 2 tokens, got {corpus.tokens.size} in "

@@ -57,7 +57,7 @@ def save_folder(saves_dir: Path, step: int) -> Path:
 
 def list_saves(saves_dir: Path) -> list[int]:
     """Return the steps of the committed saves, ascending."""
-    return sorted(step for step, folder in _folders(saves_dir).items() if _is_committed(folder))
+    return sorted(step for step, path in _named(saves_dir) if _is_committed(path))
 
 
 def list_set_aside(saves_dir: Path) -> list[Path]:
@@ -91,7 +91,10 @@ def prepare_save(saves_dir: Path, step: int, run: str | None = None) -> Path:
                 _remove(folder, run)
             OwnedFolder.make(folder, FolderKind.SAVE, run, SHARED).release()
         except (NotOwnedError, FileExistsError) as error:
-            raise MegatrainError(f"the save of step {step} cannot be made: {_in_the_way(folder, error)}") from None
+            reason = error if isinstance(error, NotOwnedError) else f"{folder} is no folder that this program made"
+            raise MegatrainError(
+                f"the save of step {step} cannot be made: {reason}; move it away, and start again"
+            ) from None
     return folder
 
 
@@ -181,8 +184,13 @@ def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
 
     Folders without this program's mark stay. Raises MegatrainError if one of its own cannot be deleted.
     """
-    left = [folder for folder in _folders(saves_dir).values() if not _is_committed(folder)]
-    return [folder for folder in left if _clean(folder, run)]
+    deleted = []
+    for _, path in _named(saves_dir):
+        if path.is_dir() and not _is_committed(path):
+            with explained("delete", path), suppress(NotOwnedError):
+                _remove(path, run)
+                deleted.append(path)
+    return deleted
 
 
 def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
@@ -190,28 +198,13 @@ def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
 
     Empty folders are left out: a save may use them.
     """
-    left = [path for _, path in _named(saves_dir) if not _is_committed(path) and not is_free(path)]
-    reasons = (why_not_owned(path, FolderKind.SAVE, token=run) for path in left)
-    return [reason for reason in reasons if reason]
-
-
-def _clean(folder: Path, run: str | None) -> bool:
-    with explained("delete", folder):
-        try:
-            _remove(folder, run)
-        except NotOwnedError:
-            return False
-    return True
+    left = (path for _, path in _named(saves_dir) if not _is_committed(path) and not is_free(path))
+    return [reason for path in left if (reason := why_not_owned(path, FolderKind.SAVE, token=run))]
 
 
 def _remove(folder: Path, run: str | None = None) -> None:
     """Delete the folder of a save. Raises NotOwnedError, OSError."""
     remove_owned(folder, FolderKind.SAVE, token=run)
-
-
-def _in_the_way(folder: Path, error: OSError | NotOwnedError) -> str:
-    reason = str(error) if isinstance(error, NotOwnedError) else f"{folder} is no folder that this program made"
-    return f"{reason}; move it away, and start again"
 
 
 async def read_pieces(folder: Path, manifest: Manifest, wanted: Iterable[Piece]) -> None:
@@ -275,15 +268,8 @@ def _is_committed(folder: Path) -> bool:
             return False
 
 
-def _folders(saves_dir: Path) -> dict[int, Path]:
-    """Return every folder of a save by its step, finished or not."""
-    if not saves_dir.is_dir():
-        return {}
-    return {step: path for step, path in _named(saves_dir) if path.is_dir()}
-
-
 def _named(saves_dir: Path) -> Iterator[tuple[int, Path]]:
-    """Yield everything that has the name of a save, with its step."""
-    for path in saves_dir.iterdir() if saves_dir.is_dir() else ():
+    """Yield everything that has the name of a save, finished or not, with its step."""
+    for path in list(saves_dir.iterdir()) if saves_dir.is_dir() else ():
         if match := re.fullmatch(r"step_(0|[1-9]\d*)", path.name):
             yield int(match[1]), path

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
-from megatrain_ray.io.batching.windows import PackedWindows, Rows, SeparateWindows, Windows, cut
+from megatrain_ray.io.batching.windows import PackedWindows, Rows, SpanWindows, Windows, cut
 from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.texts import END, corpus_of
 
@@ -155,7 +155,7 @@ def test_positions_begin_again_with_every_document(rows: list[list[int]]) -> Non
 
 
 def test_one_document_is_cut_in_the_same_way_with_packing_and_without() -> None:
-    assert isinstance(windows_of([[1, 2, 3, 4]], 2, packing=True), SeparateWindows)
+    assert isinstance(windows_of([[1, 2, 3, 4]], 2, packing=True), SpanWindows)
 
 
 @pytest.mark.parametrize("packing", [True, False])

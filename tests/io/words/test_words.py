@@ -17,7 +17,7 @@ import pytest
 
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.words import atomics, compile_c
+from megatrain_ray.io.words import atomic_words, compile_c
 from megatrain_ray.io.words.atomic_words import Atomics, CompiledAtomics, Words, X86Atomics
 from megatrain_ray.io.words.compile_c import CompileError
 
@@ -182,7 +182,7 @@ def test_without_a_compiler_the_reason_is_logged_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    fresh = atomics.load_atomics.__wrapped__  # without the cache
+    fresh = atomic_words.load_atomics.__wrapped__  # without the cache
     assert isinstance(fresh(), X86Atomics)
     assert [r.getMessage() for r in caplog.records] == [
         "signal words without C (slower, x86-64 only): no C compiler on PATH (looked for cc, gcc, clang, g++, clang++)"
@@ -196,7 +196,7 @@ def test_what_the_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest
     broken = tmp_path / "broken.c"
     broken.write_text("int words(;")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
-    monkeypatch.setattr(atomics, "SOURCE", broken)
+    monkeypatch.setattr(atomic_words, "SOURCE", broken)
     with pytest.raises(CompileError, match=r"(?s)cannot compile .*broken.c.*error"):
         CompiledAtomics()
     assert not list((tmp_path / ".cache" / "megatrain-ray").iterdir())
