@@ -73,7 +73,6 @@ class ArenaHolder:
 
     @property
     def handles(self) -> dict[str, ArenaHandle]:
-        """Return the handles, for `adopt` in any process of this machine."""
         return dict(self._handles)
 
     def map(self, name: str) -> Arena:

@@ -72,7 +72,6 @@ class BatchStream:
         self._order.seek(position)
 
     def next_batch(self) -> Batch:
-        """Return the batch of the next `batch_size` windows."""
         return assemble(self._windows.rows(self._order.draw(self._batch_size)))
 
 

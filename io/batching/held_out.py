@@ -33,11 +33,9 @@ class HeldOut:
 
     @property
     def joins_documents(self) -> bool:
-        """Return whether a row may hold several documents."""
         return any(source.joins_documents for source in self._sources)
 
     def source_of(self, index: int) -> int:
-        """Return the number of the source that batch `index` comes from."""
         return bisect.bisect_right(self._ends, index)
 
     def batch(self, index: int) -> Batch:

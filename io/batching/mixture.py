@@ -38,7 +38,6 @@ class MixedStream:
         return {"sources": [order.position for order in self._orders]}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Go to a saved position. Raises ConfigError for a position of other sources or outside of these."""
         saved = position.get("sources", [])
         if len(saved) != len(self._orders):
             raise ConfigError(
@@ -96,6 +95,5 @@ def next_source(weights: Sequence[int], drawn: Sequence[int]) -> int:
 
 
 def _in_turn(turns: Sequence[int], rows: Sequence[Rows | None]) -> Rows:
-    """Interleave the rows of all sources in the order of the turns."""
     order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
     return Rows(*(np.concatenate(parts)[order] for parts in zip(*filter(None, rows), strict=True)))

@@ -85,7 +85,6 @@ class ChatEncoder:
     """Encodes a conversation as ids and mask, which is the expensive part of reading chats. Holds no state."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        """Prepare to encode with a tokenizer and a template. Raises ConfigError for a template that cannot be used."""
         self._tokenizer = tokenizer
         self._marker = TurnMarker(template)
 
@@ -185,7 +184,6 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
 
 
 def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[RecordLocation, tuple[int, object]]]:
-    """Yield every record of the sources with its location and the number of its source."""
     for number, source in enumerate(sources):
         for location, record in read_records(source.file):
             yield location, (number, record)

@@ -62,7 +62,6 @@ def map_in_order(
 
 
 def _begin(work: Callable[[Any], Any]) -> None:
-    """Prepare a child process."""
     global _work
     _work = work
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # loky's processes outlive a parent that is killed

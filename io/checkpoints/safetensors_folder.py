@@ -156,7 +156,6 @@ def _dtype(name: str, stored: _TensorLocation, allowed: Mapping[str, torch.dtype
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return the name of the file that holds each parameter."""
     try:
         files = json.loads(index.read_bytes())["weight_map"]
         return {str(name): str(file) for name, file in files.items()}

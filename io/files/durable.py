@@ -62,7 +62,6 @@ def wait_for_lock(
 
 
 def _take_when_free(path: Path, waiting: Callable[[], None], progress: Callable[[], object], stall_s: float) -> int:
-    """Return the descriptor of the locked file. Raises DeadlineError, OSError."""
     has_waited, before, since_s = False, None, time.monotonic()
     while True:
         try:

@@ -92,7 +92,6 @@ class Mark:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Return whether this process made the folder."""
         return self.pid == os.getpid() and self.maker_lives
 
     @property

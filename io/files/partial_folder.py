@@ -65,7 +65,6 @@ def remove_abandoned(folder: Path) -> list[Path]:
 
 
 def _remove(partial: Path) -> bool:
-    """Delete an unfinished folder that no process writes any more, and return whether it was deleted."""
     try:
         _remove_or_explain(partial)
     except (NotOwnedError, OSError):

@@ -17,7 +17,6 @@ class PidNamespace:
 
     @staticmethod
     def current() -> PidNamespace:
-        """Return the namespace of this process."""
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return PidNamespace(platform.node(), boot_id, str(Path("/proc/self/ns/pid").readlink()))
 

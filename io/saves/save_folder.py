@@ -135,10 +135,7 @@ def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
 
 
 def abandon_save(saves_dir: Path, step: int) -> None:
-    """Delete what was written of a save that will not be finished.
-
-    Call only when nobody writes to it any more.
-    """
+    """Delete what was written of a save that will not be finished. Call only when nobody writes to it any more."""
     folder = save_folder(saves_dir, step)
     if not _is_committed(folder):
         with suppress(OSError, NotOwnedError):

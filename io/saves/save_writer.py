@@ -79,10 +79,7 @@ class Piece(NamedTuple):
             yield Piece(self.layer, self.kind, start, stop, list(self._views(first, last)))
 
     def part(self, start: int, stop: int, layer: str, at: int) -> Piece:
-        """Return elements [start, stop) of it as elements of another layer, from `at` on.
-
-        They share the buffers.
-        """
+        """Return elements [start, stop) of it as elements of another layer, from `at` on. They share the buffers."""
         first, last = ((element - self.start) * self.itemsize for element in (start, stop))
         return Piece(layer, self.kind, at, at + stop - start, list(self._views(first, last)))
 

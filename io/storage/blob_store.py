@@ -54,16 +54,10 @@ class Blob(BlobWriter, Protocol):
     """
 
     async def write_at(self, offset: int, block: Block) -> None:
-        """Write a block, as BlobWriter does.
-
-        Device work on the block's memory must have ended before the call.
-        """
+        """Write a block, as BlobWriter does. Device work on the block's memory must have ended before the call."""
 
     async def read_into(self, offset: int, block: Block) -> None:
-        """Read into a block, as BlobStore does.
-
-        On return the bytes are in the block, also in device memory.
-        """
+        """Read into a block, as BlobStore does. On return the bytes are in the block, also in device memory."""
 
 
 class BlobStore(Protocol):
@@ -80,10 +74,7 @@ class BlobStore(Protocol):
         """
 
     def update(self, name: str) -> AbstractAsyncContextManager[Blob]:
-        """Return a context that opens an existing blob once, for many transfers.
-
-        Nothing of it is made durable.
-        """
+        """Return a context that opens an existing blob once, for many transfers. Nothing of it is made durable."""
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         """Fill `block`, which is writable and aligned as for `write_at`.

@@ -37,10 +37,7 @@ class KvikioFiles(HeldFiles):
     """Opens files with kvikio in `update`. All other methods are those of HeldFiles."""
 
     def __init__(self) -> None:
-        """Configure kvikio.
-
-        Raises MegatrainError if kvikio cannot be imported or is too old.
-        """
+        """Configure kvikio. Raises MegatrainError if kvikio cannot be imported or is too old."""
         super().__init__()
         try:
             import kvikio
@@ -112,10 +109,7 @@ async def _try(store: KvikioFiles, name: str) -> str | None:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Turn what kvikio raises into OSError.
-
-    The error gets the system's error number if kvikio's text names one.
-    """
+    """Turn what kvikio raises into OSError. The error gets the system's error number if kvikio's text names one."""
     try:
         yield
     except RuntimeError as error:

@@ -124,10 +124,6 @@ class Packer:
     """Packs and unpacks one block at a time, in memory of its own. Releases the GIL while it works."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Allocate the memory.
-
-        max_bytes: largest size of a block.
-        """
         self._firsts = np.empty(max_bytes // 2, np.uint8)
         self._packed = aligned_block(max_bytes)
         self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)

@@ -223,7 +223,6 @@ def _remove_damaged(folder: Path) -> None:
 
 
 def _written_bytes(folder: Path) -> int:
-    """Return how many bytes the process that makes the folder of tokens has written so far."""
     with suppress(OSError):
         return sum(file.stat().st_size for file in partial_of(folder).iterdir())
     return 0

@@ -1,7 +1,4 @@
-"""Provides signal words in shared memory.
-
-They are counters by which processes tell each other what has happened.
-"""
+"""Provides signal words in shared memory. They are counters by which processes tell each other what has happened."""
 
 from __future__ import annotations
 

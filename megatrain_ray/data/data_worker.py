@@ -78,7 +78,6 @@ class HeldOutData:
         return tuple(source.weight for source in self.data.path if isinstance(source, WeightedPath)) or (1.0,)
 
     def open(self) -> HeldOut:
-        """Open the held-out batches. Raises ConfigError if the tokens are missing or wrong."""
         with naming_eval_path():
             sources = _windows(self.data, self.tokens, self.vocab_size, whole=True)
         return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
@@ -97,10 +96,6 @@ def naming_eval_path() -> Iterator[None]:
 
 
 def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole: bool) -> list[Windows]:
-    """Open the windows of each source.
-
-    whole: as for cut.
-    """
     return [
         cut(
             open_corpus(name, folder, vocab_size),
@@ -180,11 +175,9 @@ class DataWorker:
             self._draw()
 
     def held_out_batch(self, index: int) -> Batch:
-        """Return held-out batch `index`."""
         assert self._held_out is not None  # called only if there are held-out data
         with self._spans.span(Row.BATCHES, f"held-out batch {index}"):
             return self._held_out.batch(index)
 
     def spans(self) -> RecordedSpans:
-        """Return the recorded spans of the traced steps."""
         return self._spans.take()

@@ -161,10 +161,7 @@ _CHECKS = {
 
 
 def _records(name: str, dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the records in order.
-
-    A torch Dataset has a length and items, and iterating over it need not stop.
-    """
+    """Yield the records in order. A torch Dataset has a length and items, and iterating over it need not stop."""
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Iterable)
     for number, record in enumerate((dataset[at] for at in range(len(dataset))) if has_items else dataset, 1):
         if not isinstance(record, Mapping):
