@@ -42,10 +42,9 @@ class ArenaHandle:
 
 
 def create_memfd(name: str, nbytes: int) -> int:
-    """Return a file descriptor of new shared memory, all zeros, of `mapped_bytes(nbytes)`.
+    """Return a file descriptor of new shared memory: `mapped_bytes(nbytes)` zeros. Raises MegatrainError.
 
-    It takes no RAM until it is touched. A process that holds the descriptor keeps the memory alive, even without
-    mapping it. Raises MegatrainError if the memory cannot be created.
+    It takes no RAM until it is touched. It lives as long as a process holds the descriptor, even without mapping it.
     """
     fd = -1
     try:
@@ -59,10 +58,7 @@ def create_memfd(name: str, nbytes: int) -> int:
 
 
 def mapped_bytes(nbytes: int) -> int:
-    """Return the size of an arena's mapping: whole huge pages, at least one.
-
-    So an empty arena can be mapped as well.
-    """
+    """Return the size of an arena's mapping: whole huge pages, at least one, as nothing cannot be mapped."""
     return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
 
 
@@ -79,19 +75,13 @@ class Arena:
 
     @property
     def buffer(self) -> memoryview:
-        """Return the whole mapping as writable bytes: `handle.nbytes`, then zeros up to `mapped_bytes`.
-
-        Raises MegatrainError after `close`.
-        """
+        """Return the whole mapping: `handle.nbytes` bytes, then zeros. Raises MegatrainError after `close`."""
         if self._buffer is None:
             raise MegatrainError(f"arena {self.handle.name} is closed in this process")
         return self._buffer
 
     def populate(self, threads: int) -> None:
-        """Take the RAM of `handle.nbytes` now, in `threads` threads. Contents stay.
-
-        Raises MegatrainError if the kernel does not give it.
-        """
+        """Take the RAM of all bytes now, in `threads` threads. Contents stay. Raises MegatrainError."""
         portions = range(0, self.handle.nbytes, POPULATE_BYTES)
         with ThreadPoolExecutor(threads, thread_name_prefix="populate") as pool:
             self._finish(pool.map(self._populate_portion, portions))

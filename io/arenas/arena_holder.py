@@ -21,10 +21,7 @@ Handles = Mapping[str, ArenaHandle]
 
 
 class ArenaHolder:
-    """Holds descriptors of all arenas and spill files of a run, by name.
-
-    As long as one holder lives, other processes can attach.
-    """
+    """Holds descriptors of a run's arenas and spill files, by name. While one holder lives, processes can attach."""
 
     def __init__(self, handles: Handles) -> None:
         """Hold these descriptors of this process. Use `create` or `adopt` instead."""
@@ -32,9 +29,7 @@ class ArenaHolder:
 
     @classmethod
     def create(cls, sizes: Mapping[str, int], files: Mapping[str, SpillFile] = {}) -> ArenaHolder:
-        """Create new arenas and spill files, all zeros.
-
-        Raises MegatrainError, or DiskFullError if a file does not fit.
+        """Create new arenas and spill files, all zeros. Raises MegatrainError, DiskFullError.
 
         sizes: bytes of each arena, by name.
         files: spill files, by names that no arena has.
@@ -57,10 +52,7 @@ class ArenaHolder:
 
     @classmethod
     def adopt(cls, holders: Sequence[Handles]) -> ArenaHolder:
-        """Return a holder of what these other holders hold.
-
-        Only one of them has to be alive. Raises MegatrainError if all are gone.
-        """
+        """Return a holder of what these others hold. Raises MegatrainError unless one of them is alive."""
         holder = cls({})
         try:
             for name in holders[0]:
@@ -86,8 +78,6 @@ class ArenaHolder:
         """Return a store that can open the spill file with `update`, and the file's name in that store.
 
         A file that is open stays open when the holder is closed.
-
-        io: who reads and writes the file.
         """
         handle = self._handles[name]
         if not handle.path:

@@ -20,10 +20,7 @@ from megatrain_ray.io.tokens.token_block import IGNORED
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds the sequences of one update.
-
-    A target is the token after its input in the same document, or -100 if there is none or if it is not supervised.
-    """
+    """Holds the sequences of one update. A target of -100 is not supervised, or its document has no next token."""
 
     input_ids: torch.Tensor  # int64 [batch, seq_len]
     targets: torch.Tensor  # int64 [batch, seq_len]

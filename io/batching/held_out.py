@@ -16,10 +16,9 @@ class HeldOut:
     """Holds the batches of one source after the other. A source's last batch may have fewer rows than the others."""
 
     def __init__(self, sources: Sequence[Windows], *, batch_size: int, micro_batch_size: int) -> None:
-        """Divide the windows of all sources into batches.
+        """Divide the windows of all sources into batches of `batch_size` rows, a multiple of `micro_batch_size`.
 
-        batch_size: rows of a batch, a multiple of `micro_batch_size`.
-        micro_batch_size: rows without tokens fill the last micro-batch of a source up to this size.
+        Rows without tokens fill the last micro-batch of a source.
         """
         self._sources = sources
         self._batch_size = batch_size

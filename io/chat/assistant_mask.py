@@ -35,14 +35,10 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ending:
-    """Describes the text after an answer: the end mark (`<|im_end|>`), then `blanks`, then `closing`.
+    """Describes the text after an answer: the end mark (`<|im_end|>`), then `blanks`, then `closing`."""
 
-    blanks: whitespace after the mark that the model need not generate.
-    closing: eos token that closes the whole conversation; may be empty.
-    """
-
-    blanks: str
-    closing: str
+    blanks: str  # whitespace after the mark that the model need not generate
+    closing: str  # eos token that closes the whole conversation; may be empty
 
     def cut(self, text: str) -> str:
         return text.removesuffix(self.closing).removesuffix(self.blanks)
@@ -93,11 +89,7 @@ class TurnMarker:
 
 
 def _grouped(turns: Sequence[_Turn]) -> list[MarkedText]:
-    """Merge turns into as few texts as possible.
-
-    The last turn's text stands for all earlier turns that it contains exactly as they were answered. The remaining
-    turns are grouped in the same way.
-    """
+    """Merge turns into as few texts as possible: the last turn's stands for all turns that it holds as answered."""
     texts: list[MarkedText] = []
     left = list(turns)
     while left:
@@ -138,10 +130,7 @@ def _probed(template: ChatTemplate) -> _Ending:
 
 
 def _ending_of(template: ChatTemplate, whole: str, ending: str) -> _Ending:
-    """Split the text after an answer into end mark, blanks and closing.
-
-    A template that closes a conversation with eos_token (Phi-3) does not do so when it asks for the next answer.
-    """
+    """Split the text after an answer. Phi-3's template closes with eos_token, but not before another answer."""
     eos = template.variables.get("eos_token", "")
     closing = eos if ending != eos and _closes(template, whole, eos) else ""
     body = ending.removesuffix(closing)

@@ -69,10 +69,7 @@ class ChatTemplate:
         return self._render(messages, tools, prompt=prompt, marked=False)[0]
 
     def render_marked(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the ranges [start, end) that {% generation %} tags enclose, in characters.
-
-        Raises RecordError with the template's reason if it refuses the messages.
-        """
+        """Return the text and the character ranges in {% generation %} tags. Raises RecordError as `render`."""
         return self._render(messages, tools, prompt=False, marked=True)
 
     def marks_generation(self, tools: Sequence[Message]) -> bool:
@@ -139,10 +136,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _sources(folder: Path) -> dict[str, str]:
-    """Return the folder's templates by name.
-
-    Files of their own take precedence over tokenizer_config.json, as in Transformers.
-    """
+    """Return the folder's templates by name. As in Transformers, files override tokenizer_config.json."""
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (own := folder / TEMPLATE_NAME).is_file():
         files["default"] = own
@@ -179,10 +173,7 @@ def _read(file: Path) -> str:
 
 
 def _with_fixed_date(source: str) -> str:
-    """Define the template's strftime_now function so that it returns the fixed date.
-
-    The line end after the macro is trimmed with its last tag, so the template itself starts on a fresh line.
-    """
+    """Define the template's strftime_now function, in a line that is trimmed, so that it returns the fixed date."""
     if "strftime_now" not in source:
         return source
     filters = " | ".join(f"replace({code!r}, {text!r})" for code, text in FIXED_DATE.items())

@@ -48,10 +48,7 @@ class ChatLayout(Protocol):
 
 @dataclass(frozen=True)
 class AlpacaLayout:
-    """Describes records with one question and one answer, perhaps with earlier ones.
-
-    The fields are the record's keys. A key of None is not read.
-    """
+    """Describes records with one question and one answer, perhaps with earlier ones, by their keys; None: no key."""
 
     instruction: str | None = "instruction"
     input: str | None = "input"
@@ -182,10 +179,7 @@ def _shown(record: Mapping[str, Any], key: str) -> str:
 
 @lru_cache(maxsize=64)  # the records of a file have few distinct sets of keys
 def _check_keys(keys: frozenset[str], optional: tuple[str | None, ...]) -> None:
-    """Raise RecordError for a key that is nearly the name of a missing optional key: that one would be silently lost.
-
-    Other unknown keys are accepted.
-    """
+    """Raise RecordError for a key that is nearly the name of a missing optional one, which would be silently lost."""
     absent = [key for key in optional if key and key not in keys]
     for key in sorted(keys - set(optional), key=str):
         if close := get_close_matches(str(key), absent, n=1, cutoff=0.8):
@@ -204,12 +198,10 @@ def text_of(content: Any, where: str) -> str:
 
 
 def new_message(role: str, text: str, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checked message.
+    """Return a checked message. Raises RecordError for a turn without content, where it needs some.
 
     role: a template's role, or `function_call`, whose text is the JSON of one tool call or a list of them.
     extras: further keys of the message, of MESSAGE_EXTRAS.
-
-    Raises RecordError for a turn without content. Only a tool's answer and an assistant's tool call may be empty.
     """
     if role == "function_call":
         return {"role": "assistant", "content": "", "tool_calls": _calls(_parsed(text, "function call"))}
@@ -224,11 +216,9 @@ def new_message(role: str, text: str, extras: Mapping[str, Any]) -> dict[str, An
 
 
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a record, each in the envelope {"type": "function", "function": …}.
+    """Return the tools of a record, each in the envelope {"type": "function", "function": …}. Raises RecordError.
 
     value: a list of JSON schemas, or its JSON text; empty or null for none.
-
-    Raises RecordError for anything else.
     """
     tools = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

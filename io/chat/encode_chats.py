@@ -26,10 +26,7 @@ Truncation = Literal["turn", "drop"]
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """Makes sequences from chats, given files and their layouts, tokenizer, template and truncation of long chats.
-
-    Each sequence is a document of at most `seq_len` + 1 tokens.
-    """
+    """Makes sequences from chats. Each is a document of at most `seq_len` + 1 tokens."""
 
     sources: tuple[ChatSource, ...]
     tokenizer: str
@@ -91,8 +88,7 @@ class ChatEncoder:
     def encode(self, conversation: Conversation) -> list[EncodedChat]:
         """Return the sequences of a conversation: one, or several if the template rewrites earlier turns.
 
-        The whole text is tokenised at once, without further special tokens. Raises RecordError if the template refuses
-        the conversation.
+        Raises RecordError if the template refuses the conversation.
         """
         return [self._encode(marked) for marked in self._marker.mark(conversation)]
 
@@ -190,10 +186,7 @@ def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[RecordLocation, t
 
 
 def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:
-    """Return how many tokens of a chat are kept, and the reason if not all are.
-
-    A chat that is too long is cut after the last answer that fits whole, else inside the first answer.
-    """
+    """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
     if not chat.supervised[1:].any():  # the first token is never a target
         return 0, Fate.NOTHING
     if chat.ids.size <= max_tokens:

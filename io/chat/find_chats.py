@@ -69,20 +69,14 @@ ROLE_TAGS = {
 
 
 class NamedDataset(NamedTuple):
-    """Holds the files of a data set and the layout of their records.
-
-    path: a file or a folder of files.
-    """
+    """Holds the file or folder of a data set, and the layout of its records."""
 
     path: Path
     layout: ChatLayout
 
 
 def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[NamedDataset, ...]:
-    """Return the data sets of these names, in their order.
-
-    Raises ConfigError, naming the entry and key, for what is missing, unknown or cannot be read here.
-    """
+    """Return the data sets of these names. Raises ConfigError, naming entry and key, for what cannot be read."""
     try:
         entries = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError) as error:

@@ -110,9 +110,7 @@ def write_adapter_folder(
     settings: Mapping[str, Any],
     copies: Sequence[Path] = (),
 ) -> None:
-    """Write `settings` as adapter_config.json, the weights, and copies of files.
-
-    tensors: the weights, by the names of the model's parameters.
+    """Write `settings` as adapter_config.json, the weights by the names of parameters, and copies of files.
 
     The folder appears when it is complete. Raises as write_model_folder.
     """

@@ -45,10 +45,9 @@ class WeightFolder:
 
     @staticmethod
     def open(path: Path | str) -> WeightFolder:
-        """Read the headers of model.safetensors, or of the files that model.safetensors.index.json names.
+        """Read the headers of model.safetensors, or of the files that its index names.
 
-        Raises ConfigError for a folder without them, and for a file that is missing, unreadable, truncated or no
-        safetensors file.
+        Raises ConfigError for a folder without them, and for files that are missing or damaged.
         """
         folder = Path(path)
         try:
@@ -93,8 +92,7 @@ class WeightFolder:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the flattened parameter: 1-D, fp32, a copy. Reads only those bytes.
 
-        Raises ConfigError for a name or range that is not there, a type other than fp32, bf16 and fp16, and a file that
-        has become shorter since it was opened.
+        Raises ConfigError for a name or range that is not there, other types than DTYPES, and a truncated file.
         """
         stored = self._find(name)
         numel = math.prod(stored.shape)
@@ -105,10 +103,7 @@ class WeightFolder:
         return values.float()
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor in its stored type and shape, for buffers and for parameters that a run does not train.
-
-        Raises ConfigError as `read` does.
-        """
+        """Return a tensor in its stored type and shape. Raises ConfigError as `read`."""
         stored = self._find(name)
         values = torch.empty(stored.shape, dtype=self.dtype(name))
         self._fill(values.view(-1), stored, 0)
@@ -141,10 +136,7 @@ class WeightFolder:
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
-    """Return the names of a folder's weight files, existing or not: those that its index names, or the single one.
-
-    Raises ConfigError for a broken index.
-    """
+    """Return the names of a folder's weight files, existing or not. Raises ConfigError for a broken index."""
     index = folder / INDEX_NAME
     return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_NAME,)
 
@@ -178,10 +170,7 @@ def _read_indexed(index: Path, present: Set[str]) -> dict[str, _TensorLocation]:
 
 
 def _read_header(path: Path) -> dict[str, _TensorLocation]:
-    """Read the header of a safetensors file and locate its tensors.
-
-    The safetensors library checks the file as a whole (offsets, sizes, length) but does not say where the bytes lie.
-    """
+    """Locate the tensors of a file. The library checks the file, but does not say where the bytes lie."""
     try:
         with path.open("rb") as file, safetensors.safe_open(path, framework="pt"):
             (length,) = struct.unpack("<Q", file.read(8))

@@ -48,11 +48,7 @@ class ExportDtype(Enum):
 
 
 class StoredDtype(NamedTuple):
-    """Describes the type of a tensor that is exported as it is stored.
-
-    header_name: its name in a safetensors header.
-    itemsize: bytes of an element.
-    """
+    """Describes the type of a tensor that is exported as it is stored, by its name in a header of safetensors."""
 
     header_name: str
     itemsize: int
@@ -108,10 +104,7 @@ def write_folder(
     dtype: ExportDtype,
     copies: Sequence[Path] = (),
 ) -> None:
-    """Write JSON files and safetensors files, each by its name, and copies of other files.
-
-    Raises as write_model_folder.
-    """
+    """Write JSON files and safetensors files by name, and copies of files. Raises as write_model_folder."""
     with complete_or_absent(out_dir) as folder:
         for name, values in settings.items():
             _write_json(folder / name, values)
@@ -174,10 +167,7 @@ def _header(tensors: Sequence[ExportTensor], dtype: ExportDtype) -> bytes:
 
 
 def _settle(file: BinaryIO) -> None:
-    """Flush the written bytes to disk and drop them from the page cache.
-
-    There they would take memory from a training that runs at the same time.
-    """
+    """Flush to disk and drop from the page cache, where the bytes would take memory from a training."""
     file.flush()
     os.fdatasync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -17,10 +17,9 @@ TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
-    """Replace the file `path` by `text`, given whole or in parts. The new file is durable on return.
+    """Replace the file `path` by `text`, given whole or in parts. Durable on return. Raises MegatrainError.
 
     If the process is killed meanwhile, the old file stays, with a temporary one next to it that `left_by_kills` finds.
-    Raises MegatrainError.
     """
     with explained("write", path), temporary_file(path) as temporary:
         with temporary.open("w", encoding="utf-8") as file:

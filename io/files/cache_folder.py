@@ -7,10 +7,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return this package's folder in the user's cache, `$XDG_CACHE_HOME`.
+    """Return this package's folder in the user's cache: $XDG_CACHE_HOME if that is absolute, else ~/.cache.
 
-    If that is unset or, as its specification says, relative, the user's cache is ~/.cache. Files of the hub are not in
-    it: huggingface_hub has its own cache. Raises RuntimeError if the user has no home.
+    Raises RuntimeError if the user has no home.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "megatrain-ray"

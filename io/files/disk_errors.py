@@ -49,10 +49,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_room(folder: Path, needed_bytes: int, what: str, advice: str) -> None:
-    """Raise CapacityError unless `needed_bytes` more fit where `folder` is or will be.
-
-    what, advice: what is to be written and what to do about missing room, for the message.
-    """
+    """Raise CapacityError, naming `what` and `advice`, unless `needed_bytes` more fit where `folder` is or will be."""
     free = free_bytes(folder)
     if needed_bytes > free:
         raise CapacityError(

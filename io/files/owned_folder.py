@@ -96,11 +96,7 @@ class Mark:
 
     @property
     def maker_lives(self) -> bool:
-        """Return whether the process that made the folder still runs.
-
-        It is False for a process of another container, which cannot be looked up from here. Then only the lock shows
-        whether the process runs.
-        """
+        """Return whether the process that made the folder still runs; False if it is of another container."""
         return self.namespace.is_current and start_ticks(self.pid) == self.start_ticks
 
     def to_json(self) -> str:
@@ -175,10 +171,9 @@ class OwnedFolder:
 
 
 def is_free(path: Path) -> bool:
-    """Return whether a new folder can be made at `path`.
+    """Return whether a new folder can be made at `path`: nothing is there, or an empty folder of this user's.
 
-    So it is if there is nothing, an empty folder of this user's, or one that a killed process left before it wrote the
-    mark.
+    A folder that a killed process left before it wrote the mark counts as empty.
     """
     if path.is_symlink() or not path.is_dir():
         return not os.path.lexists(path)
@@ -228,10 +223,7 @@ def remove_owned(path: Path, kind: FolderKind, *, token: str | None = None) -> N
 
 
 def why_not_owned(path: Path, kind: FolderKind, *, token: str | None = None) -> str | None:
-    """Return why `remove_owned` would not delete a folder. Arguments as there.
-
-    Returns None if it would, unless another process then uses the folder.
-    """
+    """Return why `remove_owned` would not delete a folder; None if it would, unless a process uses it then."""
     try:
         with _opened(path) as fd:
             _check(path, fd, kind, token)
@@ -290,10 +282,7 @@ def _read(fd: int) -> Mark:
 
 
 def _delete(path: Path, fd: int) -> None:
-    """Delete an open folder, its mark last, so that a folder that a kill left half deleted still has it.
-
-    Raises OSError.
-    """
+    """Delete an open folder, its mark last, so that a folder that is left half deleted still has it."""
     for name in os.listdir(fd):
         if name != MARK_NAME:
             _delete_entry(name, fd)

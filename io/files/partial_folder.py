@@ -57,10 +57,7 @@ def partial_of(target: Path) -> Path:
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
-    """Delete the unfinished folders in `folder` that no process writes any more, and return their paths.
-
-    Those without a mark and those of other users stay.
-    """
+    """Delete the unfinished folders of this user's that no process writes any more, and return their paths."""
     return [partial for partial in sorted(folder.glob(".*.partial")) if _remove(partial)]
 
 

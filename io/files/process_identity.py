@@ -22,19 +22,13 @@ class PidNamespace:
 
     @property
     def is_current(self) -> bool:
-        """Return whether pids of this namespace can be looked up from here.
-
-        The host's name is not compared, because it may have changed.
-        """
+        """Return whether its pids can be looked up from here. The host's name is not compared: it may have changed."""
         here = PidNamespace.current()
         return (self.boot_id, self.pid_namespace) == (here.boot_id, here.pid_namespace)
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in kernel clock ticks since boot, which no change of the wall clock moves.
-
-    Returns None if there is no such process, or only a zombie, which holds no resources.
-    """
+    """Return when a process started, in kernel clock ticks since boot; None if there is none, or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

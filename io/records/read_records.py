@@ -63,10 +63,7 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
 
 
 def unreadable(file: Path, error: Exception, where: str = "") -> ConfigError:
-    """Return the error that says why a file cannot be read.
-
-    where: how far it could be read, as in " after line 3".
-    """
+    """Return the error that says why a file cannot be read, and how far it could be (` after line 3`)."""
     if isinstance(error, OSError) and error.errno is not None:
         return ConfigError(f"data.path: cannot read {file}: {error.strerror}")
     what = str(error).partition("\n")[0].rstrip(".")  # Arrow reports damage with an OSError without a number
@@ -85,20 +82,15 @@ def as_mapping(record: Any) -> Mapping[str, Any]:
 
 
 def missing_key(record: Mapping[str, Any], key: str, setting: str = "") -> RecordError:
-    """Return the error that says that a record lacks a key.
-
-    setting: what names the key in the configuration, as in " (data.text_field)".
-    """
+    """Return the error that a record lacks a key, which `setting` names: ` (data.text_field)`."""
     keys = ", ".join(repr(key) for key in list(record)[:8]) or "none"
     return RecordError(f"no key {key!r}{setting}; its keys are {keys}")
 
 
 def check_unicode(text: str, what: str) -> str:
-    """Return the text. Raises RecordError for a lone surrogate.
+    """Return the text. Raises RecordError, naming `what`, for a lone surrogate.
 
-    JSON can hold one half of a pair of surrogates, which is no text: each tokenizer fails on it in its own way.
-
-    what: names the text in the message.
+    JSON can hold one half of a pair, which is no text: each tokenizer fails on it in its own way.
     """
     if not text.isascii():
         try:
@@ -111,10 +103,7 @@ def check_unicode(text: str, what: str) -> str:
 
 @contextmanager
 def _open_lines(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield the file as it is on disk, whose `tell` gives the bytes read, and its lines; a .zst is decompressed.
-
-    Raises OSError, also if compressed data end too early or are damaged; that error has no errno.
-    """
+    """Yield the file as it is on disk, whose `tell` gives the bytes read, and its lines; a .zst is decompressed."""
     if format_of(file) != JSONL_ZST:
         with file.open("rb", buffering=CHUNK_BYTES) as plain:
             yield plain, plain

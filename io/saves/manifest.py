@@ -171,10 +171,7 @@ class Manifest:
             )
 
     def gaps(self) -> list[str]:
-        """Return descriptions of what the parts leave out or hold twice.
-
-        The list is empty if every kind of every layer is there once.
-        """
+        """Return descriptions of what the parts leave out or hold twice; empty if all is there once."""
         sizes = {(layer.name, kind): layer.size_of(kind) for layer in self.layers for kind in self.itemsize}
         spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in sizes}
         for blob in self.blobs():
@@ -188,10 +185,7 @@ class Manifest:
 
 
 def read_manifest(save_folder: Path) -> Manifest:
-    """Read the manifest of a save.
-
-    Raises DamagedSaveError naming the file if it is missing or damaged, and MegatrainError for another version.
-    """
+    """Read the manifest of a save. Raises DamagedSaveError, or MegatrainError for another version."""
     path = save_folder / MANIFEST_NAME
     try:
         with explained("read", path):
@@ -213,10 +207,7 @@ def read_manifest(save_folder: Path) -> Manifest:
 
 
 def _sealed(text: bytes) -> bytes:
-    """Return the JSON object `text` with a checksum as its last key.
-
-    The checksum covers all its bytes except the last brace.
-    """
+    """Return the JSON object `text` with a last key: a checksum of all its bytes except the last brace."""
     body = text.removesuffix(b"}")
     return body + b',"crc32":"%08x"}\n' % zlib.crc32(body)
 

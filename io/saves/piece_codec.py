@@ -36,18 +36,10 @@ class Encoded(NamedTuple):
 
 
 class PieceCodec:
-    """Encodes and decodes one piece at a time, in buffers of its own.
-
-    All its methods release the GIL while they compute.
-    """
+    """Encodes and decodes one piece at a time, in buffers of its own. Releases the GIL while it computes."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Allocate the buffers.
-
-        They take as much memory as a piece, and with compression three times as much.
-
-        max_bytes: largest size of a piece.
-        """
+        """Allocate the buffers: as much memory as the largest piece, and with compression three times as much."""
         self._raw = aligned_block(max_bytes)
         self._planes = aligned_block(max_bytes)
         self._stored = aligned_block(compressed_bound(max_bytes))
@@ -55,10 +47,7 @@ class PieceCodec:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def encode(self, chunks: Iterable[memoryview], itemsize: int, compression: SaveCompression) -> Encoded:
-        """Return a piece whose bytes are `chunks` one after the other; valid until the next call.
-
-        itemsize: bytes of an element. `finite` takes 4 for FP32 and 2 for bf16.
-        """
+        """Return a piece of `chunks` one after the other, elements of `itemsize` bytes; valid until the next call."""
         raw_bytes, crc, finite = 0, 0, True
         for chunk in chunks:
             part = self._raw[raw_bytes : raw_bytes + len(chunk)]
@@ -118,12 +107,10 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
 
 
 def is_finite(numbers: memoryview, itemsize: int) -> bool:
-    """Return whether no number is infinite or NaN.
+    """Return whether no number is infinite or NaN. Of any other size than 2 (bf16) and 4 (FP32), nothing is known.
 
-    A number is not finite if all its exponent bits are set. Read as integers, such numbers are the largest ones, and
-    those with a sign are the largest unsigned ones. So two reductions find them, without extra memory.
-
-    itemsize: 4 for FP32, 2 for bf16. For any other size the result is True, because nothing is known.
+    Such numbers have all exponent bits set. Read as integers they are the largest ones, and those with a sign are the
+    largest unsigned ones. So two reductions find them, without extra memory.
     """
     if itemsize not in (2, 4) or not numbers.nbytes:
         return True

@@ -42,10 +42,7 @@ REST_BYTES = 1 << 20  # most bytes of everything else there
 
 
 def save_room(num_bytes: int, num_layers: int, num_shards: int) -> int:
-    """Return the most bytes on disk that a save of `num_bytes` of state takes, its manifest included.
-
-    The bound holds with and without compression.
-    """
+    """Return the most bytes on disk that a save of `num_bytes` of state takes, compressed or not."""
     num_pieces = -(-num_bytes // STORED_BYTES) + num_layers * NUM_PIECES * num_shards
     manifest = REST_BYTES + num_layers * LAYER_BYTES + num_pieces * ENTRY_BYTES
     return compressed_bound(num_bytes) + num_pieces * (64 + ALIGN_BYTES) + manifest
@@ -66,18 +63,14 @@ def list_set_aside(saves_dir: Path) -> list[Path]:
 
 
 def load_manifest(saves_dir: Path, step: int) -> Manifest:
-    """Read the manifest of the save of a step.
-
-    Raises DamagedSaveError if there is no such save or its manifest is damaged.
-    """
+    """Read the manifest of the save of a step. Raises as read_manifest."""
     return read_manifest(save_folder(saves_dir, step))
 
 
 def prepare_save(saves_dir: Path, step: int, run: str | None = None) -> Path:
     """Make the folder for `write_part`, and delete what an unfinished save of this step left.
 
-    Raises MegatrainError if that save exists already (a good save is never overwritten), if something else has its
-    name, or if the folder cannot be made.
+    Raises MegatrainError if there is a finished save, which is never overwritten, or something else of its name.
 
     run: the run's token.
     """
@@ -191,10 +184,7 @@ def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
 
 
 def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
-    """Return why things that have the name of a save, but are none, are not deleted.
-
-    Empty folders are left out: a save may use them.
-    """
+    """Return why things that have the name of a save, but are none, are not deleted. A save may use an empty folder."""
     left = (path for _, path in _named(saves_dir) if not _is_committed(path) and not is_free(path))
     return [reason for path in left if (reason := why_not_owned(path, FolderKind.SAVE, token=run))]
 
@@ -207,8 +197,7 @@ def _remove(folder: Path, run: str | None = None) -> None:
 async def read_pieces(folder: Path, manifest: Manifest, wanted: Iterable[Piece]) -> None:
     """Fill the writable buffers of each wanted piece, whatever the number of shards that wrote the save.
 
-    Raises MegatrainError for what the save does not hold. Raises DamagedSaveError naming blob, layer and kind for what
-    is missing, truncated, unreadable, or not what was written.
+    Raises as SaveReader.read.
     """
     await SaveReader(FileStore(folder), manifest).read(wanted)
 
@@ -254,10 +243,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _is_committed(folder: Path) -> bool:
-    """Return whether the folder is a finished save.
-
-    Raises MegatrainError if that cannot be found out now. A save must not be deleted because of that.
-    """
+    """Return whether the folder is a finished save. Raises MegatrainError if that cannot be found out now."""
     with explained("read", folder / MANIFEST_NAME):
         try:
             return stat.S_ISREG((folder / MANIFEST_NAME).stat().st_mode)

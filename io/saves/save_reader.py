@@ -12,16 +12,13 @@ from megatrain_ray.io.files.disk_errors import UnreadableError
 from megatrain_ray.io.saves.manifest import BlobEntry, Manifest, PieceEntry
 from megatrain_ray.io.saves.piece_codec import PieceCodec, copy_bytes
 from megatrain_ray.io.saves.save_writer import Piece
-from megatrain_ray.io.storage.blob_store import BlobStore
+from megatrain_ray.io.storage.blob_store import SaveStore
 
 READS_AT_ONCE = 6  # memory: this many times the largest stored piece (8 MiB); three times that if compressed
 
 
 class _StoredPiece(NamedTuple):
-    """Locates a stored piece, and names the piece that wants some of it.
-
-    wanted: None if the stored piece is only checked.
-    """
+    """Locates a stored piece, and names the piece that wants some of it; None: it is only checked."""
 
     blob: BlobEntry
     entry: PieceEntry
@@ -39,7 +36,7 @@ class _StoredPiece(NamedTuple):
 class SaveReader:
     """Reads the state that a manifest describes from a store."""
 
-    def __init__(self, store: BlobStore, manifest: Manifest) -> None:
+    def __init__(self, store: SaveStore, manifest: Manifest) -> None:
         self._store = store
         self._manifest = manifest
         self._stored: dict[tuple[str, str], list[_StoredPiece]] = defaultdict(list)
@@ -61,10 +58,7 @@ class SaveReader:
         await self._each((stored for piece in wanted for stored in self._pieces_of(piece)), self._read)
 
     async def problems(self) -> list[str]:
-        """Read everything and return descriptions of what is missing, truncated, or not what was written.
-
-        The list is empty if the save is good.
-        """
+        """Read everything and return what is missing, truncated, or not what was written; empty if all is good."""
         found, whole = self._manifest.gaps(), set[str]()
 
         async def note(work: Awaitable[None]) -> bool:

@@ -12,7 +12,7 @@ from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.manifest import BlobEntry, PartManifest, PieceEntry
 from megatrain_ray.io.saves.piece_codec import PieceCodec
-from megatrain_ray.io.storage.blob_store import BlobStore, BlobWriter
+from megatrain_ray.io.storage.blob_store import BlobWriter, SaveStore
 from megatrain_ray.spans import Row, SpanLog
 
 CHUNK_BYTES = 1 << 20  # copied and checksummed at a time, while in a core's cache
@@ -30,10 +30,7 @@ class NonFiniteStateError(MegatrainError):
 
 
 class Buffer(Protocol):
-    """Holds bytes: a memoryview, or something that can be sliced like one.
-
-    It becomes a memoryview before it is written or read.
-    """
+    """Holds bytes that can be sliced. It becomes a memoryview before it is written or read."""
 
     def __len__(self) -> int: ...
 
@@ -41,10 +38,7 @@ class Buffer(Protocol):
 
 
 class Piece(NamedTuple):
-    """Holds elements [start, stop) of one kind of a layer, in logical positions.
-
-    buffers: their bytes, laid end to end.
-    """
+    """Holds elements [start, stop) of one kind of a layer, in logical positions: `buffers`, laid end to end."""
 
     layer: str
     kind: str
@@ -69,10 +63,7 @@ class Piece(NamedTuple):
             )
 
     def cut(self, nbytes: int) -> Iterator[Piece]:
-        """Yield the piece as pieces of `nbytes`, and a rest. They share the buffers.
-
-        nbytes: a whole number of elements.
-        """
+        """Yield the piece as pieces of `nbytes`, a whole number of elements, and a rest. They share the buffers."""
         for first in range(0, self.nbytes, nbytes):
             last = min(first + nbytes, self.nbytes)
             start, stop = (self.start + byte // self.itemsize for byte in (first, last))
@@ -99,7 +90,7 @@ class Piece(NamedTuple):
 
 
 async def write_blobs(
-    store: BlobStore,
+    store: SaveStore,
     part: int,
     pieces: Iterable[Piece],
     done: Callable[[Piece], None] = lambda part: None,
@@ -152,7 +143,7 @@ class _WriteJob(NamedTuple):
 class _PartWriter:
     """Holds what the workers share. Only their encoding and their transfers run concurrently, in threads."""
 
-    store: BlobStore
+    store: SaveStore
     part: int
     pieces: Iterator[Piece]  # each to be stored under one checksum
     done: Callable[[Piece], None]

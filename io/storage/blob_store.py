@@ -41,10 +41,7 @@ class BlobWriter(Protocol):
     """Writes a blob. Blocks may be written in any order, several at the same time."""
 
     async def write_at(self, offset: int, block: memoryview) -> None:
-        """Write a block at `offset`.
-
-        Offset, size and address of the block are multiples of ALIGN_BYTES (see `aligned_block`).
-        """
+        """Write a block. Offset, size and address of the block are multiples of ALIGN_BYTES (see `aligned_block`)."""
 
 
 class Blob(BlobWriter, Protocol):
@@ -61,26 +58,27 @@ class Blob(BlobWriter, Protocol):
 
 
 class BlobStore(Protocol):
-    """Creates, updates and reads blobs by name.
+    """Opens existing blobs by name, to read and write them in place.
 
     Every method raises MegatrainError naming the blob: UnreadableError if it cannot be read, DiskFullError if the disk
     is full.
     """
 
-    def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
-        """Return a context that creates a blob, or replaces one.
-
-        The blob is durable if the context ends without an error. Otherwise it must not be used.
-        """
-
     def update(self, name: str) -> AbstractAsyncContextManager[Blob]:
-        """Return a context that opens an existing blob once, for many transfers. Nothing of it is made durable."""
+        """Return a context that opens a blob once, for many transfers. Nothing of it is made durable."""
+
+    def describe(self, name: str) -> str:
+        """Return where a blob is, for messages."""
+
+
+class SaveStore(Protocol):
+    """Creates blobs by name, and reads them. Raises as BlobStore."""
+
+    def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
+        """Return a context that makes or replaces a blob, which is durable if the context ends without an error."""
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        """Fill `block`, which is writable and aligned as for `write_at`.
-
-        Raises UnreadableError if the blob ends before the block is full.
-        """
+        """Fill `block`, aligned as for `write_at`. Raises UnreadableError if the blob ends before that."""
 
     async def size(self, name: str) -> int:
         """Return the size of a blob in bytes."""
@@ -95,10 +93,7 @@ def aligned(nbytes: int) -> int:
 
 
 def aligned_block(nbytes: int) -> memoryview:
-    """Return `aligned(nbytes)` zeros at an address that is a multiple of ALIGN_BYTES.
-
-    RAM is taken when pages are touched.
-    """
+    """Return `aligned(nbytes)` zeros at an address that is a multiple of ALIGN_BYTES. They take RAM when touched."""
     return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
 
 
@@ -113,11 +108,7 @@ class FileStore:
     """Stores blobs as files of one folder, bypassing the page cache (O_DIRECT) if the file system can."""
 
     def __init__(self, folder: Path, folder_fd: int | None = None) -> None:
-        """Use `folder`, which exists.
-
-        folder_fd: descriptor of the folder, open as long as blobs are created. They are then created in this very
-            folder, not in another one that took its name.
-        """
+        """Use `folder`, or the folder that the descriptor `folder_fd` means, whatever has taken its name since."""
         self._folder = folder
         self._folder_fd = folder_fd
 
@@ -190,10 +181,7 @@ class _FileBlob:
             block, offset = block[written:], offset + written
 
     async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
-        """Run `call` in a thread, and return only when that has ended, even if the task is cancelled.
-
-        The file is closed after this.
-        """
+        """Run `call` in a thread, and return when it has ended, even if cancelled: the file is closed after this."""
         done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
         try:
             return await asyncio.shield(done)
@@ -231,10 +219,7 @@ class FileInPlace(_FileBlob):
 
 
 def _transfer(fd: int, call: Callable[[], int]) -> int:
-    """Run `call`; if the file system refuses the transfer, run it once more through the page cache.
-
-    Some file systems open a file for O_DIRECT and then refuse transfers.
-    """
+    """Run `call`, and once more through the page cache if the file system refuses it after all."""
     try:
         return call()
     except OSError as error:

@@ -90,10 +90,7 @@ async def _mixed_rate(store: BlobStore, name: str, num_blocks: int, copied: Copi
 
 @dataclass
 class _Way:
-    """Transfers blocks 0, 1, … in one direction, as many at a time as there are buffers.
-
-    begun: number of transfers that were begun.
-    """
+    """Transfers blocks 0, 1, … in one direction, as many at a time as there are buffers; `begun` so far."""
 
     transfer: Callable[[int, Block], Awaitable[None]]
     buffers: Sequence[Block]
@@ -108,10 +105,7 @@ class _Way:
 
 
 async def _transfer(limit_s: float, *ways: _Way) -> int:
-    """Run transfers in these directions for at most `limit_s`; return the number of blocks moved.
-
-    Raises MegatrainError.
-    """
+    """Run transfers in these directions for at most `limit_s`; return the number of blocks moved."""
     end_s = time.monotonic() + limit_s
     try:
         async with asyncio.TaskGroup() as group:

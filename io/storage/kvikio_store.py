@@ -60,12 +60,7 @@ class KvikioFiles(HeldFiles):
 
 
 class _KvikioInPlace(FileInPlace):
-    """Reads and writes an open file through kvikio, which divides a block between its threads.
-
-    It moves GPU memory too: through its driver for that, or through pinned buffers of each thread.
-
-    file: a kvikio.CuFile.
-    """
+    """Reads and writes an open file (kvikio.CuFile), of host or GPU memory, in several threads."""
 
     def __init__(self, path: Path, file: Any) -> None:
         super().__init__(path, file.fileno())
@@ -86,10 +81,7 @@ class _KvikioInPlace(FileInPlace):
 
 
 def unusable(folder: Path) -> str | None:
-    """Return in one line why kvikio cannot be used for files in `folder`; None if it can.
-
-    It can if it wrote a page there and read the same back.
-    """
+    """Return why kvikio could not write a page in `folder` and read it back; None if it could."""
     try:
         with explained("write", folder), tempfile.TemporaryFile(dir=folder) as file:
             os.ftruncate(file.fileno(), ALIGN_BYTES)

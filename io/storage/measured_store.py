@@ -1,4 +1,4 @@
-"""Wraps a BlobStore to count the bytes that `update` and `read_into` move, and to record when."""
+"""Wraps a BlobStore to count the bytes that it moves, and to record when."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
-from megatrain_ray.io.storage.blob_store import Blob, BlobStore, BlobWriter, Block
+from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block
 
 MAX_TIMES = 4096  # kept at most; a step that waits for the disk has few of them
 
@@ -35,10 +35,7 @@ NOTHING = Moved()
 
 
 class Time(NamedTuple):
-    """Holds the start and end of a time, in seconds of CLOCK_MONOTONIC.
-
-    That is one clock for all processes of a machine.
-    """
+    """Holds the start and end of a time, in seconds of CLOCK_MONOTONIC: one clock for all processes of a machine."""
 
     start_s: float
     end_s: float
@@ -104,26 +101,16 @@ class DiskMeter:
 
 
 class MeasuredStore:
-    """Counts everything that moves through `update` and `read_into` of another store."""
+    """Counts everything that moves through another store."""
 
     def __init__(self, store: BlobStore, meter: DiskMeter) -> None:
         self._store = store
         self._meter = meter
 
-    def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
-        return self._store.create(name)
-
     @asynccontextmanager
     async def update(self, name: str) -> AsyncIterator[Blob]:
         async with self._store.update(name) as blob:
             yield _MeasuredBlob(blob, self._meter)
-
-    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        with self._meter.transfer(Moved(read=len(block))):
-            await self._store.read_into(name, offset, block)
-
-    async def size(self, name: str) -> int:
-        return await self._store.size(name)
 
     def describe(self, name: str) -> str:
         return self._store.describe(name)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import zstandard
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.storage.blob_store import Blob, BlobStore, BlobWriter, Block, aligned, aligned_block, host_memory
+from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block, aligned, aligned_block, host_memory
 from megatrain_ray.io.words.atomic_words import Words
 
 ZSTD_LEVEL = 1
@@ -29,21 +29,14 @@ LENGTH_BYTES = 8
 
 
 class Packable(NamedTuple):
-    """Describes a block of a blob that may be packed.
-
-    word: index of the word that holds how many bytes of the block are stored.
-    itemsize: bytes of a number, 2 or 4.
-    """
+    """Describes a block of numbers of 2 or 4 bytes that may be packed. Word `word` holds its stored bytes."""
 
     word: int
     itemsize: int
 
 
 class PackedStore:
-    """Wraps another store. Blobs opened with `update` pack the blocks that may be packed.
-
-    Such blocks are read and written whole. All other transfers pass unchanged.
-    """
+    """Wraps a store. Blobs opened with `update` pack the blocks that may be packed, which are moved whole."""
 
     def __init__(self, store: BlobStore, words: Words, blocks: Mapping[int, Packable], block_bytes: int) -> None:
         """Wrap `store`.
@@ -58,20 +51,10 @@ class PackedStore:
         self._block_bytes = block_bytes
         self._idle: list[Packer] = []  # as many as there were transfers in flight at once
 
-    def create(self, name: str) -> AbstractAsyncContextManager[BlobWriter]:
-        return self._store.create(name)
-
     @asynccontextmanager
     async def update(self, name: str) -> AsyncIterator[Blob]:
         async with self._store.update(name) as blob:
             yield _PackedBlob(self, blob, self.describe(name))
-
-    async def read_into(self, name: str, offset: int, block: memoryview) -> None:
-        async with self.update(name) as blob:
-            await blob.read_into(offset, block)
-
-    async def size(self, name: str) -> int:
-        return await self._store.size(name)
 
     def describe(self, name: str) -> str:
         return self._store.describe(name)
@@ -135,11 +118,9 @@ class Packer:
         return max_bytes + max_bytes // 2
 
     def pack(self, block: memoryview, itemsize: int) -> memoryview:
-        """Return the packed block, aligned; or `block` itself if packing makes it no shorter.
+        """Return the packed block, aligned and valid until the next call, or `block` itself if that is as short.
 
-        Valid until the next call.
-
-        block: whole numbers of `itemsize` bytes. The first byte of a number (sign and exponent) is its last in memory.
+        The first byte of a number (sign and exponent) is its last in memory.
         """
         numbers = np.frombuffer(block, np.uint8).reshape(-1, itemsize)
         firsts = self._firsts[: len(numbers)]
@@ -158,19 +139,13 @@ class Packer:
         return self._packed[: aligned(end)]
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return aligned memory to read a packed block into.
-
-        Raises ValueError if `num_bytes` is more than a block has.
-        """
+        """Return aligned memory for a packed block. Raises ValueError if `num_bytes` is more than a block has."""
         if num_bytes > len(self._packed):
             raise ValueError(f"{num_bytes} bytes of a block of at most {len(self._packed)}")
         return self._packed[:num_bytes]
 
     def unpack(self, packed: memoryview, block: memoryview, itemsize: int) -> None:
-        """Fill `block` with what was packed.
-
-        Raises ValueError if `packed` was not made by `pack` from a block of this size.
-        """
+        """Fill `block` with what was packed. Raises ValueError if `pack` did not make that from such a block."""
         numbers = np.frombuffer(block, np.uint8).reshape(-1, itemsize)
         start = LENGTH_BYTES + int.from_bytes(packed[:LENGTH_BYTES], "little")
         end = start + numbers.size - len(numbers)
@@ -187,19 +162,13 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def _others(stored: Bytes, numbers: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-    """Yield for every byte but the first of all numbers: where it is stored, and where it is in `numbers`.
-
-    numbers: `[numbers, itemsize]`.
-    """
+    """Yield for every byte but the first of all numbers: where it is stored, and where it is in `numbers`."""
     for k in range(numbers.shape[1] - 1):
         yield stored[k * len(numbers) : (k + 1) * len(numbers)], numbers[:, k]
 
 
 def decompress(decompressor: zstandard.ZstdDecompressor, compressed: memoryview, into: memoryview) -> None:
-    """Decompress into memory of the expected size: a damaged frame may claim any other size.
-
-    Raises ValueError if the frame is damaged or has another size.
-    """
+    """Fill memory of the expected size: a damaged frame may claim any other. Raises ValueError for such frames."""
     try:
         reader, total = decompressor.stream_reader(compressed), 0
         while total < len(into) and (got := reader.readinto(into[total:])):

@@ -17,10 +17,7 @@ from megatrain_ray.units import format_bytes
 
 @dataclass(frozen=True)
 class SpillFile:
-    """Describes a spill file to be made on the disk of `folder`.
-
-    nbytes: a multiple of ALIGN_BYTES, and not 0.
-    """
+    """Describes a spill file of `nbytes`, a multiple of ALIGN_BYTES and not 0, on the disk of `folder`."""
 
     folder: Path
     nbytes: int
@@ -29,10 +26,8 @@ class SpillFile:
 def create_spill_file(folder: Path, name: str, nbytes: int) -> int:
     """Return a descriptor of a new file, all zeros, which has its disk space and no name any more.
 
-    Makes `folder` if it does not exist. Raises DiskFullError if the bytes do not fit, MegatrainError for other
-    failures.
-
-    nbytes: a multiple of ALIGN_BYTES, and not 0. Raises ValueError otherwise.
+    Makes `folder` if it does not exist. Raises DiskFullError, MegatrainError, and ValueError for a size that is 0 or no
+    multiple of ALIGN_BYTES.
     """
     if nbytes <= 0 or nbytes % ALIGN_BYTES:
         raise ValueError(f"a spill file of {nbytes} bytes; expected a multiple of {ALIGN_BYTES}, and not 0")
@@ -52,10 +47,7 @@ def taken_bytes(fd: int) -> int:
 
 
 class HeldFiles(FileStore):
-    """Stores blobs in files that this process holds open, with or without a name.
-
-    The name of a blob is the number of its file descriptor.
-    """
+    """Stores blobs in files that this process holds open. The name of a blob is the number of its descriptor."""
 
     def __init__(self) -> None:
         super().__init__(Path("/proc/self/fd"))

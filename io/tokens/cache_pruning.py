@@ -33,10 +33,7 @@ def mark_used(folder: Path) -> None:
 
 @contextmanager
 def held(folders: Sequence[Path]) -> Iterator[None]:
-    """Keep other processes from pruning these folders during the block.
-
-    Where the file system has no locks this does nothing, and nothing is pruned there either.
-    """
+    """Keep other processes from pruning these folders during the block, where the file system has locks."""
     with ExitStack() as locks:
         for folder in folders:
             with suppress(OSError):
@@ -47,10 +44,7 @@ def held(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def _share(lock: int) -> None:
-    """Take the shared lock, waiting while a pruning process holds the exclusive one for an instant.
-
-    Raises BlockingIOError after HELD_S.
-    """
+    """Take the shared lock. Raises BlockingIOError if a pruning process holds the exclusive one for HELD_S."""
     deadline_s = time.monotonic() + HELD_S
     while True:
         try:
@@ -62,10 +56,7 @@ def _share(lock: int) -> None:
 
 
 def prune(root: Path) -> int:
-    """Delete the folders of a cache that are outdated or unused, and return how many bytes that freed.
-
-    A folder that cannot be deleted stays, and so does one without the mark of tokens (files/owned_folder.py).
-    """
+    """Delete the folders of a cache that are outdated or unused and carry its mark, and return the bytes freed."""
     freed_bytes = 0
     for folder in _folders(root):
         with suppress(OSError, *STRANGE):
@@ -116,10 +107,7 @@ def _is_given_up(folder: Path) -> bool:
 
 
 def _has_changed(identity: list[Any]) -> bool:
-    """Return whether a file differs from its recorded identity.
-
-    A missing file counts as unchanged: it may be on a disk that is not mounted.
-    """
+    """Return whether a file differs from its recorded identity. A missing one may be on a disk that is not mounted."""
     try:
         return file_identity(Path(identity[0])) != identity
     except OSError:

@@ -56,10 +56,7 @@ class Corpus:
 
 
 def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
-    """Memory-map a folder that `make_tokens` wrote.
-
-    Raises ConfigError if the folder is gone, or if it has an id outside the vocabulary.
-    """
+    """Memory-map a folder of `make_tokens`. Raises ConfigError if it is gone, or has an id outside the vocabulary."""
     meta = read_meta(folder)
     if meta is None:
         raise ConfigError(

@@ -125,10 +125,7 @@ class Joiner:
         return bool(tokens) and tokens[0][1] < cut <= tokens[-1][1] and tokens == after.tokens_of(*around)
 
     def _grown(self, span: EncodedSpan, piece: TextPiece) -> EncodedSpan:
-        """Return the span extended by the piece, encoded again.
-
-        Encoding waits until the pending texts are as long as the span, so that no character is encoded many times.
-        """
+        """Return the span extended by the piece, encoded again once the pending texts are as long as the span."""
         self._waiting.append(piece.text[2 * self._overlap :])
         if not piece.ends and sum(map(len, self._waiting)) < len(span.text):
             return span

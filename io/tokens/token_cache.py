@@ -126,10 +126,7 @@ class TextRecipe:
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:
-    """Return everything that decides the tokens, as data for JSON: file identities, hashes of the tokenizer's files.
-
-    Raises ConfigError if a file cannot be read.
-    """
+    """Return everything that decides the tokens, as data for JSON. Raises ConfigError for an unreadable file."""
     try:
         parts = tokenizer_files(recipe.tokenizer) if recipe.tokenizer else ()
         hashes = [[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in parts]
@@ -149,10 +146,7 @@ def key_of(provenance: dict[str, Any]) -> str:
 
 
 def read_meta(folder: Path) -> TokenMeta | None:
-    """Return the description of a folder of tokens.
-
-    Returns None if the folder is missing, of another version, or if its files do not have the recorded sizes.
-    """
+    """Return the description of a folder of tokens; None if it is missing, of another version, or truncated."""
     try:
         tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
         crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
@@ -189,9 +183,7 @@ def find_tokens(recipe: Recipe, root: Path) -> Path | None:
 
 
 def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -> Path:
-    """Return the folder of a recipe in `root`, and make it if it is missing or damaged.
-
-    One process makes a folder while others wait for it.
+    """Return the folder of a recipe in `root`, made if missing or damaged, by one process while others wait.
 
     Raises ConfigError for what is wrong with files, tokenizer or ids, MegatrainError if the disk fails.
     """
@@ -229,10 +221,7 @@ def _written_bytes(folder: Path) -> int:
 
 
 def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
-    """Stream the files of a recipe to disk; only the blocks in flight are in memory. Raises ConfigError, OSError.
-
-    advance: as Watcher.advance.
-    """
+    """Stream the files of a recipe to disk; only the blocks in flight are in memory. Raises ConfigError, OSError."""
     tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
     itemsize = id_bytes(tokenizer.num_ids) if tokenizer else 4  # of another tokenizer's ids each must fit
     tally = RecordTally(recipe.bad_records)

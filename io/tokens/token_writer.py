@@ -89,10 +89,7 @@ class TokenWriter:
         self._files.close()
 
     def add(self, block: TokenBlock) -> None:
-        """Add a block of ids; it is written once enough blocks are buffered.
-
-        Raises ConfigError, naming the location, for an id outside the vocabulary. Raises OSError.
-        """
+        """Add a block of ids; it is written once a chunk is full. Raises OSError, ConfigError as check_id."""
         if block.ids.size and (highest := int(block.ids.max())) > self.highest_id:
             check_id(highest, str(block.location), self._vocab_size)
             self.highest_id, self.highest_file = highest, str(block.location.file)

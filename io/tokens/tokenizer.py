@@ -42,10 +42,7 @@ TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 
 
 class PlacedTokens(NamedTuple):
-    """Holds the ids of a text and the characters [start, end) that each stands for.
-
-    Several tokens of one character all have its range.
-    """
+    """Holds the ids of a text and the characters [start, end) that each stands for, alone or with others."""
 
     ids: TokenArray  # [num_tokens]
     starts: NDArray[np.int64]  # [num_tokens]
@@ -134,11 +131,7 @@ class FolderTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[TextPiece, Any]]:
-        """Yield each piece with its encoding.
-
-        Threads that do not need the Python interpreter encode a batch, while the next one is read and the one before is
-        consumed.
-        """
+        """Yield each piece with its encoding. Threads encode a batch while its neighbours are read and consumed."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer") as pool:
             under_way: tuple[list[TextPiece], Future[Any]] | None = None
             for batch in _batches(pieces):
@@ -165,19 +158,12 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that `name` means: `bytes`, or a folder or hub repository with a tokenizer.json.
-
-    Raises ConfigError.
-    """
+    """Return the tokenizer that `name` means: `bytes`, or a folder or hub repository. Raises ConfigError."""
     return ByteTokenizer() if name == "bytes" else FolderTokenizer(tokenizer_folder(name))
 
 
 def tokenizer_folder(name: str) -> Path:
-    """Return the folder that a name other than `bytes` means.
-
-    The tokenizer's files are fetched from the hub for a hub id. A local folder may be missing. Raises ConfigError as
-    find_on_hub.
-    """
+    """Return the folder, perhaps missing, or the cached hub repository that a name means. Raises as find_on_hub."""
     required, *optional = FILE_NAMES
     found = find_on_hub(name, "data.tokenizer", required, [*optional, TOOL_TEMPLATE_NAME])
     return found.path if found else Path(name)
@@ -198,10 +184,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def tokenizer_files(name: str) -> tuple[Path, ...]:
-    """Return the existing files of a tokenizer.
-
-    There are none for `bytes`, and none if the folder is gone. Raises ConfigError as find_on_hub.
-    """
+    """Return the existing files of a tokenizer; none for `bytes`. Raises ConfigError as find_on_hub."""
     folder = None if name == "bytes" else tokenizer_folder(name)
     paths = [folder / file for file in FILE_NAMES] if folder else []
     return tuple(path for path in paths if path.is_file())

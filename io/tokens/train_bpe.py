@@ -25,10 +25,7 @@ WORDS = (
 
 
 def special_tokens(extra: Sequence[str]) -> list[str]:
-    """Return all special tokens in the order of their ids: the built-in ones, then `extra`.
-
-    Raises ConfigError for an empty or repeated one.
-    """
+    """Return all special tokens in the order of their ids. Raises ConfigError for an empty or repeated one."""
     tokens = [END_OF_TEXT, PAD, *extra]
     if "" in tokens or len(set(tokens)) < len(tokens):
         raise ConfigError(f"--special: expected texts, each once, beside {END_OF_TEXT} and {PAD}; got {list(extra)}")
@@ -39,11 +36,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) ->
     """Train a tokenizer by merging the most frequent pairs, ties by id: the same texts give the same tokenizer.
 
     Any text can be encoded and decodes to itself. The tokenizer has fewer ids than `vocab_size` if the texts hold no
-    more pairs.
-
-    specials: all special tokens, as `special_tokens` returns them.
-
-    Raises ConfigError if `vocab_size` is less than the 256 bytes and the special tokens need.
+    more pairs. Raises ConfigError if `vocab_size` has no room for the bytes and the special tokens.
     """
     if vocab_size < (least := NUM_BYTES + len(specials)):
         raise ConfigError(
@@ -86,10 +79,7 @@ def read_corpus(
 
 
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, specials: Sequence[str], folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`. Raises OSError.
-
-    specials: all special tokens, as `special_tokens` returns them.
-    """
+    """Write tokenizer.json and tokenizer_config.json into `folder`. Raises OSError."""
     end, pad, *extra = specials
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

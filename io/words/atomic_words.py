@@ -39,10 +39,7 @@ class Atomics(Protocol):
         """Add `n` atomically and return the new value."""
 
     def wait(self, address: int, seen: int, timeout_s: float) -> None:
-        """Sleep, without the GIL, while the word equals `seen` and nobody calls `wake`.
-
-        Sleeps for at most `timeout_s`, and may return early.
-        """
+        """Sleep, without the GIL, while the word equals `seen`, nobody wakes it, and time is left; perhaps shorter."""
 
     def wake(self, address: int) -> None:
         """Wake all who wait for the word, in every process."""
@@ -80,10 +77,7 @@ class X86Atomics:
     FETCH_ADD = bytes.fromhex("4889f0 f0480fc107 c3")
 
     def __init__(self) -> None:
-        """Make the machine code of the addition executable.
-
-        Raises MegatrainError on any other machine, or if memory may not be executable.
-        """
+        """Make the addition's machine code executable. Raises MegatrainError where that cannot be done."""
         if platform.machine() != "x86_64" or sys.maxsize < 2**32:
             raise MegatrainError(f"signal words need a C compiler on {platform.machine()}: install gcc")
         try:
@@ -119,10 +113,7 @@ class X86Atomics:
 
 @functools.cache
 def load_atomics() -> Atomics:
-    """Return the compiled atomics, or those for x86-64 if there is no compiler.
-
-    Falling back is logged once. Raises MegatrainError without a compiler on other machines.
-    """
+    """Return the compiled atomics, or those for x86-64 if there is no compiler. Raises MegatrainError without both."""
     try:
         return CompiledAtomics()
     except (OSError, CompileError) as error:
@@ -141,11 +132,9 @@ class Words:
     """
 
     def __init__(self, buffer: memoryview, count: int, atomics: Atomics | None = None) -> None:
-        """Use the first `count` words of `buffer`.
+        """Use the first `count` words of `buffer`, which is writable.
 
-        Raises MegatrainError if the buffer is too small, not aligned, or read-only.
-
-        buffer: writable, at least `count` words, at an address that is a multiple of 8.
+        Raises MegatrainError if the buffer is too small, read-only, or at no multiple of 8.
         """
         if buffer.readonly or buffer.nbytes < WORD_BYTES * count:
             raise MegatrainError(
@@ -168,10 +157,7 @@ class Words:
         self.wake(i)
 
     def add(self, i: int, n: int) -> int:
-        """Add `n` atomically, also between processes, and return the new value.
-
-        Wakes everybody who waits for the word.
-        """
+        """Add `n` atomically, also between processes; wake everybody who waits, and return the new value."""
         value = self._atomics.add(self._at(i), n)
         self.wake(i)
         return value

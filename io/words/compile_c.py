@@ -30,10 +30,9 @@ class CompileError(Exception):
 def load_compiled(
     source: Path, flags: Sequence[str], load: Callable[[str], Library], includes: Sequence[Path] = ()
 ) -> Library:
-    """Compile one C file, or find it in the cache, and load it as a shared library.
+    """Compile one C file, or find it in the cache, and load it as a shared library. Raises OSError, CompileError.
 
-    The cache is in the user's cache folder. If that cannot be used, the library is built in a temporary folder, which
-    is deleted afterwards. Raises OSError or CompileError.
+    If the cache cannot be used, the library is built in a temporary folder, which is deleted afterwards.
 
     load: ctypes.CDLL or ctypes.PyDLL.
     includes: files of ours that the source includes.

@@ -24,12 +24,7 @@ REMEMBERED_STEPS = 64  # positions kept: more than the batches that a dead GPU w
 
 
 def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tuple[str, ...]]:
-    """Return what data.path holds for each source, by the source's name in messages.
-
-    Without weights there is only one source.
-
-    key: what data.path is called in the configuration.
-    """
+    """Return what data.path, or `key` in messages, holds for each source, by name. Without weights there is one."""
     weighted = [source for source in data.path if isinstance(source, WeightedPath)]
     if weighted:
         return {f"{key}[{index}], {source.path}": source.path for index, source in enumerate(weighted)}
@@ -38,12 +33,7 @@ def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tupl
 
 
 def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
-    """Open the batches of data.path from the folders of tokens of its sources.
-
-    tokens: one folder for each source, in order.
-
-    Raises ConfigError if the tokens are missing or wrong.
-    """
+    """Open the batches of data.path from the token folder of each source. Raises ConfigError if one is wrong."""
     sources = _windows(data, tokens, vocab_size, whole=False)
     weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
     if weights:
@@ -85,10 +75,7 @@ class HeldOutData:
 
 @contextmanager
 def naming_eval_path() -> Iterator[None]:
-    """Rename the data keys in a ConfigError of the block to those of held-out data.
-
-    Readers know only data.path and data.dataset; held-out data have data.eval_path and data.eval_dataset.
-    """
+    """Rename data.path and data.dataset in a ConfigError of the block to data.eval_path and data.eval_dataset."""
     try:
         yield
     except ConfigError as error:

@@ -54,9 +54,8 @@ class Objects:
     def fill(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a configuration with the paths of these objects filled in.
 
-        If it is not set, data.kind is chosen by the first record. What a model object has frozen is added to
+        If it is not set, data.kind is chosen by the first record. Frozen parameters of a model object are added to
         train.freeze.
-
         Raises ConfigError for a setting that an object replaces as well, and for an object of a wrong type.
         """
         tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
@@ -196,10 +195,7 @@ def _check_tokenizer(value: Any, folder: Path) -> None:
 
 
 def _meaning(folder: Path) -> list[Any]:
-    """Return those parts of a tokenizer's files that decide ids.
-
-    Truncation and padding are ignored, because they are left as the last call set them.
-    """
+    """Return the parts of a tokenizer's files that decide ids. Truncation and padding are as the last call set them."""
     file, template = folder / "tokenizer.json", folder / TEMPLATE_NAME
     tree = json.loads(file.read_bytes()) if file.exists() else {}
     return [tree | {"truncation": None, "padding": None}, template.exists() and template.read_bytes()]

@@ -112,10 +112,7 @@ def token_cache() -> Path:
 
 @contextmanager
 def _root(run_dir: Path) -> Iterator[Path]:
-    """Yield the user's cache, or a folder in `run_dir` if the cache cannot be written to.
-
-    A folder that is made here is deleted after the block if it is empty.
-    """
+    """Yield the user's cache, or a folder in `run_dir` if that cannot be written to. A new empty one goes."""
     is_new = False
     try:
         root = token_cache()

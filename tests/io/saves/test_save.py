@@ -15,7 +15,7 @@ from megatrain_ray.io.saves.manifest import _sealed
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_room, verify
 from megatrain_ray.io.saves.save_reader import SaveReader
 from megatrain_ray.io.saves.save_writer import Piece, write_blobs
-from megatrain_ray.io.storage.blob_store import BlobStore, FileStore, aligned
+from megatrain_ray.io.storage.blob_store import FileStore, SaveStore, aligned
 from tests.support.memory_store import MemoryStore
 from tests.support.saves import LAYERS, flip, make_manifest, make_state, pieces_of, read_save, write_save
 
@@ -187,7 +187,7 @@ def test_a_save_of_another_version_is_not_called_damaged(tmp_path: Path) -> None
 
 
 async def test_what_the_save_does_not_hold_is_named() -> None:
-    store: BlobStore = MemoryStore()
+    store: SaveStore = MemoryStore()
     reader = SaveReader(
         store, make_manifest([await write_blobs(store, 0, pieces_of(make_state("bf16"), "bf16", 0, 2))])
     )

@@ -17,7 +17,7 @@ import pytest
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage import blob_store
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, BlobStore, FileStore, aligned, aligned_block
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, FileStore, aligned, aligned_block
 from megatrain_ray.io.storage.kvikio_store import KvikioFiles, unusable
 from tests.support import imitated_kvikio
 from tests.support.memory_store import MemoryStore
@@ -26,7 +26,7 @@ SIZES = [0, 1, 4095, 4096, 4097, (3 << 20) + 1]
 
 
 @pytest.fixture(params=["memory", "files", "files, buffered", "kvikio, imitated", "kvikio"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BlobStore:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore | MemoryStore:
     if request.param.startswith("kvikio"):
         if request.param == "kvikio, imitated":
             imitated_kvikio.install(monkeypatch)
@@ -65,19 +65,19 @@ def content(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(nbytes + seed).randbytes(nbytes)
 
 
-async def write(store: BlobStore, name: str, data: bytes) -> None:
+async def write(store: FileStore, name: str, data: bytes) -> None:
     async with store.create(name) as blob:
         await blob.write_at(0, block_of(data))
 
 
-async def read(store: BlobStore, name: str, offset: int, nbytes: int) -> bytes:
+async def read(store: FileStore, name: str, offset: int, nbytes: int) -> bytes:
     block = aligned_block(nbytes)[: aligned(nbytes)]
     await store.read_into(name, offset, block)
     return bytes(block[:nbytes])
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-async def test_what_was_written_is_read_from_any_block(store: BlobStore, nbytes: int) -> None:
+async def test_what_was_written_is_read_from_any_block(store: FileStore, nbytes: int) -> None:
     data = content(nbytes)
     await write(store, "blob", data)
     assert await store.size("blob") == aligned(nbytes)
@@ -86,7 +86,7 @@ async def test_what_was_written_is_read_from_any_block(store: BlobStore, nbytes:
             assert await read(store, "blob", offset, size) == data[offset : offset + size]
 
 
-async def test_blocks_may_come_in_any_order_and_at_the_same_time(store: BlobStore) -> None:
+async def test_blocks_may_come_in_any_order_and_at_the_same_time(store: FileStore) -> None:
     parts = [content(4096 * (1 + k % 3), k) for k in range(20)]
     offsets = [sum(map(len, parts[:k])) for k in range(20)]
     order = random.Random(0).sample(range(20), 20)
@@ -97,21 +97,21 @@ async def test_blocks_may_come_in_any_order_and_at_the_same_time(store: BlobStor
     assert await read(store, "blob", 0, len(whole)) == whole
 
 
-async def test_a_second_write_replaces_the_first(store: BlobStore) -> None:
+async def test_a_second_write_replaces_the_first(store: FileStore) -> None:
     for data in (content(9000), content(4097), b""):
         await write(store, "blob", data)
         assert await store.size("blob") == aligned(len(data))
         assert await read(store, "blob", 0, len(data)) == data
 
 
-async def test_reading_past_the_end_is_an_error(store: BlobStore) -> None:
+async def test_reading_past_the_end_is_an_error(store: FileStore) -> None:
     await write(store, "blob", content(8192))
     for offset, nbytes in ((0, 12288), (8192, 4096), (4096, 8192), (20480, 4096)):
         with pytest.raises(UnreadableError, match=rf"blob.* truncated: .* least {offset + nbytes} .* got 8192"):
             await read(store, "blob", offset, nbytes)
 
 
-async def test_a_blob_that_is_not_there_is_named(store: BlobStore) -> None:
+async def test_a_blob_that_is_not_there_is_named(store: FileStore) -> None:
     await write(store, "kept", b"kept")
     with pytest.raises(UnreadableError, match="gone"):
         await store.size("gone")
@@ -120,14 +120,14 @@ async def test_a_blob_that_is_not_there_is_named(store: BlobStore) -> None:
     assert await read(store, "kept", 0, 4) == b"kept"
 
 
-async def test_the_blocks_own_errors_pass_through(store: BlobStore) -> None:
+async def test_the_blocks_own_errors_pass_through(store: FileStore) -> None:
     with pytest.raises(LookupError, match="two"):
         async with store.create("blob") as blob:
             await blob.write_at(0, block_of(b"one"))
             raise LookupError("two")
 
 
-async def test_a_blob_is_read_and_written_in_place(store: BlobStore) -> None:
+async def test_a_blob_is_read_and_written_in_place(store: FileStore) -> None:
     before, parts = content(5 * 4096), [content(8192, 1), content(4096, 2)]
     await write(store, "blob", before)
     block = aligned_block(8192)
@@ -141,7 +141,7 @@ async def test_a_blob_is_read_and_written_in_place(store: BlobStore) -> None:
     assert await read(store, "blob", 0, len(before)) == parts[1] + before[4096:12288] + parts[0]
 
 
-async def test_a_blob_in_place_keeps_its_size(store: BlobStore) -> None:
+async def test_a_blob_in_place_keeps_its_size(store: FileStore) -> None:
     data = content(8192)
     await write(store, "blob", data)
     async with store.update("blob") as blob:
@@ -154,7 +154,7 @@ async def test_a_blob_in_place_keeps_its_size(store: BlobStore) -> None:
     assert await read(store, "blob", 0, 8192) == data
 
 
-async def test_a_blob_that_is_not_there_cannot_be_updated(store: BlobStore) -> None:
+async def test_a_blob_that_is_not_there_cannot_be_updated(store: FileStore) -> None:
     with pytest.raises(UnreadableError, match="gone"):
         async with store.update("gone"):
             pytest.fail("there is no such blob")
