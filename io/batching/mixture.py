@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch, WindowOrder, assemble
+from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, assemble
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
 
@@ -21,43 +21,41 @@ class MixedStream:
     def __init__(
         self, sources: Sequence[Windows], weights: Sequence[float], *, batch_size: int, shuffle: bool, seed: int
     ) -> None:
-        self._sources = sources
         self._weights = integer_weights(weights)
         self._batch_size = batch_size
-        self._orders = [
-            WindowOrder(windows, shuffle=shuffle, seed=splitmix64_chain(seed, index))
+        self._streams = [
+            BatchStream(windows, batch_size=batch_size, shuffle=shuffle, seed=splitmix64_chain(seed, index))
             for index, windows in enumerate(sources)
         ]
 
     @property
     def joins_documents(self) -> bool:
-        return any(source.joins_documents for source in self._sources)
+        return any(stream.joins_documents for stream in self._streams)
 
     @property
     def position(self) -> dict[str, Any]:
-        return {"sources": [order.position for order in self._orders]}
+        return {"sources": [stream.position for stream in self._streams]}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         saved = position.get("sources", [])
-        if len(saved) != len(self._orders):
+        if len(saved) != len(self._streams):
             raise ConfigError(
-                f"the saved data position is of {len(saved)} weighted sources, data.path has {len(self._orders)}; "
+                f"the saved data position is of {len(saved)} weighted sources, data.path has {len(self._streams)}; "
                 "restore the files the run was started with, or start a new run_dir"
             )
-        for order, there in zip(self._orders, saved, strict=True):
-            order.seek(there)
+        for stream, there in zip(self._streams, saved, strict=True):
+            stream.seek(there)
 
     def next_batch(self) -> Batch:
         turns = self._turns()
         rows = [
-            source.rows(order.draw(turns.count(index))) if index in turns else None
-            for index, (source, order) in enumerate(zip(self._sources, self._orders, strict=True))
+            stream.draw(turns.count(index)) if index in turns else None for index, stream in enumerate(self._streams)
         ]
         return assemble(_in_turn(turns, rows))
 
     def _turns(self) -> list[int]:
         """Return the index of the source of each window of the next batch."""
-        drawn = [order.num_drawn for order in self._orders]
+        drawn = [stream.num_drawn for stream in self._streams]
         turns = []
         for _ in range(self._batch_size):
             turn = next_source(self._weights, drawn)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import jinja2
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.read_records import RecordError
-from megatrain_ray.io.tokens.tokenizer import tokenizer_folder
+from megatrain_ray.io.tokens.tokenizer import named_tokens, read_settings, tokenizer_folder
 
 Message = Mapping[str, Any]
 
@@ -115,7 +114,7 @@ def load_chat_template(
             "your template, such as enable_thinking"
         )
     folder = None if tokenizer == "bytes" else tokenizer_folder(tokenizer)
-    variables = {**(special_tokens(folder) if folder else {}), **(arguments or {})}
+    variables = {**(named_tokens(folder) if folder else {}), **(arguments or {})}
     if file is not None:
         return ChatTemplate(file, _read(Path(file)), variables=variables)
     sources = _sources(folder) if folder else {}
@@ -127,14 +126,6 @@ def load_chat_template(
     return ChatTemplate(f"of {folder}", sources["default"], sources.get("tool_use"), variables, is_own=True)
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Return bos_token, eos_token and the other `*_token` settings of a tokenizer's folder, as texts."""
-    settings = {**_settings(folder / "special_tokens_map.json"), **_settings(folder / "tokenizer_config.json")}
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token") and value}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
-
-
 def _sources(folder: Path) -> dict[str, str]:
     """Return the folder's templates by name. As in Transformers, files override tokenizer_config.json."""
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -143,7 +134,7 @@ def _sources(folder: Path) -> dict[str, str]:
     if files:
         return {name: _read(path) for name, path in files.items()}
     config = folder / "tokenizer_config.json"
-    match _settings(config).get("chat_template"):
+    match read_settings(config).get("chat_template"):
         case None:
             return {}
         case str(source):
@@ -151,18 +142,6 @@ def _sources(folder: Path) -> dict[str, str]:
         case [*named] if all(isinstance(n, dict) and {"name", "template"} <= n.keys() for n in named):
             return {item["name"]: item["template"] for item in named}
     raise ConfigError(f"data.chat_template: {config}: expected a text, or a list of name and template")
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        settings = json.loads(_read(file))
-    except ValueError as error:
-        raise ConfigError(f"data.tokenizer: {file} is not valid JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"data.tokenizer: {file}: expected a mapping")
-    return settings
 
 
 def _read(file: Path) -> str:

@@ -21,7 +21,7 @@ from megatrain_ray.io.records.find_files import RECORD_SUFFIXES, find_files
 
 
 class ChatSource(NamedTuple):
-    """Holds a file of records and the layout of their conversations."""
+    """Holds a file of records, or a folder of such files, and the layout of their conversations."""
 
     file: Path
     layout: ChatLayout
@@ -41,7 +41,7 @@ def find_chats(
     if infos and len(patterns) == 1:
         names = [dataset] if isinstance(dataset, str) else dataset or ()
         named = read_dataset_info(Path(infos[0]), names)
-        return tuple(ChatSource(file, entry.layout) for entry in named for file in _files(str(entry.path)))
+        return tuple(ChatSource(file, entry.layout) for entry in named for file in _files(str(entry.file)))
     if infos or dataset is not None:
         raise ConfigError(f"data.path: data.dataset goes with one {FILE_NAME} and nothing else, got {path!r}")
     return tuple(ChatSource(file, LAYOUTS[chat_format]) for pattern in patterns for file in _files(pattern))
@@ -68,14 +68,7 @@ ROLE_TAGS = {
 }
 
 
-class NamedDataset(NamedTuple):
-    """Holds the file or folder of a data set, and the layout of its records."""
-
-    path: Path
-    layout: ChatLayout
-
-
-def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[NamedDataset, ...]:
+def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[ChatSource, ...]:
     """Return the data sets of these names. Raises ConfigError, naming entry and key, for what cannot be read."""
     try:
         entries = json.loads(file.read_bytes().decode("utf-8-sig"))
@@ -96,7 +89,7 @@ class _DatasetEntry(NamedTuple):
     name: str
     settings: Any
 
-    def dataset(self) -> NamedDataset:
+    def dataset(self) -> ChatSource:
         settings = self._mapping(self.settings, "the entry")
         if hub := [key for key in HUB_KEYS if key in settings]:
             raise self._error(f"{hub[0]} points to a hub; download the data and name it by file_name")
@@ -106,7 +99,7 @@ class _DatasetEntry(NamedTuple):
             raise self._error(f"unknown key {unknown[0]}; expected file_name, formatting, columns, tags")
         if not isinstance(name := settings.get("file_name"), str):
             raise self._error(f"file_name: expected the name of a file, got {name!r}")
-        return NamedDataset(self.file.parent / name, self._layout(settings))
+        return ChatSource(self.file.parent / name, self._layout(settings))
 
     def _layout(self, settings: Mapping[str, Any]) -> ChatLayout:
         formatting = settings.get("formatting", "alpaca")

@@ -99,7 +99,7 @@ class FolderTokenizer:
         # A post-processor adds special tokens, which are never wanted here, or excludes the space before a word from
         # the token's character range.
         self._tokenizer.post_processor = processors.Sequence([])
-        self._end_of_sequence = _end_of_sequence(folder)
+        self._end_of_sequence = named_tokens(folder).get("eos_token")
 
     @property
     def num_ids(self) -> int:
@@ -190,16 +190,25 @@ def tokenizer_files(name: str) -> tuple[Path, ...]:
     return tuple(path for path in paths if path.is_file())
 
 
-def _end_of_sequence(folder: Path) -> str | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = folder / name
-        try:
-            token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"data.tokenizer: cannot read {file}: {error}") from None
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            return text
-    return None
+def named_tokens(folder: Path) -> dict[str, str]:
+    """Return bos_token, eos_token and the other `*_token` settings of a tokenizer's folder. Raises ConfigError."""
+    tokens: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in read_settings(folder / name).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and text and isinstance(text, str):
+                tokens[key] = text
+    return tokens
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings of a file of a tokenizer; none if it is missing. Raises ConfigError."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.tokenizer: cannot read {file}: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"data.tokenizer: cannot read {file}: expected a mapping")
+    return settings
