@@ -9,7 +9,6 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,23 +82,19 @@ class Arena:
     def populate(self, threads: int) -> None:
         """Take the RAM of all bytes now, in `threads` threads. Contents stay. Raises MegatrainError."""
         portions = range(0, self.handle.nbytes, POPULATE_BYTES)
-        with ThreadPoolExecutor(threads, thread_name_prefix="populate") as pool:
-            self._finish(pool.map(self._populate_portion, portions))
+        try:
+            with ThreadPoolExecutor(threads, thread_name_prefix="populate") as pool:
+                list(pool.map(self._populate_portion, portions))  # raises the first error
+        except OSError as error:
+            raise MegatrainError(
+                f"cannot take {self.handle.nbytes} bytes of RAM for arena {self.handle.name}: {error.strerror}"
+            ) from None
 
     def close(self) -> None:
         """Release this process's mapping. Views still in use keep it mapped until they are gone. Idempotent."""
         # Drop the reference; never release or unmap. torch.frombuffer keeps the object but not the buffer's export, so
         # a release would succeed and leave its tensors without memory.
         self._buffer = None
-
-    def _finish(self, portions: Iterable[None]) -> None:
-        try:
-            for _ in portions:
-                pass
-        except OSError as error:
-            raise MegatrainError(
-                f"cannot take {self.handle.nbytes} bytes of RAM for arena {self.handle.name}: {error.strerror}"
-            ) from None
 
     def _populate_portion(self, start: int) -> None:
         portion = np.frombuffer(self.buffer, np.uint8)[start : min(start + POPULATE_BYTES, self.handle.nbytes)]

@@ -118,9 +118,7 @@ class _DatasetEntry(NamedTuple):
         if not columns:
             return AlpacaLayout()
         self._check(columns, ALPACA_COLUMNS, "columns")
-        return AlpacaLayout(
-            *(columns.get(key) for key in ("prompt", "query", "response", "system", "history", "tools"))
-        )
+        return AlpacaLayout(*map(columns.get, ALPACA_COLUMNS))
 
     def _turns(
         self, columns: Mapping[str, str], tags: Mapping[str, str], *, role: str, content: str, roles: Mapping[str, str]

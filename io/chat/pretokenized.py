@@ -21,7 +21,7 @@ OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask")  # refused: so
 
 
 @dataclass(frozen=True)
-class TokenRecordsRecipe:
+class PretokenizedRecipe:
     """Makes sequences from files of records with ids. Each is a document of at most `seq_len` + 1 tokens."""
 
     files: tuple[Path, ...]

@@ -81,15 +81,15 @@ async def _mixed_rate(store: BlobStore, name: str, num_blocks: int, copied: Copi
             await blob.read_into(number % num_filled * BLOCK_BYTES, block)
 
         # Not counted: spilled state is written in place, and allocating disk space costs other time than that.
-        num_filled = await _transfer(FILL_S, _Way(write, [values] * IN_FLIGHT, num_blocks))
+        num_filled = await _transfer(FILL_S, _Direction(write, [values] * IN_FLIGHT, num_blocks))
         start_s = time.monotonic()
-        both = _Way(read, into, num_blocks), _Way(rewrite, [values] * IN_FLIGHT, num_blocks)
+        both = _Direction(read, into, num_blocks), _Direction(rewrite, [values] * IN_FLIGHT, num_blocks)
         num_moved = await _transfer(MIXED_S, *both)
     return num_moved * BLOCK_BYTES / (time.monotonic() - start_s)
 
 
 @dataclass
-class _Way:
+class _Direction:
     """Transfers blocks 0, 1, … in one direction, as many at a time as there are buffers; `begun` so far."""
 
     transfer: Callable[[int, Block], Awaitable[None]]
@@ -104,14 +104,14 @@ class _Way:
             await self.transfer(number, buffer)
 
 
-async def _transfer(limit_s: float, *ways: _Way) -> int:
+async def _transfer(limit_s: float, *directions: _Direction) -> int:
     """Run transfers in these directions for at most `limit_s`; return the number of blocks moved."""
     end_s = time.monotonic() + limit_s
     try:
         async with asyncio.TaskGroup() as group:
-            for way in ways:
-                for buffer in way.buffers:
-                    group.create_task(way.work(buffer, end_s))
+            for direction in directions:
+                for buffer in direction.buffers:
+                    group.create_task(direction.work(buffer, end_s))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return sum(way.begun for way in ways)
+    return sum(direction.begun for direction in directions)

@@ -25,6 +25,7 @@ from megatrain_ray.run.run_dir import RunDir
 
 INPUTS_NAME = "inputs"
 TOKEN_KEYS = (IDS, LABELS, ATTENDED, *OTHER_MASKS)
+PRETRAINED = ("model", "tokenizer")  # objects with save_pretrained; the others are records
 # The setting (group, key) that each object replaces, and the file or folder that it is written to.
 PLACES = {
     "model": ("model", "path", "model"),
@@ -67,7 +68,7 @@ class Objects:
                 raise ConfigError(f"{group}: expected a mapping, got {node!r:.60}")
             if key in node or (name == "model" and "config" in node):
                 raise ConfigError(f"{name} stands for {group}.{key}: give one of them")
-            _CHECKS[name](name, value)
+            (_check_pretrained if name in PRETRAINED else _check_records)(name, value)
             node[key] = value if isinstance(value, str) else str(inputs / file)
         data = tree.get("data", {})
         if self.train_dataset is not None and not isinstance(self.train_dataset, (str, Path)):
@@ -97,7 +98,7 @@ class Objects:
             for name, value in given:
                 folder.mkdir(exist_ok=True)
                 file = folder / PLACES[name][2]
-                if name in ("model", "tokenizer"):
+                if name in PRETRAINED:
                     _write_pretrained(name, value, file)
                 else:
                     _write_records(name, value, file, run.config.data)
@@ -149,14 +150,6 @@ def _check_records(name: str, value: Any) -> None:
         )
     if not isinstance(value, (str, Iterable)) and not hasattr(value, "__getitem__"):
         raise ConfigError(f"{name}: expected records or a path, got a {type(value).__name__}")
-
-
-_CHECKS = {
-    "model": _check_pretrained,
-    "tokenizer": _check_pretrained,
-    "train_dataset": _check_records,
-    "eval_dataset": _check_records,
-}
 
 
 def _records(name: str, dataset: Any) -> Iterator[Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
-from megatrain_ray.io.chat.pretokenized import TokenRecordsRecipe
+from megatrain_ray.io.chat.pretokenized import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
@@ -76,7 +76,7 @@ def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Reci
         return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records)
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
-        return TokenRecordsRecipe(files, data.truncation, data.seq_len, data.bad_records)
+        return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records)
     return ChatRecipe(
         find_chats(path, data.dataset, data.chat_format),
         tokenizer,
