@@ -51,12 +51,13 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
 
     Raises ConfigError, naming file and location, for a file that cannot be read, is cut off or is damaged.
     """
-    kind = format_of(file)
+    if format_of(file) == PARQUET:
+        records = _parquet(file, columns)
+    else:
+        records = _json(file) if format_of(file) == JSON else _json_lines(file)
     location = None
     try:
-        for location, record in (
-            _parquet(file, columns) if kind == PARQUET else _json(file) if kind == JSON else _json_lines(file)
-        ):
+        for location, record in records:
             yield location, record
     except (OSError, pyarrow.ArrowException) as error:
         raise unreadable(file, error, f" after {location.unit} {location.number}" if location else "") from None
