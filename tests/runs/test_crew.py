@@ -75,7 +75,7 @@ def losses_of(crew: Crew, steps: range) -> list[float]:
         try:
             losses.append(ray.get(call).row["loss"])
         except RayActorError as error:  # it has ended before the call by which the crew watches who made it
-            crew.replace(error)
+            crew.recover(error)
             raise
     return losses
 
@@ -111,9 +111,14 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
     assert max(large) < 10_000
 
 
+def pid_of(actor: Any) -> int:
+    """Asked in the actor's process."""
+    return os.getpid()
+
+
 def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_address: str) -> None:
     placement = Placement(CrewSpec(1, "cpu"))
-    pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
+    pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)
     with started(prepared(tmp_path, SHAPES[300_000]), placement) as crew:
         assert crew.pids["data"] == pid
         assert losses_of(crew, range(1, 2))[0] > 0
@@ -122,13 +127,13 @@ def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_addre
 
 def test_those_whom_nobody_needs_end(ray_address: str) -> None:
     placement = Placement(CrewSpec(2, "cpu"))
-    pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
+    pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)
     placement.clear()
     placement.clear()
     wait_gone(pid, 60.0)
 
 
-def test_who_cannot_take_up_is_named(tmp_path: Path, ray_address: str) -> None:
+def test_who_cannot_be_set_up_is_named(tmp_path: Path, ray_address: str) -> None:
     ready = prepared(tmp_path, SHAPES[300_000])
     crew = Crew(ready)
     wrong = {"data": ready.config.data, "tokens": None, "vocab_size": 320, "batch_size": 1, "step": 0, "position": None}
@@ -190,10 +195,10 @@ def test_a_death_is_told_while_another_one_is_waited_for(tmp_path: Path, ray_add
     try:
         ray.kill(actors[1])
         with pytest.raises(RayActorError) as told:
-            crew._until_all(calls, 60)
+            crew.until_all(calls, 60)
         assert told.value.actor_id == actors[1]._actor_id.hex()
         with pytest.raises(DeadlineError, match=r"too late within 0 s"):
-            crew._until_all({next(iter(calls)): "too late"}, 0.0)
+            crew.until_all({next(iter(calls)): "too late"}, 0.0)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -214,10 +219,10 @@ def test_the_death_behind_a_failure_is_told_instead_of_it(tmp_path: Path, ray_ad
     try:
         ray.wait(of_lost, num_returns=2)
         with pytest.raises(RayTaskError, match="the others are gone"):
-            crew._until_all(dict.fromkeys(of_lost, "too late"), 60)
+            crew.until_all(dict.fromkeys(of_lost, "too late"), 60)
         ray.kill(dies)
         with pytest.raises(RayActorError) as told:
-            crew._until_all(dict.fromkeys([*of_lost, of_dead], "too late"), 60)
+            crew.until_all(dict.fromkeys([*of_lost, of_dead], "too late"), 60)
         assert told.value.actor_id == dies._actor_id.hex()
     finally:
         for actor in lost:
@@ -259,7 +264,7 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
                         result = ray.get(call)
                         break
                 except RayActorError as error:
-                    crew.replace(error)
+                    crew.recover(error)
                 if crew.gpu is not gpu:
                     gpu = crew.gpu
                     call = gpu.step.remote(len(losses) + 1, save=False)

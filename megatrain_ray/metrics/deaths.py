@@ -1,19 +1,16 @@
-"""Records deaths of a run's processes, and limits how many a start replaces."""
+"""Records deaths of a run's processes in its history and its metric sinks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
-from megatrain_ray.errors import MegatrainError
 from megatrain_ray.metrics.sink import Count
 from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_history import History
 
 
-class FaultWatch(Protocol):
-    """Receives one notice of each death of a process, and one of its replacement."""
+class FaultWatch:
+    """Receives one notice of each death of a process, and one of its replacement. This one ignores them."""
 
     def died(self, process: str) -> None:
         """Record that a process died.
@@ -25,17 +22,7 @@ class FaultWatch(Protocol):
         """Record that another process took its place, `took_s` seconds after the death was noticed."""
 
 
-class Unwatched:
-    """Ignores all deaths."""
-
-    def died(self, process: str) -> None:
-        pass
-
-    def replaced(self, process: str, took_s: float) -> None:
-        pass
-
-
-class Faults:
+class Faults(FaultWatch):
     """Records deaths in the run's history and counts them in its metric sinks."""
 
     def __init__(self, history: History, sinks: MetricSinks, step: Callable[[], int]) -> None:
@@ -62,26 +49,3 @@ def kind_of(process: str) -> str:
     The number of kinds does not depend on the number of shards.
     """
     return process.partition(" of host")[0].rstrip("0123456789 ")
-
-
-@dataclass
-class FailureBudget:
-    """Counts the failures of a start: `count` so far, of at most `limit` (max_failures)."""
-
-    limit: int
-    count: int = 0
-
-    def spend(self, name: str, reason: str = "") -> None:
-        """Count the death of the process `name`.
-
-        Raises MegatrainError if that was one failure too many. Its message begins with `reason`.
-        """
-        self.count += 1
-        if self.count > self.limit:
-            raise MegatrainError(
-                f"{reason}{name} died, the run's failure number {self.count} (max_failures: {self.limit}); the same "
-                "command resumes"
-            )
-
-    def __str__(self) -> str:
-        return f"failure {self.count} of at most {self.limit}"
