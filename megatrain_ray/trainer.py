@@ -7,7 +7,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +151,7 @@ class Trainer:
             daemons, placement = stack.enter_context(_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
                 prepared = self._prepare(run.config, machine, source)
-            run = replace(run, config=prepared.config)
+            run.config = prepared.config
             if run.has_begun:
                 check_model(run.path, prepared.source.config, prepared.structure)
             _tell_of_moments(run.config.train.moments, manifest)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,12 @@ def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
     actors: process ids by name.
     """
     driver = os.getpid()
-    known = {*actors.values(), driver}
-    others = [p.pid for p in psutil.Process(driver).children(recursive=True) if p.pid not in known]
-    return {
-        **{name: pss(pid) for name, pid in actors.items()},
-        "driver": pss(driver),
-        "Ray": _sum([counted for pid in others if (counted := _pss_if_there(pid))]),
-    }
+    of_ray: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
+    for process in psutil.Process(driver).children(recursive=True):
+        if process.pid not in actors.values():
+            with suppress(OSError, IndexError, KeyError):  # the process has just ended
+                of_ray.update(pss(process.pid))
+    return {**{name: pss(pid) for name, pid in actors.items()}, "driver": pss(driver), "Ray": dict(of_ray)}
 
 
 def device_memory(pid: int) -> DeviceMemory:
@@ -70,15 +70,6 @@ def device_memory(pid: int) -> DeviceMemory:
     return DeviceMemory(None, f"NVML lists {len(used)} processes, none with the pid {pid}")
 
 
-def driver_version() -> str | None:
-    """Return the version of the GPU driver; None if NVML does not report it."""
-    try:
-        with _nvml() as nvml:
-            return str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:  # no NVML module, or no driver
-        return None
-
-
 @contextmanager
 def _nvml() -> Iterator[Any]:
     import pynvml  # an extra
@@ -95,14 +86,3 @@ def _used_by_pid(nvml: Any) -> Iterator[tuple[int, int]]:
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(index)):
             if process.usedGpuMemory is not None:
                 yield process.pid, process.usedGpuMemory
-
-
-def _pss_if_there(pid: int) -> dict[str, int] | None:
-    try:
-        return pss(pid)
-    except (OSError, IndexError, KeyError):  # the process has just ended
-        return None
-
-
-def _sum(counted: list[dict[str, int]]) -> dict[str, int]:
-    return {kind: sum(each[kind] for each in counted) for kind in NAMES}

@@ -20,7 +20,7 @@ from megatrain_ray.metrics import ray_sink
 from megatrain_ray.metrics.deaths import Faults
 from megatrain_ray.metrics.ray_sink import RaySink
 from megatrain_ray.metrics.sinks import MetricSinks
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import History
 from tests.support.planned_steps import PROFILE, planned
 from tests.support.runs import cli_here, config, plan_of, rows, write_config
