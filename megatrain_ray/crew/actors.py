@@ -21,7 +21,7 @@ from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.prepare import Prepared
-from megatrain_ray.run.process_end import wait_gone
+from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.workers.early_imports import import_first
 from megatrain_ray.workers.gpu_worker import GpuWorker, Progress, Seat
 

@@ -14,7 +14,7 @@ from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import LostProcessError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.planning.prepare import Prepared
-from megatrain_ray.run.process_names import DATA, gpu_name
+from megatrain_ray.run.run_processes import DATA, gpu_name
 from megatrain_ray.workers.gpu_worker import Progress, Seat
 
 Holders = Callable[[int], Sequence[Handles]]  # returns the processes that hold the arenas of a host

@@ -16,8 +16,8 @@ from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.io.storage.disk_io import DiskIo
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.profiling.spill_folder import OtherHost
-from megatrain_ray.run.process_names import owner_name, shard_name
 from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.run.run_processes import owner_name, shard_name
 from megatrain_ray.workers.arenas import arena_sizes, spill_files
 
 SAME_S = 30.0  # seconds within which a file system that hosts share shows them a file that was just replaced

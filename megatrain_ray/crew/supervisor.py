@@ -18,9 +18,9 @@ from megatrain_ray.crew.placement import Placement, crew_spec
 from megatrain_ray.crew.recovery import Action, Failure, FailureBudget, ProcessKind, decide, describe_death
 from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import Handles
-from megatrain_ray.metrics.deaths import FaultWatch
+from megatrain_ray.metrics.deaths import Faults
 from megatrain_ray.planning.prepare import Prepared
-from megatrain_ray.run.process_names import GPU
+from megatrain_ray.run.run_processes import GPU
 from megatrain_ray.workers.gpu_worker import Progress
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Supervisor:
         record: Callable[[Mapping[str, int]], None] = lambda pids: None,
         placement: Placement | None = None,
         failures: FailureBudget | None = None,
-        watch: FaultWatch | None = None,
+        faults: Faults | None = None,
         left: Mapping[str, Sequence[int]] = {},
     ) -> None:
         """Request the actors' resources, if no placement has done so.
@@ -50,7 +50,7 @@ class Supervisor:
         record: called with the process ids, by name, when processes change.
         placement: holds actors that have started already; None: they start now.
         failures: budget of all worker groups of a start; None: this is the only one.
-        watch: is notified of deaths and replacements.
+        faults: records deaths and replacements; None: nobody does.
         left: `elsewhere` of the previous group, whose processes are ending.
         """
         self._prepared = prepared
@@ -58,7 +58,7 @@ class Supervisor:
         self._record = record
         place = self._place = placement or Placement(crew_spec(prepared), awaits_nodes=True)
         self._failures = failures or FailureBudget(prepared.config.max_failures)
-        self._watch = watch or FaultWatch()
+        self._faults = faults
         plan = prepared.plan
         self._owners = [owner_role(prepared, place, host, left) for host in range(plan.num_hosts)]
         self._shards = [shard_role(prepared, place, number) for number in range(plan.num_parts - 1)]
@@ -212,7 +212,7 @@ class Supervisor:
         if kind is ProcessKind.GPU and self._progress:
             name, lost = GPU, self.group.workers
         self._gone |= {actor_id(each.actor) for each in lost}
-        self._watch.died(name)
+        self._record_death(name)
         self._failures.count += 1
         log.warning("%s died: %s", name, reason)
         can_step, repeats_steps = self._progress is not None, self._prepared.plan.repeats_steps
@@ -235,8 +235,13 @@ class Supervisor:
             return
         self._record(self.pids)
         took_s = time.monotonic() - start_s
-        self._watch.replaced(name, took_s)
+        if self._faults:
+            self._faults.replaced(name, took_s)
         say(f"{name} died and was replaced in {took_s:.1f} s ({self._failures})")
+
+    def _record_death(self, name: str) -> None:
+        if self._faults:
+            self._faults.died(name)
 
     def _replace_gpus(self) -> None:
         assert self._progress is not None
@@ -270,7 +275,7 @@ class Supervisor:
         role = self._role_of(error.actor_id)
         name = role.name if role else RAYS_OWN
         if error.actor_id not in self._gone:
-            self._watch.died(name)
+            self._record_death(name)
         return MegatrainError(describe_death(name, str(error), could_not_start=error.actor_init_failed))
 
     def failures(self, within_s: float = 2.0) -> Iterator[Exception]:

@@ -23,7 +23,7 @@ from megatrain_ray.engine.device.deadlines import transfer_deadline_s
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.run.process_names import DATA, GPU, gpu_name
+from megatrain_ray.run.run_processes import DATA, GPU, gpu_name
 from megatrain_ray.workers.frozen_base_check import base_checksums, checksums_in
 from megatrain_ray.workers.gpu_worker import Progress
 

@@ -18,7 +18,7 @@ from megatrain_ray.io.storage.measured_store import NOTHING, Moved
 from megatrain_ray.metrics.deaths import kind_of
 from megatrain_ray.metrics.sink import Count
 from megatrain_ray.metrics.sinks import MetricSinks
-from megatrain_ray.run.process_names import gpu_name, shard_name
+from megatrain_ray.run.run_processes import gpu_name, shard_name
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from megatrain_ray.engine.device.cuda_device import pci_addresses, total_memory_
 from megatrain_ray.engine.device.numa_homes import Gpu
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.machine.named_nodes import named_gpus, named_nodes
-from megatrain_ray.machine.numa_topology import gpu_node, read_topology
+from megatrain_ray.machine.numa_topology import gpu_node, named_gpus, named_nodes, read_topology
 from megatrain_ray.machine.proc_files import cgroup_folders, read_text
 
 UNLIMITED = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit

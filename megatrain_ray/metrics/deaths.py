@@ -9,20 +9,7 @@ from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_history import History
 
 
-class FaultWatch:
-    """Receives one notice of each death of a process, and one of its replacement. This one ignores them."""
-
-    def died(self, process: str) -> None:
-        """Record that a process died.
-
-        process: its name in the crew.
-        """
-
-    def replaced(self, process: str, took_s: float) -> None:
-        """Record that another process took its place, `took_s` seconds after the death was noticed."""
-
-
-class Faults(FaultWatch):
+class Faults:
     """Records deaths in the run's history and counts them in its metric sinks."""
 
     def __init__(self, history: History, sinks: MetricSinks, step: Callable[[], int]) -> None:

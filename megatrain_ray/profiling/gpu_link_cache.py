@@ -35,23 +35,18 @@ _LINK: TypeAdapter[KeptLink] = TypeAdapter(KeptLink)
 
 
 def named(addresses: Sequence[str | None]) -> tuple[str, ...]:
-    """Return the names of GPUs in the order in which a process sees them.
-
-    A name is the PCI address, or the index of a GPU without one.
-    """
+    """Return the names of GPUs in the order in which a process sees them: PCI addresses, or else their indices."""
     return tuple(address or str(index) for index, address in enumerate(addresses))
 
 
-def file_name_of(gpus: Sequence[str]) -> str:
-    return f"{hashlib.sha256(' '.join(gpus).encode()).hexdigest()[:12]}.json"
+def link_file(folder: Path, gpus: Sequence[str]) -> Path:
+    """Return the file of the link between `gpus` in the folder of a machine's links."""
+    return folder / f"{hashlib.sha256(' '.join(gpus).encode()).hexdigest()[:12]}.json"
 
 
 def read_link(folder: Path, gpus: Sequence[str]) -> KeptLink | None:
-    """Return the kept link; None if there is none, or its file is damaged.
-
-    folder: folder of the machine's links.
-    """
-    return _read(folder / file_name_of(gpus))
+    """Return the kept link; None if there is none, or its file is damaged."""
+    return _read(link_file(folder, gpus))
 
 
 def _read(file: Path) -> KeptLink | None:
@@ -65,7 +60,7 @@ def _read(file: Path) -> KeptLink | None:
 def keep_link(folder: Path, link: KeptLink) -> None:
     """Write the link to its file. Raises OSError or MegatrainError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / file_name_of(link.gpus), _LINK.dump_json(link, indent=1).decode() + "\n")
+    write_atomically(link_file(folder, link.gpus), _LINK.dump_json(link, indent=1).decode() + "\n")
 
 
 def forget_hung(folder: Path) -> None:

@@ -10,17 +10,29 @@ import hashlib
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.engine.device.cuda_device import device_name, num_gpus, pci_addresses, total_memory_bytes
+from megatrain_ray.engine.device.cpu_device import CpuDevice
+from megatrain_ray.engine.device.cuda_device import (
+    CudaDevice,
+    PeerCopies,
+    device_name,
+    num_gpus,
+    pci_addresses,
+    total_memory_bytes,
+)
+from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.measure.measure_profile import measure, measure_link
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
@@ -31,6 +43,7 @@ from megatrain_ray.profiling.gpu_link_cache import KeptLink, forget_hung, keep_l
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
+LINKS = ".links"  # suffix of the folder of a machine's links, beside its profile
 MEASURE_S = 300.0  # time limit of a measurement
 LINK_S = 60.0  # time limit for the link, which may hang if GPUs cannot access each other's memory,
 PAIR_S = 10.0  # plus this for each GPU
@@ -38,10 +51,7 @@ NO_PARTS = "nothing is uploaded in parts by itself; megatrain doctor --measure t
 
 
 def this_machine(device: str) -> MachineName:
-    """Return the name of this machine, which identifies its profile.
-
-    device: cpu or cuda.
-    """
+    """Return the name of this machine, which identifies its profile. `device` is cpu or cuda."""
     gpu = device == "cuda"
     return MachineName(
         gpu=device_name() if gpu else "",
@@ -137,13 +147,9 @@ def _with_link(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
 def _known_link(machine: MachineName, host_gpus: int) -> KeptLink | None:
     """Return the kept link between the GPUs; None if it was not measured or there is no cache."""
     try:
-        return read_link(_link_folder(machine), _gpus(host_gpus))
+        return read_link(profile_file(machine).with_suffix(LINKS), _gpus(host_gpus))
     except RuntimeError:
         return None
-
-
-def _link_folder(machine: MachineName) -> Path:
-    return profile_file(machine).with_suffix(".links")
 
 
 def _gpus(count: int) -> tuple[str, ...]:
@@ -153,7 +159,12 @@ def _gpus(count: int) -> tuple[str, ...]:
 
 def measure_here(device: str) -> HardwareProfile:
     """Measure this machine in a process of its own and keep the result. Raises MegatrainError if that fails."""
-    return _keep_profile(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
+    profile = HardwareProfile.from_json(_run("print_profile", MEASURE_S, device))
+    with _warned_if_not_kept():
+        file = profile_file(profile.machine)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, profile.to_json())
+    return profile
 
 
 def measure_everything(device: str) -> HardwareProfile:
@@ -164,7 +175,7 @@ def measure_everything(device: str) -> HardwareProfile:
     profile = measure_here(device)
     if device == "cuda" and num_gpus() > 1:
         with _warned_if_not_kept():
-            forget_hung(_link_folder(profile.machine))
+            forget_hung(profile_file(profile.machine).with_suffix(LINKS))
         try:
             return measure_link_here(profile, num_gpus())
         except MegatrainError as error:
@@ -182,7 +193,7 @@ def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfi
     """
     count = len(_gpus(host_gpus))
     try:
-        bytes_per_s = float(_run("link", LINK_S + PAIR_S * count, str(count)))
+        bytes_per_s = float(_run("print_link", LINK_S + PAIR_S * count, str(count)))
     except DeadlineError:
         if _known_link(profile.machine, host_gpus) is None:
             _keep_link(profile.machine, host_gpus, None)
@@ -193,19 +204,18 @@ def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfi
 
 def _keep_link(machine: MachineName, host_gpus: int, bytes_per_s: float | None) -> None:
     with _warned_if_not_kept():
-        keep_link(_link_folder(machine), KeptLink(_gpus(host_gpus), bytes_per_s))
+        keep_link(profile_file(machine).with_suffix(LINKS), KeptLink(_gpus(host_gpus), bytes_per_s))
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
-    """Run a function of measure_process.py in a process of its own and return what it prints.
+    """Run a function of this module in a process of its own and return what it prints.
 
     Raises DeadlineError if it takes longer than `bound_s` seconds, and MegatrainError if it fails.
     """
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from megatrain_ray.profiling import measure_process; measure_process.{function}()"
+        f"import sys; sys.path[:] = {sys.path!r}; from megatrain_ray.profiling import profiles; profiles.{function}()"
     )
-    what = "this machine" if function == "main" else "the link between GPUs"
+    what = "this machine" if function == "print_profile" else "the link between GPUs"
     try:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=bound_s)
     except subprocess.TimeoutExpired:
@@ -216,12 +226,38 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
     return done.stdout
 
 
-def _keep_profile(profile: HardwareProfile) -> HardwareProfile:
-    with _warned_if_not_kept():
-        file = profile_file(profile.machine)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, profile.to_json())
-    return profile
+def print_profile() -> None:
+    """Measure the machine and print its profile as JSON. sys.argv[1] is the device, cpu or cuda."""
+    machine = this_machine(sys.argv[1])
+    torch.set_num_threads(machine.num_cpus)
+
+    def make_device(precision: Precision) -> Device:
+        if machine.gpu:
+            return CudaDevice(tf32=precision is Precision.TF32)
+        return CpuDevice(num_threads=machine.num_cpus)
+
+    print(measure(machine, make_device, machine.num_cpus).to_json())
+
+
+def print_link() -> None:
+    """Measure the links between neighbouring GPUs and print the slowest rate in bytes per second.
+
+    The rate is what a GPU receives from its neighbour while it sends as much. In a ring all GPUs wait for the slowest
+    pair.
+
+    sys.argv[1]: number of GPUs, the first ones in torch's order.
+    """
+    print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(int(sys.argv[1]))))
+
+
+def neighbours(count: int) -> list[tuple[int, int]]:
+    """Return each pair of neighbours once, of a ring of `count` GPUs (two or more)."""
+    pairs = [(k, (k + 1) % count) for k in range(count)]
+    return pairs if count > 2 else pairs[:1]
+
+
+def _exchange(one: int, other: int, num_bytes: int) -> Callable[[int], None]:
+    return PeerCopies(num_bytes, one, other).run
 
 
 @contextmanager
@@ -236,22 +272,11 @@ def _warned_if_not_kept() -> Iterator[None]:
 def describe_profile(profile: HardwareProfile) -> str:
     """Return the most important rates in one line."""
     products = max(point.per_s for point in profile.matmul.get("bf16", next(iter(profile.matmul.values()))))
-    h2d, d2h, both, triad, adamw, busy = (
-        f"{rate / 1e9:.3g}"
-        for rate in (
-            profile.h2d_bytes_per_s,
-            profile.d2h_bytes_per_s,
-            profile.both_bytes_per_s,
-            profile.triad_bytes_per_s,
-            profile.adamw_per_s,
-            profile.adamw_busy_per_s,
-        )
-    )
+    link = profile.gpu_link_bytes_per_s
+    between = f"; {link / 1e9:.3g} GB/s each way between GPUs" if link else ""
     return (
-        f"copies {h2d} GB/s up, {d2h} down, {both} each way at once; host memory {triad} GB/s; AdamW {adamw} Gparam/s, "
-        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS{_link_in_words(profile.gpu_link_bytes_per_s)}"
+        f"copies {profile.h2d_bytes_per_s / 1e9:.3g} GB/s up, {profile.d2h_bytes_per_s / 1e9:.3g} down, "
+        f"{profile.both_bytes_per_s / 1e9:.3g} each way at once; host memory {profile.triad_bytes_per_s / 1e9:.3g} "
+        f"GB/s; AdamW {profile.adamw_per_s / 1e9:.3g} Gparam/s, {profile.adamw_busy_per_s / 1e9:.3g} beside copies; "
+        f"products {products / 1e12:.3g} TFLOPS{between}"
     )
-
-
-def _link_in_words(bytes_per_s: float | None) -> str:
-    return f"; {bytes_per_s / 1e9:.3g} GB/s each way between GPUs" if bytes_per_s else ""

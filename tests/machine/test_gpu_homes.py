@@ -29,11 +29,10 @@ from megatrain_ray.io.arenas.arena import Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.machine import machine
 from megatrain_ray.machine.machine import machine_of
-from megatrain_ray.machine.named_nodes import named_gpus
-from megatrain_ray.machine.numa_topology import gpu_node
+from megatrain_ray.machine.numa_topology import gpu_node, named_gpus
 from megatrain_ray.report import page_placement
 from megatrain_ray.report.page_placement import PagePlaces, own_pages_of
-from megatrain_ray.run.process_names import GPU, gpu_name
+from megatrain_ray.run.run_processes import GPU, gpu_name
 from megatrain_ray.workers import node_memory
 from megatrain_ray.workers.arenas import SLAB, arena_sizes
 from megatrain_ray.workers.node_memory import settle_gpu_worker

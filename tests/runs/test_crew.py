@@ -21,8 +21,7 @@ from megatrain_ray.crew.placement import CrewSpec, Placement
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.errors import DeadlineError, LostPeerError, LostProcessError, MegatrainError
 from megatrain_ray.planning.prepare import Prepared, prepare
-from megatrain_ray.run.process_end import wait_gone
-from megatrain_ray.run.process_names import DATA
+from megatrain_ray.run.run_processes import DATA, wait_gone
 from megatrain_ray.workers.gpu_worker import Progress
 from tests.support.runs import config
 from tests.support.texts import tokens_of
