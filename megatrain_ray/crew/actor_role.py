@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from megatrain_ray.crew.recovery import describe_death
+from megatrain_ray.crew.recovery import ProcessKind, describe_death
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
@@ -23,6 +23,8 @@ CLOSE_S = 10.0  # bound, in seconds, for a thread of the driver whose calls have
 DEATH_TOLD_S = 10.0  # a guess: seconds within which Ray reports that a process has died
 AGAIN = "the same command starts again from the last save"
 
+TITLES = {ProcessKind.DATA: "the data process", ProcessKind.GPU: "the {}"}  # in messages about a start
+
 Task = Callable[[Any], Any]  # calls a method of an actor and returns the pending call
 Check = Callable[[], None]  # raises an error if what is waited for cannot come any more
 
@@ -32,10 +34,8 @@ class ActorRole:
     """Tracks a role in the run (for example optimizer shard 1): its current actor, and how to start a replacement.
 
     host: number of the host that the actor runs on.
-    take: returns an actor that waits for the call of `setup`.
+    take: returns an actor of a name, which waits for the call of `setup`.
     arguments: returns the arguments of `setup`, from the handles of the processes that hold the arenas of the host.
-    title: name in messages about its start, if that is another one.
-    holds_arenas: the actor has a method `handles`.
     ready: pending call of `setup`, which returns the process id.
     pid, handles: process id of the newest actor that was ready, and what it holds of the arenas.
     task: what the actor is doing; it is called again on a replacement. None if it does nothing.
@@ -43,12 +43,11 @@ class ActorRole:
     serves: the task ends only when the actor is told to stop.
     """
 
+    kind: ProcessKind
     name: str
     host: int
-    take: Callable[[], Any]
+    take: Callable[[str], Any]
     arguments: Callable[[Sequence[Handles]], Mapping[str, Any]]
-    title: str = ""
-    holds_arenas: bool = True
     actor: Any = None
     ready: Any = None
     pid: int | None = None
@@ -59,7 +58,7 @@ class ActorRole:
 
     def start(self, holders: Sequence[Handles]) -> None:
         """Start an actor in this role and call its `setup`, without waiting for it."""
-        self.actor = self.take()
+        self.actor = self.take(self.name)
         self.setup(holders)
 
     def setup(self, holders: Sequence[Handles]) -> None:
@@ -71,14 +70,14 @@ class ActorRole:
         Raises RayActorError if the actor died, MegatrainError if it could not start, and what `check` raises, as
         `answer` does.
         """
-        title = self.title or self.name
+        title = TITLES.get(self.kind, "{}").format(self.name)
         try:
             self.pid = answer(f"{title} did not start", self.ready, check)
         except RayTaskError as error:
             if isinstance(error.cause, MegatrainError):
                 raise
             raise MegatrainError(describe_death(title, str(error), could_not_start=True)) from error
-        if self.holds_arenas:
+        if self.kind is not ProcessKind.DATA:
             self.handles = answer(f"{title} did not start", self.actor.handles.remote(), check)
 
     def assign(self, task: Task, *, serves: bool) -> None:

@@ -10,6 +10,7 @@ from ray.exceptions import RayTaskError
 
 from megatrain_ray.crew.actor_role import ActorRole, Check, answer
 from megatrain_ray.crew.placement import Placement
+from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import LostProcessError
 from megatrain_ray.io.arenas.arena_holder import Handles
@@ -43,16 +44,13 @@ class GpuWorkerGroup:
         self._place = place
         self._check = check
         plan = prepared.plan
-        names = [gpu_name(rank) for rank in range(plan.num_gpus)]
         self.workers = [
             ActorRole(
-                name, rank // plan.host_gpus, partial(place.take, name), partial(self._arguments, rank), f"the {name}"
+                ProcessKind.GPU, gpu_name(rank), rank // plan.host_gpus, place.take, partial(self._arguments, rank)
             )
-            for rank, name in enumerate(names)
+            for rank in range(plan.num_gpus)
         ]
-        self.data = ActorRole(
-            DATA, 0, partial(place.take, DATA), lambda _: self.data_arguments(), "the data process", holds_arenas=False
-        )
+        self.data = ActorRole(ProcessKind.DATA, DATA, 0, place.take, lambda holders: self.data_arguments())
         self._seats: list[Seat | None] = [None]
         self.asked: list[Any] = []
 
@@ -74,7 +72,7 @@ class GpuWorkerGroup:
     def start(self, holders: Holders) -> None:
         """Start GPU workers, which attach the arenas once earlier workers have ended. Does not wait for them."""
         for worker in self.workers:
-            worker.actor = worker.take()
+            worker.actor = worker.take(worker.name)
         if len(self.workers) > 1:
             addresses = self._place.addresses
             meeting = self.gpu.open_meeting.remote(addresses[0])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.actor_role import CHECK_S, ActorRole, Check, answer
 from megatrain_ray.crew.placement import Placement
+from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.io.storage.disk_io import DiskIo
@@ -43,8 +43,7 @@ def owner_role(prepared: Prepared, place: Placement, host: int, left: Mapping[st
             "other": OtherHost(_host_title(place, host), folder, by_kvikio) if host else None,
         }
 
-    name = owner_name(host)
-    return ActorRole(name, host, partial(place.take, name), arguments)
+    return ActorRole(ProcessKind.SHARED_STATE, owner_name(host), host, place.take, arguments)
 
 
 def shard_role(prepared: Prepared, place: Placement, number: int) -> ActorRole:
@@ -56,8 +55,8 @@ def shard_role(prepared: Prepared, place: Placement, number: int) -> ActorRole:
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
         return {"prepared": prepared, "index": number, "holders": holders, "after_pid": role.pid, "pinned": True}
 
-    name = shard_name(number)
-    role = ActorRole(name, number // prepared.plan.num_shards, partial(place.take, name), arguments)
+    host = number // prepared.plan.num_shards
+    role = ActorRole(ProcessKind.SHARED_STATE, shard_name(number), host, place.take, arguments)
     return role
 
 

@@ -112,7 +112,7 @@ class Supervisor:
         except RayActorError as error:
             self.recover(error)
             return
-        if role in self.group.workers:
+        if role.kind is ProcessKind.GPU:
             self._lose(self.group.data, "the GPU worker asked it for a batch")
         elif role.serves:
             raise MegatrainError(f"{role.name} stopped serving before the run was over")
@@ -205,10 +205,15 @@ class Supervisor:
             raise error
 
     def _lose(self, role: ActorRole | None, reason: str, *, could_not_start: bool = False) -> None:
-        """Record that a process died or its device failed, and do what recovery.py decides."""
+        """Record that a process died or its device failed, and do what recovery.py decides.
+
+        role: None for a process that is none of the run's actors.
+        """
         self._check_cluster()  # all actors die with Ray, one after the other
         start_s = time.monotonic()
-        kind, name, lost = self._kind_of(role), role.name if role else RAYS_OWN, [role] if role else []
+        kind, name, lost = ProcessKind.UNKNOWN, RAYS_OWN, []
+        if role:
+            kind, name, lost = role.kind, role.name, [role]
         if kind is ProcessKind.GPU and self._progress:
             name, lost = GPU, self.group.workers
         self._gone |= {actor_id(each.actor) for each in lost}
@@ -221,15 +226,8 @@ class Supervisor:
         log.info("%s: %s", decision.action.value, decision.why)
         if decision.error:
             raise decision.error
-        for each in lost:
-            ray.kill(each.actor)  # one that Ray could not reach for a moment may still live
         try:
-            if decision.action is Action.REPLACE_GPU_WORKERS:
-                self._replace_gpus()
-            elif role is self.group.data:
-                self.group.replace_data()
-            elif role:
-                self._replace_actor(role)
+            self._replace(lost, decision.action)
         except RayActorError as error:  # of a replacement, whose own replacement then has the task
             self.recover(error)
             return
@@ -243,11 +241,17 @@ class Supervisor:
         if self._faults:
             self._faults.died(name)
 
-    def _replace_gpus(self) -> None:
-        assert self._progress is not None
-        self.group.replace_gpus(self.holders, self._progress, self.until_all, lambda: self._record(self.pids))
-
-    def _replace_actor(self, role: ActorRole) -> None:
+    def _replace(self, lost: Sequence[ActorRole], action: Action) -> None:
+        for role in lost:
+            ray.kill(role.actor)  # one that Ray could not reach for a moment may still live
+        if action is Action.REPLACE_GPU_WORKERS:
+            assert self._progress is not None
+            self.group.replace_gpus(self.holders, self._progress, self.until_all, lambda: self._record(self.pids))
+            return
+        [role] = lost
+        if role is self.group.data:
+            self.group.replace_data()
+            return
         role.start(self.holders(role.host, but=role))
         role.wait_ready(self.check)
         if role.task:
@@ -262,13 +266,6 @@ class Supervisor:
 
     def _role_of(self, died: str | None) -> ActorRole | None:
         return next((role for role in self._roles if role.actor and actor_id(role.actor) == died), None)
-
-    def _kind_of(self, role: ActorRole | None) -> ProcessKind:
-        if role is None:
-            return ProcessKind.UNKNOWN
-        if role is self.group.data:
-            return ProcessKind.DATA
-        return ProcessKind.GPU if role in self.group.workers else ProcessKind.SHARED_STATE
 
     def explain(self, error: RayActorError) -> MegatrainError:
         """Return the error that tells the user of a death that ends the run."""

@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from megatrain_ray.crew import actor_role
 from megatrain_ray.crew.actor_role import CHECK_S, ActorRole, answer, await_thread
+from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
 
@@ -74,7 +75,7 @@ def test_it_is_waited_for_no_longer_when_ray_has_died(clock: Callable[..., Clock
 
 
 def ready(title: str, call: Any, check: Callable[[], None]) -> None:
-    ActorRole(title, 0, lambda: None, lambda _: {}, ready=call).wait_ready(check)
+    ActorRole(ProcessKind.GPU, title, 0, lambda _: None, lambda _: {}, ready=call).wait_ready(check)
 
 
 @pytest.mark.parametrize("wait", [answer, ready])
