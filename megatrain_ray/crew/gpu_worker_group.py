@@ -35,14 +35,16 @@ class GpuWorkerGroup:
 
     data_arguments: Callable[[], Mapping[str, Any]]
 
-    def __init__(self, prepared: Prepared, place: Placement, check: Check) -> None:
+    def __init__(self, prepared: Prepared, place: Placement, check: Check, until_all: Until) -> None:
         """Start nothing yet.
 
         check: called in every wait, as in `answer`.
+        until_all: Supervisor.until_all.
         """
         self._prepared = prepared
         self._place = place
         self._check = check
+        self._until_all = until_all
         plan = prepared.plan
         self.workers = [
             ActorRole(
@@ -123,9 +125,7 @@ class GpuWorkerGroup:
             answer("a GPU worker did not take the data process", call, self._check)
         self.watch()
 
-    def replace_gpus(
-        self, holders: Holders, progress: Callable[[], Progress], until: Until, ready: Callable[[], None]
-    ) -> None:
+    def replace_gpus(self, holders: Holders, progress: Callable[[], Progress], ready: Callable[[], None]) -> None:
         """Replace all GPU workers by others, which build their engines and continue from where training stands.
 
         holders: returns processes that hold the arenas, other than the GPU workers.
@@ -140,27 +140,28 @@ class GpuWorkerGroup:
         self.wait_ready()
         ready()
         filled = self.ask_each("fill", None, None)  # loads nothing: nothing lives on the device
-        self.all_of(self.ask_each("build"), until, "did not build its engine")
+        self.all_of(self.ask_each("build"), "did not build its engine")
         for call in filled:
             answer("a GPU worker was not filled", call, self._check)
         try:
-            self.begin("resume", progress, until, "did not take up training")
+            self.begin("resume", progress, "did not take up training")
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, LostProcessError) else error from None
         self.watch()
 
-    def begin(self, method: str, progress: Callable[[], Progress], until: Until, late: str) -> None:
+    def begin(self, method: str, progress: Callable[[], Progress], late: str) -> None:
         """Call `method` (`start` or `resume`) of one GPU worker after the other, by rank.
 
         The first worker of a host sets the signal words, so the others must follow it.
         """
         for worker in self.workers:
-            until({getattr(worker.actor, method).remote(progress()): f"the {worker.name} {late}"}, STEP_DEADLINE_S)
+            call = getattr(worker.actor, method).remote(progress())
+            self._until_all({call: f"the {worker.name} {late}"}, STEP_DEADLINE_S)
 
-    def all_of(self, calls: Sequence[Any], until: Until, late: str) -> None:
+    def all_of(self, calls: Sequence[Any], late: str) -> None:
         """Wait for calls of all GPU workers at once.
 
         So a death is noticed even while another worker waits for the one that died.
         """
-        names = [worker.name for worker in self.workers]
-        until({call: f"the {name} {late}" for name, call in zip(names, calls, strict=True)}, STEP_DEADLINE_S)
+        named = zip(self.workers, calls, strict=True)
+        self._until_all({call: f"the {worker.name} {late}" for worker, call in named}, STEP_DEADLINE_S)

@@ -62,7 +62,7 @@ class Supervisor:
         plan = prepared.plan
         self._owners = [owner_role(prepared, place, host, left) for host in range(plan.num_hosts)]
         self._shards = [shard_role(prepared, place, number) for number in range(plan.num_parts - 1)]
-        self.group = GpuWorkerGroup(prepared, place, self.check)
+        self.group = GpuWorkerGroup(prepared, place, self.check, self.until_all)
         self._gone: set[str] = set()  # ids of actors that died, or were replaced
         self._progress: Callable[[], Progress] | None = None  # set once steps can run
         self._own_handles: Handles = {}  # what the driver holds while actors start
@@ -246,7 +246,7 @@ class Supervisor:
             ray.kill(role.actor)  # one that Ray could not reach for a moment may still live
         if action is Action.REPLACE_GPU_WORKERS:
             assert self._progress is not None
-            self.group.replace_gpus(self.holders, self._progress, self.until_all, lambda: self._record(self.pids))
+            self.group.replace_gpus(self.holders, self._progress, lambda: self._record(self.pids))
             return
         [role] = lost
         if role is self.group.data:

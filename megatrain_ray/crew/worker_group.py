@@ -158,8 +158,8 @@ class Crew(Supervisor):
 
         progress: returns where training stands at that moment.
         """
-        self.group.all_of(self._building, self.until_all, "did not build its engine")
-        self.group.begin("start", progress, self.until_all, "did not start its engine")
+        self.group.all_of(self._building, "did not build its engine")
+        self.group.begin("start", progress, "did not start its engine")
         for shard in self._shards:
             shard.assign(lambda actor: actor.run.remote(self._newest_save), serves=True)
         self.group.watch()

@@ -40,7 +40,7 @@ def group(asked: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ActorRole, "wait_ready", wait_ready)
     place = SimpleNamespace(take=lambda name: Actor(name, asked), addresses=["first", "second"])
     plan = SimpleNamespace(num_gpus=4, host_gpus=2, repeats_steps=True)
-    started = GpuWorkerGroup(SimpleNamespace(plan=plan), place, lambda: None)  # type: ignore[arg-type]
+    started = GpuWorkerGroup(SimpleNamespace(plan=plan), place, lambda: None, lambda calls, timeout_s: None)  # type: ignore[arg-type]
     started.start(lambda host: ())
     started.wait_ready()
     return started
@@ -69,7 +69,7 @@ def test_who_follows_is_known_before_it_builds(group: GpuWorkerGroup, asked: lis
         assert all(method != "build" for _, method, _ in asked)
         known.append(pids_of(group))
 
-    group.replace_gpus(lambda host: (), lambda: None, lambda calls, timeout_s: None, ready)  # type: ignore[arg-type, return-value]
+    group.replace_gpus(lambda host: (), lambda: None, ready)  # type: ignore[arg-type, return-value]
     assert [method for _, method, _ in asked].count("build") == 4
     assert known == [pids_of(group)]
     assert not set(known[0]) & set(before)
