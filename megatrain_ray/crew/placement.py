@@ -109,7 +109,7 @@ class Placement:
     """Places the actors of a run and starts them.
 
     The first actors start with the placement, while the driver still plans. Each imports what it needs, which takes
-    longer than anything else of a start, and waits for `take_up`.
+    longer than anything else of a start, and waits for `setup`.
 
     All actors of a host are on one Ray node: those of the first host on the driver's node, those of other hosts on
     other nodes.
@@ -196,7 +196,7 @@ class Placement:
         return lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
 
     def take(self, name: str) -> Any:
-        """Return an actor of this name that waits for `take_up`: first the one that started early, then new ones."""
+        """Return an actor of this name that waits for `setup`: first the one that started early, then new ones."""
         waiting = self._waiting.pop(name, None)
         return self._begin(name) if waiting is None else waiting
 
