@@ -10,29 +10,17 @@ import hashlib
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.device.cuda_device import (
-    CudaDevice,
-    PeerCopies,
-    device_name,
-    num_gpus,
-    pci_addresses,
-    total_memory_bytes,
-)
-from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.device.cuda_device import device_name, num_gpus, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName
-from megatrain_ray.engine.layout.precision import Precision
-from megatrain_ray.engine.measure.measure_profile import measure, measure_link
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
@@ -212,12 +200,13 @@ def _keep_links(machine: MachineName, links: Mapping[str, float | None]) -> None
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
-    """Run a function of this module in a process of its own and return what it prints.
+    """Run a function of measure_process.py in a process of its own and return what it prints.
 
     Raises DeadlineError if it takes longer than `bound_s` seconds, and MegatrainError if it fails.
     """
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from megatrain_ray.profiling import profiles; profiles.{function}()"
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from megatrain_ray.profiling import measure_process; measure_process.{function}()"
     )
     what = "this machine" if function == "print_profile" else "the link between GPUs"
     try:
@@ -228,40 +217,6 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise MegatrainError(f"{what} could not be measured: exit code {done.returncode}: {last}")
     return done.stdout
-
-
-def print_profile() -> None:
-    """Measure the machine and print its profile as JSON. sys.argv[1] is the device, cpu or cuda."""
-    machine = this_machine(sys.argv[1])
-    torch.set_num_threads(machine.num_cpus)
-
-    def make_device(precision: Precision) -> Device:
-        if machine.gpu:
-            return CudaDevice(tf32=precision is Precision.TF32)
-        return CpuDevice(num_threads=machine.num_cpus)
-
-    print(measure(machine, make_device, machine.num_cpus).to_json())
-
-
-def print_link() -> None:
-    """Measure the links between neighbouring GPUs and print the slowest rate in bytes per second.
-
-    The rate is what a GPU receives from its neighbour while it sends as much. In a ring all GPUs wait for the slowest
-    pair.
-
-    sys.argv[1]: number of GPUs, the first ones in torch's order.
-    """
-    print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(int(sys.argv[1]))))
-
-
-def neighbours(count: int) -> list[tuple[int, int]]:
-    """Return each pair of neighbours once, of a ring of `count` GPUs (two or more)."""
-    pairs = [(k, (k + 1) % count) for k in range(count)]
-    return pairs if count > 2 else pairs[:1]
-
-
-def _exchange(one: int, other: int, num_bytes: int) -> Callable[[int], None]:
-    return PeerCopies(num_bytes, one, other).run
 
 
 @contextmanager

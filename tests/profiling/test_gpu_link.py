@@ -13,7 +13,7 @@ from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.measure import measure_profile
 from megatrain_ray.engine.measure.measure_profile import measure_link
 from megatrain_ray.errors import DeadlineError, MegatrainError
-from megatrain_ray.profiling import profiles
+from megatrain_ray.profiling import measure_process
 from megatrain_ray.profiling.profiles import (
     measure_everything,
     measure_link_here,
@@ -153,9 +153,9 @@ def test_a_ring_is_as_fast_as_its_slowest_pair(
         return 10.0 + abs(make_exchange(8)() - 2)  # the second one is the slowest where there is one
 
     monkeypatch.setattr("sys.argv", ["measuring", str(count)])
-    monkeypatch.setattr(profiles, "PeerCopies", Copies)
-    monkeypatch.setattr(profiles, "measure_link", rate)
-    profiles.print_link()
+    monkeypatch.setattr(measure_process, "PeerCopies", Copies)
+    monkeypatch.setattr(measure_process, "measure_link", rate)
+    measure_process.print_link()
     assert made == [(8, *pair) for pair in pairs]
     assert float(capsys.readouterr().out) == (10.0 if count > 2 else 11.0)
 
