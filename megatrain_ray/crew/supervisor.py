@@ -15,7 +15,7 @@ from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, ActorRole, actor_id, a
 from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
 from megatrain_ray.crew.host_roles import owner_role, shard_role
 from megatrain_ray.crew.placement import Placement, crew_spec
-from megatrain_ray.crew.recovery import Action, Failure, FailureBudget, ProcessKind, decide, describe_death
+from megatrain_ray.crew.recovery import Failure, FailureBudget, ProcessKind, Recovery, decide, describe_death
 from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.metrics.deaths import Faults
@@ -241,10 +241,10 @@ class Supervisor:
         if self._faults:
             self._faults.died(name)
 
-    def _replace(self, lost: Sequence[ActorRole], action: Action) -> None:
+    def _replace(self, lost: Sequence[ActorRole], action: Recovery) -> None:
         for role in lost:
             ray.kill(role.actor)  # one that Ray could not reach for a moment may still live
-        if action is Action.REPLACE_GPU_WORKERS:
+        if action is Recovery.REPLACE_GPU_WORKERS:
             assert self._progress is not None
             self.group.replace_gpus(self.holders, self._progress, lambda: self._record(self.pids))
             return

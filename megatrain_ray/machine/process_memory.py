@@ -16,7 +16,7 @@ NAMES = {"shared": "Pss_Shmem", "private": "Pss_Anon", "files": "Pss_File"}
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class GpuMemoryUse:
     """Holds the bytes of GPU memory of a process.
 
     num_bytes: bytes; None if they are not known.
@@ -51,7 +51,7 @@ def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
     return {**{name: pss(pid) for name, pid in actors.items()}, "driver": pss(driver), "Ray": dict(of_ray)}
 
 
-def device_memory(pid: int) -> DeviceMemory:
+def device_memory(pid: int) -> GpuMemoryUse:
     """Return the GPU memory of a process, on whatever GPU it uses.
 
     In a container NVML may list it under another process id. If only one process uses any GPU, that one is assumed.
@@ -60,14 +60,14 @@ def device_memory(pid: int) -> DeviceMemory:
         with _nvml() as nvml:
             used = dict(_used_by_pid(nvml))
     except ImportError:
-        return DeviceMemory(None, "nvidia-ml-py is not installed: pip install 'megatrain-ray[nvml]'")
+        return GpuMemoryUse(None, "nvidia-ml-py is not installed: pip install 'megatrain-ray[nvml]'")
     except Exception as error:  # NVMLError, which cannot be named: its module may be missing
-        return DeviceMemory(None, f"NVML: {error}")
+        return GpuMemoryUse(None, f"NVML: {error}")
     if pid in used:
-        return DeviceMemory(used[pid])
+        return GpuMemoryUse(used[pid])
     if len(used) == 1:
-        return DeviceMemory(next(iter(used.values())), "of the only process on the GPU: NVML knows it by another pid")
-    return DeviceMemory(None, f"NVML lists {len(used)} processes, none with the pid {pid}")
+        return GpuMemoryUse(next(iter(used.values())), "of the only process on the GPU: NVML knows it by another pid")
+    return GpuMemoryUse(None, f"NVML lists {len(used)} processes, none with the pid {pid}")
 
 
 @contextmanager

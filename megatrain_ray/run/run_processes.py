@@ -42,7 +42,7 @@ def shard_name(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Process:
+class _RecordedProcess:
     role: str
     pid: int
     start_ticks: int  # since boot
@@ -58,7 +58,7 @@ def record(path: Path, pids: Mapping[str, int]) -> None:
     Raises MegatrainError if the file cannot be written.
     """
     started = {role: start_ticks(pid) for role, pid in pids.items()}
-    processes = [_Process(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
+    processes = [_RecordedProcess(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
     values = {"place": asdict(PidNamespace.current()), "processes": [asdict(process) for process in processes]}
     write_atomically(path / PROCESSES_NAME, json.dumps(values, indent=2) + "\n")
 
@@ -92,11 +92,14 @@ def forget(path: Path) -> None:
     (path / PROCESSES_NAME).unlink(missing_ok=True)
 
 
-def _read(file: Path) -> list[_Process]:
+def _read(file: Path) -> list[_RecordedProcess]:
     """Return the recorded processes that can be looked up from here; empty if nothing readable is recorded."""
     try:
         values = json.loads(file.read_bytes())
-        place, processes = PidNamespace(**values["place"]), [_Process(**process) for process in values["processes"]]
+        place, processes = (
+            PidNamespace(**values["place"]),
+            [_RecordedProcess(**process) for process in values["processes"]],
+        )
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -108,7 +111,7 @@ def _read(file: Path) -> list[_Process]:
     return []
 
 
-def _named(processes: list[_Process]) -> str:
+def _named(processes: list[_RecordedProcess]) -> str:
     return ", ".join(f"{process.role} (process {process.pid})" for process in processes)
 
 
