@@ -23,7 +23,7 @@ from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.machine.machine import probe_machine
+from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.model.model_source import ModelSource, open_model
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.profiling.profiles import with_profile
@@ -158,7 +158,7 @@ class Common:
         weights = source.weights()
         owned = [p for layer in structure.layers for p in layer.parameters if p.tied_to is None]
         drawn = {p.name: weights.read(p.name, 0, math.prod(p.shape)) for p in owned}
-        machine = probe_machine(hardware.device, hardware.hbm_limit, hardware.ram_limit)
+        machine = machine_of(hardware)
         machine = with_profile(machine, hardware.profile)
         return Common(config, DrawnSource(**vars(source), drawn=drawn), structure, activations, machine)
 

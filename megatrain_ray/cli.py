@@ -287,14 +287,15 @@ def _refit(run_dir: Path, out: Path) -> int:
 def _doctor(folder: Path, *, measure: bool) -> int:
     from megatrain_ray.commands.doctor import examine
     from megatrain_ray.commands.finding import State
-    from megatrain_ray.machine.machine import probe_machine
+    from megatrain_ray.config.groups import HardwareConfig
+    from megatrain_ray.machine.machine import machine_of
     from megatrain_ray.profiling.profiles import measure_everything
     from megatrain_ray.profiling.spill_disk import forget_rates
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: name the one where runs will be")
     if measure:
-        measure_everything(probe_machine("auto", None, None).device)
+        measure_everything(machine_of(HardwareConfig()).device)
         forget_rates()
     states = set()
     for finding in examine(folder):

@@ -7,7 +7,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,10 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import log_to, say
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.convert.training_arguments import with_arguments
-from megatrain_ray.crew.failures import FailureBudget
 from megatrain_ray.crew.placement import CrewSpec, Placement
 from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_cluster
 from megatrain_ray.crew.ray_resources import check_device
+from megatrain_ray.crew.recovery import FailureBudget, decide_restart
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.data.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.data.python_objects import Objects
@@ -151,7 +151,7 @@ class Trainer:
             daemons, placement = stack.enter_context(_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
                 prepared = self._prepare(run.config, machine, source)
-            run = replace(run, config=prepared.config)
+            run.config = prepared.config
             if run.has_begun:
                 check_model(run.path, prepared.source.config, prepared.structure)
             _tell_of_moments(run.config.train.moments, manifest)
@@ -364,10 +364,11 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
             _fall_back(run, step, damage)
         except LostProcessError as death:
             if job.failures.count == num_failures:  # this death has not been counted yet
-                job.failures.spend("a process of the run", f"{death}; ")
-            saves = list_saves(run.saves)
-            origin = f"going on from the save of step {saves[-1]}" if saves else "nothing is saved: beginning again"
-            say(f"{death}; {origin} ({job.failures})")
+                job.failures.count += 1
+            decision = decide_restart(str(death), job.failures, max(list_saves(run.saves), default=None))
+            if decision.error:
+                raise decision.error from None
+            say(decision.why)
         placement = None
         await_end(run.path)  # the memory of two crews would not fit
         _clean_unfinished(run)

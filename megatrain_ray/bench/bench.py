@@ -30,7 +30,7 @@ from megatrain_ray.driver.interrupts import Interrupts
 from megatrain_ray.driver.session import Job
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.machine.process_memory import DeviceMemory, device_memory, pss_of_run
+from megatrain_ray.machine.process_memory import GpuMemoryUse, device_memory, pss_of_run
 from megatrain_ray.machine.subprocess_call import in_own_process
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.planning.prepare import Prepared
@@ -52,7 +52,7 @@ class Observed:
     kernel_names: tuple[str, ...]
     shard_work: tuple[ShardWork, ...]
     pss_bytes: Mapping[str, Mapping[str, int]]
-    device_memory: DeviceMemory
+    device_memory: GpuMemoryUse
 
 
 @dataclass(frozen=True)
@@ -140,5 +140,5 @@ def _observe(job: Job, crew: Crew) -> Observed:
         kernel_names=tuple(crew.kernel_names),
         shard_work=shard_work,
         pss_bytes=pss_of_run(crew.pids),
-        device_memory=device_memory(crew.pids["GPU worker"]) if on_gpu else DeviceMemory(None, "the device is the CPU"),
+        device_memory=device_memory(crew.pids["GPU worker"]) if on_gpu else GpuMemoryUse(None, "the device is the CPU"),
     )

@@ -18,7 +18,7 @@ from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
 from megatrain_ray.machine.numa_topology import NodeFacts, Topology, gpu_node, read_topology
 from megatrain_ray.report.page_placement import page_places
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_processes import living
 from megatrain_ray.units import format_bytes, format_ranges
 

@@ -26,7 +26,7 @@ from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.planning.prepare import predictor
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_lock import hold_lock
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS
 

@@ -1,10 +1,10 @@
-"""Defines Post, a role in a run that one actor fills at a time, and bounded waits for the answers of actors."""
+"""Defines ActorRole, a role in a run that one actor fills at a time, and bounded waits for the answers of actors."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from megatrain_ray.crew.recovery import ProcessKind, describe_death
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
@@ -22,42 +23,67 @@ CLOSE_S = 10.0  # bound, in seconds, for a thread of the driver whose calls have
 DEATH_TOLD_S = 10.0  # a guess: seconds within which Ray reports that a process has died
 AGAIN = "the same command starts again from the last save"
 
+TITLES = {ProcessKind.DATA: "the data process", ProcessKind.GPU: "the {}"}  # in messages about a start
+
 Task = Callable[[Any], Any]  # calls a method of an actor and returns the pending call
 Check = Callable[[], None]  # raises an error if what is waited for cannot come any more
 
 
-@dataclass
-class Post:
+@dataclass(eq=False)
+class ActorRole:
     """Tracks a role in the run (for example optimizer shard 1): its current actor, and how to start a replacement.
 
+    host: number of the host that the actor runs on.
+    take: returns an actor of a name, which waits for the call of `setup`.
+    arguments: returns the arguments of `setup`, from the handles of the processes that hold the arenas of the host.
+    ready: pending call of `setup`, which returns the process id.
+    pid, handles: process id of the newest actor that was ready, and what it holds of the arenas.
     task: what the actor is doing; it is called again on a replacement. None if it does nothing.
-    call: the pending call of `task`.
+    call: pending call of `task`.
+    serves: the task ends only when the actor is told to stop.
     """
 
+    kind: ProcessKind
     name: str
     host: int
-    take: Callable[[], Any]  # returns an actor that waits for the call of `take_up`
-    # Returns the arguments of `take_up`. Takes the holders of the arenas and the pid of the actor's predecessor.
-    arguments: Callable[[Sequence[Handles], int | None], tuple[Any, ...]]
+    take: Callable[[str], Any]
+    arguments: Callable[[Sequence[Handles]], Mapping[str, Any]]
     actor: Any = None
-    begun: Any = None  # pending call of `take_up`
+    ready: Any = None
+    pid: int | None = None
     handles: Handles = field(default_factory=dict)
     task: Task | None = None
     call: Any = None
-    serves: bool = False  # the task ends only when the actor is told to stop
+    serves: bool = False
 
-    def fill(self, holders: Sequence[Handles], after_pid: int | None) -> None:
-        """Start an actor in this role and call its `take_up`, without waiting for it.
+    def start(self, holders: Sequence[Handles]) -> None:
+        """Start an actor in this role and call its `setup`, without waiting for it."""
+        self.actor = self.take(self.name)
+        self.setup(holders)
 
-        holders: handles of the processes that hold the arenas of the host.
-        after_pid: process id of the predecessor; None for the first actor.
+    def setup(self, holders: Sequence[Handles]) -> None:
+        self.ready = self.actor.setup.remote(**self.arguments(holders))
+
+    def wait_ready(self, check: Check) -> None:
+        """Wait until the actor's `setup` has returned, and note its process and what it holds.
+
+        Raises RayActorError if the actor died, MegatrainError if it could not start, and what `check` raises, as
+        `answer` does.
         """
-        self.actor = self.take()
-        self.begun = self.actor.take_up.remote(*self.arguments(holders, after_pid))
+        title = TITLES.get(self.kind, "{}").format(self.name)
+        try:
+            self.pid = answer(f"{title} did not start", self.ready, check)
+        except RayTaskError as error:
+            if isinstance(error.cause, MegatrainError):
+                raise
+            raise MegatrainError(describe_death(title, str(error), could_not_start=True)) from error
+        if self.kind is not ProcessKind.DATA:
+            self.handles = answer(f"{title} did not start", self.actor.handles.remote(), check)
 
-    @property
-    def pid(self) -> int | None:
-        return next((handle.pid for handle in self.handles.values()), None)
+    def assign(self, task: Task, *, serves: bool) -> None:
+        """Let the actor begin a task."""
+        self.task, self.serves = task, serves
+        self.call = task(self.actor)
 
 
 def actor_id(actor: Any) -> str:
@@ -101,23 +127,6 @@ def await_thread(thread: threading.Thread, check: Check, timeout_s: float) -> No
         thread.join(min(CHECK_S, left_s))
 
 
-def await_begin(name: str, begun: Any, check: Check) -> None:
-    """Wait until an actor has taken up its role.
-
-    name: of the process, for messages.
-    begun: the pending call of `take_up`.
-
-    Raises RayActorError if the actor died, MegatrainError if it could not start, and what `check` raises, as `answer`
-    does.
-    """
-    try:
-        answer(f"{name} did not start", begun, check)
-    except RayTaskError as error:
-        if isinstance(error.cause, MegatrainError):
-            raise
-        raise MegatrainError(could_not_start(name, error)) from error
-
-
 def result_or_cause(call: Any, others: Sequence[Any], check: Check) -> Any:
     """Return the result of a call that has ended; if a peer's death made it fail, raise that death.
 
@@ -151,10 +160,6 @@ def _death_among(calls: Sequence[Any]) -> RayActorError | None:
             except RayError:  # from a rank that also lost its peer
                 continue
     return None
-
-
-def could_not_start(name: str, error: RayError) -> str:
-    return f"a process of the run ({name}) could not start: {str(error).strip().splitlines()[-1]}"
 
 
 @contextmanager

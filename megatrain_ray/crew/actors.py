@@ -8,42 +8,39 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
-from megatrain_ray.accounting.gpu_work import GpuWork
-from megatrain_ray.config.groups import SaveCompression
-from megatrain_ray.crew.batch_feed import Feed
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Meeting, Place
-from megatrain_ray.engine.shards.save_gate import SaveAttempt
-from megatrain_ray.engine.shards.save_part import WrittenPart
-from megatrain_ray.io.arenas.arena import ArenaHandle
 from megatrain_ray.io.arenas.arena_holder import Handles
+from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.prepare import Prepared
-from megatrain_ray.run.process_end import wait_gone
-from megatrain_ray.spans import RecordedSpans
+from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.workers.early_imports import import_first
-from megatrain_ray.workers.gpu_worker import GpuWorker, HeldOutLoss, Progress, Seat, StepResult
+from megatrain_ray.workers.gpu_worker import GpuWorker, Progress, Seat
 
 
 def waiting(kind: type) -> type:
     """Return a class for actors that start before the arguments of `kind`'s constructor are known.
 
-    Its constructor imports `modules`. Its `take_up` is the constructor of `kind`; nothing else may be called before
-    `take_up` has returned.
+    Its constructor imports `modules`. Its `setup` takes the arguments of `kind`'s constructor and returns the process
+    id. Nothing else may be called before `setup` has returned.
     """
 
     def begin(self: Any, modules: Sequence[str] = ()) -> None:
         import_first(modules)
 
-    return type(
-        kind.__name__, (kind,), {"__init__": begin, "take_up": vars(kind)["__init__"], "__module__": kind.__module__}
-    )
+    def setup(self: Any, *args: Any, **kwargs: Any) -> int:
+        kind.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        return os.getpid()
+
+    return type(kind.__name__, (kind,), {"__init__": begin, "setup": setup, "__module__": kind.__module__})
 
 
 def show_own_gpus() -> None:
@@ -56,10 +53,60 @@ def show_own_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
-class GpuActor:
+class Feed:
+    """Fetches the batches of one GPU worker.
+
+    If the data process dies, the batch is requested again from its replacement. That wait has no bound: the caller sets
+    one. Use it on one event loop only.
+    """
+
+    def __init__(self, data: Any) -> None:
+        """Fetch from the actor `data`, which is a Ray handle."""
+        self._data = data
+        self._changed = asyncio.Condition()
+        self._is_dead = False
+
+    async def batch(self, step: int) -> Batch:
+        """Return the batch of a step."""
+        return await self._ask(lambda data: data.batch.remote(step))
+
+    async def held_out_batch(self, index: int) -> Batch:
+        """Return a batch of the held-out data, by its number."""
+        return await self._ask(lambda data: data.held_out_batch.remote(index))
+
+    async def until_it_dies(self) -> None:
+        """Wait until a batch was requested and the data process had died."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._is_dead)
+
+    async def take(self, data: Any) -> None:
+        """Replace the data process that died by `data`, and request the missing batches from it."""
+        async with self._changed:
+            self._data, self._is_dead = data, False
+            self._changed.notify_all()
+
+    async def _ask(self, call: Callable[[Any], Any]) -> Batch:
+        while True:
+            asked = self._data
+            try:
+                batch: Batch = await call(asked)
+            except RayActorError:
+                await self._followed(asked)
+            else:
+                return batch
+
+    async def _followed(self, dead: Any) -> None:
+        async with self._changed:
+            if self._data is dead:
+                self._is_dead = True
+                self._changed.notify_all()
+                await self._changed.wait_for(lambda: self._data is not dead)
+
+
+class GpuActor(GpuWorker):
     """Runs a GpuWorker on the actor's event loop.
 
-    The actor starts before there is a plan; `take_up` creates the worker. Only `open_meeting` may be called before it.
+    The actor starts before there is a plan; `setup` makes it a worker. Only `open_meeting` may be called before it.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -74,15 +121,10 @@ class GpuActor:
         self._meeting = Meeting(address)
         return self._meeting.place
 
-    async def take_up(
-        self,
-        prepared: Prepared,
-        holders: Sequence[Handles],
-        data: Any,
-        after_pids: Sequence[int] = (),
-        seat: Seat | None = None,
-    ) -> None:
-        """Create the GPU worker.
+    async def setup(
+        self, prepared: Prepared, holders: Sequence[Handles], data: Any, after_pids: Sequence[int], seat: Seat | None
+    ) -> int:
+        """Become the GPU worker and return the process id.
 
         holders: handles of the processes that hold the arenas of the host.
         data: handle of the data actor.
@@ -93,8 +135,9 @@ class GpuActor:
         for pid in after_pids:
             await asyncio.to_thread(wait_gone, pid, DEADLINE_S)
         self._feed = Feed(data)
-        self._worker = GpuWorker(prepared, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
+        super().__init__(prepared, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
         self._filled = asyncio.Event()
+        return os.getpid()
 
     async def until_data_dies(self) -> None:
         """Wait until a batch is wanted and the data process has died."""
@@ -104,14 +147,8 @@ class GpuActor:
         """Use another data process instead of the one that died."""
         await self._feed.take(data)
 
-    async def handles(self) -> dict[str, ArenaHandle]:
-        return self._worker.handles()
-
-    async def home_problems(self) -> tuple[str, ...]:
-        return self._worker.home_problems
-
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        await self._worker.fill(save_folder, manifest)
+        await super().fill(save_folder, manifest)
         self._filled.set()
 
     async def build(self) -> None:
@@ -120,41 +157,11 @@ class GpuActor:
         May be called earlier: Ray does not keep the order of calls to an async actor.
         """
         await self._filled.wait()
-        await self._worker.build()
-
-    async def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
-        return await self._worker.write_part(save_folder, attempt, compression)
-
-    async def abandon_save(self, attempt: SaveAttempt) -> None:
-        await self._worker.abandon_save(attempt)
-
-    async def base_checksums(self) -> tuple[int | None, ...]:
-        return await self._worker.base_checksums()
+        await super().build()
 
     async def start(self, progress: Progress) -> None:
-        await self._worker.start(progress)
+        await super().start(progress)
         # A full garbage collection visits half a million objects of torch and Transformers, which takes 0.3 s, while
         # the GPU idles. They live as long as the process, so they are excluded from collections.
         gc.collect()
         gc.freeze()
-
-    async def resume(self, progress: Progress) -> None:
-        await self._worker.resume(progress)
-
-    async def step(self, step: int, save: bool) -> StepResult:
-        return await self._worker.step(step, save)
-
-    async def evaluate(self, step: int, index: int) -> HeldOutLoss:
-        return await self._worker.evaluate(step, index)
-
-    async def spans(self, last: int) -> RecordedSpans:
-        return await self._worker.spans(last)
-
-    async def work(self) -> GpuWork:
-        return self._worker.work()
-
-    async def whereabouts(self) -> str:
-        return self._worker.whereabouts()
-
-    async def close(self, last: int) -> None:
-        await self._worker.close(last)

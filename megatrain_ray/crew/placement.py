@@ -28,7 +28,7 @@ from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import LOOPBACK
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.planning.prepare import Prepared
-from megatrain_ray.run.process_names import DATA, GPU, OWNER, gpu_name, owner_name, shard_name
+from megatrain_ray.run.run_processes import DATA, GPU, OWNER, gpu_name, owner_name, shard_name
 from megatrain_ray.workers.arena_owner import ArenaOwner
 from megatrain_ray.workers.early_imports import COMPILER, TRANSFORMERS
 from megatrain_ray.workers.shard_worker import ShardWorker
@@ -65,10 +65,6 @@ class CrewSpec:
         return self.num_workers // self.num_hosts
 
     @property
-    def host_gpus(self) -> int:
-        return self.num_gpus // self.num_hosts
-
-    @property
     def num_gpus(self) -> int:
         return self.num_workers if self.device == "cuda" else 0
 
@@ -80,7 +76,7 @@ class CrewSpec:
         several hosts: one bundle for each host. The CPUs that Ray reserves only promise room; the plan decides the
         numbers of threads. They are fractions, so that small machines can run all actors.
         """
-        gpus = {"GPU": float(self.host_gpus)} if self.num_gpus else {}
+        gpus = {"GPU": self.num_gpus / self.num_hosts} if self.num_gpus else {}
         if self.num_hosts == 1:
             return [{"CPU": 0.1 * self.num_workers, **gpus}, *({"CPU": 0.1} for _ in range(self.num_shards))]
         num_cpus = round(0.1 * (self.host_workers + self.num_shards), 4)
@@ -113,7 +109,7 @@ class Placement:
     """Places the actors of a run and starts them.
 
     The first actors start with the placement, while the driver still plans. Each imports what it needs, which takes
-    longer than anything else of a start, and waits for `take_up`.
+    longer than anything else of a start, and waits for `setup`.
 
     All actors of a host are on one Ray node: those of the first host on the driver's node, those of other hosts on
     other nodes.
@@ -149,8 +145,10 @@ class Placement:
         if not self._has_room(soon_s, check):
             say(f"waiting for room in the Ray cluster: {self._lacking}")
             if not self._has_room(timeout_s, check):
+                end = "end what uses it"
+                remedy = end if self._spec.num_hosts == 1 else f"start Ray on another machine, or {end}"
                 raise DeadlineError(
-                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {self._remedy}"
+                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {remedy}"
                 )
         by_bundle = placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
@@ -175,11 +173,6 @@ class Placement:
         known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return [known[node] for node in self._nodes]
 
-    @property
-    def is_placed(self) -> bool:
-        """Return whether `wait` has returned."""
-        return bool(self._nodes)
-
     def node_of(self, host: int) -> str:
         """Return Ray's id of a host's node. Valid after `wait`."""
         return self._nodes[host]
@@ -202,12 +195,8 @@ class Placement:
             return lacking_hosts(self._spec.bundles, ray.nodes()) or "others use what it asks for"
         return lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
 
-    @property
-    def _remedy(self) -> str:
-        return "end what uses it" if self._spec.num_hosts == 1 else "start Ray on another machine, or end what uses it"
-
     def take(self, name: str) -> Any:
-        """Return an actor of this name that waits for `take_up`: first the one that started early, then new ones."""
+        """Return an actor of this name that waits for `setup`: first the one that started early, then new ones."""
         waiting = self._waiting.pop(name, None)
         return self._begin(name) if waiting is None else waiting
 

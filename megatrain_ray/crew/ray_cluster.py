@@ -57,21 +57,17 @@ AGENTS = {
 
 @dataclass(frozen=True)
 class Daemons:
-    """Tracks those of Ray's processes in an embedded cluster without which a run cannot go on.
-
-    names: of the processes, by pid.
+    """Tracks, by name, those of Ray's processes in an embedded cluster without which a run cannot go on.
 
     Empty for a cluster that was joined: its processes are not known.
     """
 
-    processes: tuple[psutil.Process, ...] = ()
-    names: Mapping[int, str] = field(default_factory=dict)
+    processes: Mapping[psutil.Process, str] = field(default_factory=dict)
 
     @staticmethod
     def among(started: Iterable[psutil.Process]) -> Daemons:
         """Return those found among the processes that `ray.init` started."""
-        named = {process: name for process in started if (name := _daemon_name(process))}
-        return Daemons(tuple(named), {process.pid: name for process, name in named.items()})
+        return Daemons({process: name for process in started if (name := _daemon_name(process))})
 
     @property
     def alive(self) -> bool:
@@ -87,7 +83,7 @@ class Daemons:
 
     @property
     def _dead(self) -> list[str]:
-        return [self.names.get(process.pid, "own") for process in self.processes if not _lives(process)]
+        return [name for process, name in self.processes.items() if not _lives(process)]
 
 
 def in_ray_job() -> bool:
@@ -112,7 +108,7 @@ def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     """
     if ray.is_initialized():
         yield Daemons()
-    elif os.environ.get("RAY_ADDRESS") or in_ray_job():
+    elif joins_cluster():
         _connect(os.environ.get("RAY_ADDRESS", ""))
         try:
             yield Daemons()

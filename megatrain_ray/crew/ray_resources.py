@@ -87,14 +87,12 @@ def nodes_within(timeout_s: float) -> list[dict[str, Any]]:
     return found[0]
 
 
-def check_device(asked: str, found: str, nodes: Sequence[Mapping[str, Any]] | None = None) -> None:
+def check_device(asked: str, found: str) -> None:
     """Raise ConfigError if `auto` became the CPU because the driver is not where the cluster's GPUs are.
 
     asked, found: hardware.device as it is set, and as it was resolved on this machine.
-    nodes: as `ray.nodes` lists them; None: it is called.
     """
-    nodes = ray.nodes() if nodes is None else nodes
-    if asked == "auto" and found == "cpu" and (others := _with("GPU", 1.0, nodes)):
+    if asked == "auto" and found == "cpu" and (others := _able({"GPU": 1.0}, ray.nodes())):
         raise ConfigError(
             f"hardware.device: torch sees no GPU on this machine, but the cluster has some on {', '.join(others)}; "
             "start the driver there (deploy/README.md), or train on the CPU: hardware.device=cpu"
@@ -107,13 +105,8 @@ def lacking(bundles: Sequence[Bundle], free: Mapping[str, float]) -> str:
     return ", ".join(f"{name} ({asked:g} asked for, {free.get(name, 0.0):g} free)" for name, asked in short.items())
 
 
-def _with(name: str, amount: float, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the addresses of living nodes that have at least `amount` of a resource."""
-    return [node["NodeManagerAddress"] for node in nodes if node["Alive"] and node["Resources"].get(name, 0) >= amount]
-
-
 def _advice(name: str, asked: float, nodes: Sequence[Mapping[str, Any]]) -> str:
-    if others := _with(name, asked, nodes):
+    if others := _able({name: asked}, nodes):
         return f"{', '.join(others)} has: start the driver there (deploy/README.md)"
     if name == "GPU":
         return "start its Ray with --num-gpus=1, or train on the CPU: hardware.device=cpu"

@@ -10,15 +10,15 @@ import ray
 
 from megatrain_ray.accounting.work_counters import RunWork
 from megatrain_ray.crew.actor_role import ANSWER_S
-from megatrain_ray.crew.failures import kind_of
 from megatrain_ray.crew.work_calls import WorkCalls
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.storage.measured_store import NOTHING, Moved
+from megatrain_ray.metrics.deaths import kind_of
 from megatrain_ray.metrics.sink import Count
 from megatrain_ray.metrics.sinks import MetricSinks
-from megatrain_ray.run.process_names import gpu_name, shard_name
+from megatrain_ray.run.run_processes import gpu_name, shard_name
 
 log = logging.getLogger(__name__)
 

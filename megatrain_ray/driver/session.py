@@ -17,9 +17,9 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.console.progress import ProgressView, make_progress
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.console.step_split import describe_split
-from megatrain_ray.crew.failures import FailureBudget, Faults
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.ray_cluster import Daemons, in_ray_job
+from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.data.data_worker import HeldOutData
 from megatrain_ray.driver.crew_start import SaveRates, start_crew
@@ -37,6 +37,7 @@ from megatrain_ray.errors import CapacityError, DeadlineError, InterruptedRunErr
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_writer import NonFiniteStateError
+from megatrain_ray.metrics.deaths import Faults
 from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.planning.stop_deadline import stop_wait_s, warning_of
@@ -241,13 +242,8 @@ class Session:
         gpu = crew.gpu
         try:
             self._wait(crew, view)
-        except RayActorError as error:
-            crew.replace(error)
-        except RayTaskError as error:
-            if not isinstance(error.cause, LostDeviceError):
-                raise
-            if crew.gpu is gpu:  # or it was replaced when another of its calls had failed
-                crew.replace_gpu(str(error.cause))
+        except (RayActorError, RayTaskError) as error:
+            crew.recover(error, gpu)
         if crew.gpu is not gpu:
             self._ask_again(crew)
 
@@ -373,7 +369,7 @@ class Session:
         try:
             save.take(call)
         except RayActorError as error:
-            crew.replace(error)
+            crew.recover(error)
             save.abandon()
             say(f"the save of step {save.step} was abandoned; the next one follows with the next step")
             self._save, self._missed = None, True

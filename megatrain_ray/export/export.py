@@ -30,7 +30,7 @@ from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_f
 from megatrain_ray.model.architecture import Architecture, is_known
 from megatrain_ray.model.checkpoint_names import checkpoint_names, owned_parameters
 from megatrain_ray.model.model_source import ModelSource, open_model
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 
 MAX_TRIES = 5
 

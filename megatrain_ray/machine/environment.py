@@ -13,9 +13,8 @@ import torch
 
 from megatrain_ray import __version__
 from megatrain_ray.engine.device.cuda_device import device_name, total_memory_bytes
-from megatrain_ray.machine.machine import ram_bytes
+from megatrain_ray.machine.machine import cpu_name, driver_version, ram_bytes
 from megatrain_ray.machine.numa_topology import read_topology
-from megatrain_ray.machine.process_memory import driver_version
 
 GIT_S = 10.0
 PACKAGES = ("torch", "transformers", "ray")
@@ -30,7 +29,7 @@ def hardware(device: str) -> dict[str, Any]:
     return {
         "gpu": device_name() if has_gpu else None,
         "gpu_memory_bytes": total_memory_bytes() if has_gpu else None,
-        "cpu": _cpu_model(Path("/proc/cpuinfo")),
+        "cpu": cpu_name() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": max(1, len(read_topology().usable)),
         "ram_bytes": ram_bytes(),
@@ -44,7 +43,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
-        "driver": driver_version(),
+        "driver": driver_version() or None,
     }
 
 
@@ -66,8 +65,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if done.returncode else done.stdout.strip()
-
-
-def _cpu_model(file: Path) -> str:
-    lines = file.read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

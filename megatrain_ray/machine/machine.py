@@ -4,88 +4,72 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain_ray.config.groups import HardwareConfig, NodeConfig
+from megatrain_ray.config.groups import HardwareConfig
 from megatrain_ray.engine.device.cuda_device import num_gpus as gpus_here
 from megatrain_ray.engine.device.cuda_device import pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.machine.named_nodes import named_gpus, named_nodes
-from megatrain_ray.machine.numa_topology import gpu_node, read_topology
+from megatrain_ray.machine.numa_topology import gpu_node, named_gpus, named_nodes, read_topology
 from megatrain_ray.machine.proc_files import cgroup_folders, read_text
 
 UNLIMITED = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
 
-def probe_machine(
-    device: str, hbm_limit: int | None, ram_limit: int | None, *, nodes: Sequence[NodeConfig] = (),
-    num_gpus: int = 1, num_hosts: int = 1, imagined: bool = False, root: Path = Path("/"),
-) -> Machine:  # fmt: skip
+def machine_of(hardware: HardwareConfig, *, imagined: bool = False, root: Path = Path("/")) -> Machine:
     """Return the machine as the planner needs it.
 
-    device: auto, cpu or cuda.
-    hbm_limit: bytes; lowers the available GPU memory.
-    ram_limit: bytes; replaces the available memory. On some virtual machines MemTotal starts small and grows as memory
-    is touched.
-    nodes: NUMA nodes by hand; they replace those that the kernel shows.
-    num_gpus, num_hosts: GPUs of the run on all hosts, and hosts.
-    imagined: for a plan without a run. A GPU that is not here is taken to have `hbm_limit` of memory.
+    imagined: for a plan without a run. A GPU that is not here is taken to have `hardware.hbm_limit` of memory.
     root: folder that holds /proc and /sys.
 
-    Raises ConfigError if cuda is set and there is no GPU, if this machine has fewer GPUs than its share of `num_gpus`,
-    or if `nodes` are not here.
+    Raises ConfigError if cuda is set and there is no GPU, if this machine has fewer GPUs than its share of
+    `hardware.num_gpus`, or if `hardware.nodes` are not here.
     """
-    hbm = total_memory_bytes() if device in ("auto", "cuda") else None
-    if device == "cuda" and hbm is None:
-        if not imagined or hbm_limit is None:
-            raise ConfigError(
-                "hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu or auto (a plan alone "
-                "needs only hardware.hbm_limit)"
-            )
-        hbm = hbm_limit
-    host_gpus = num_gpus // num_hosts
-    if hbm is not None and not imagined and gpus_here() < host_gpus:
-        of_hosts = f" on {num_hosts} hosts" if num_hosts > 1 else ""
+    host_gpus = hardware.num_gpus // hardware.num_hosts
+    hbm_bytes = _hbm_bytes(hardware, imagined=imagined)
+    has_gpu = hbm_bytes is not None
+    if has_gpu and not imagined and gpus_here() < host_gpus:
+        of_hosts = f" on {hardware.num_hosts} hosts" if hardware.num_hosts > 1 else ""
         raise ConfigError(
-            f"hardware.num_gpus: {num_gpus}{of_hosts}, and torch sees {gpus_here()} on this machine; set it to at most "
-            f"{max(1, gpus_here()) * num_hosts}"
+            f"hardware.num_gpus: {hardware.num_gpus}{of_hosts}, and torch sees {gpus_here()} on this machine; set it "
+            f"to at most {max(1, gpus_here()) * hardware.num_hosts}"
         )
-    if hbm is not None or hbm_limit is not None:
-        hbm_bytes = min(value for value in (hbm, hbm_limit) if value is not None)
-    else:
-        hbm_bytes = None
     topology = read_topology(root)
-    addresses = pci_addresses() if hbm is not None else ()
+    addresses = pci_addresses() if has_gpu else ()
     addresses += (None,) * max(0, host_gpus - len(addresses))  # no address: on the CPU device, or not on this machine
     usable, gpus = topology.usable, tuple(Gpu(address, gpu_node(address, root)) for address in addresses)
-    if nodes:
-        usable = named_nodes(nodes, topology, imagined=imagined)
-        gpus = named_gpus(nodes, addresses, imagined=imagined)
+    if hardware.nodes:
+        usable = named_nodes(hardware.nodes, topology, imagined=imagined)
+        gpus = named_gpus(hardware.nodes, addresses, imagined=imagined)
     return Machine(
-        device="cpu" if hbm is None else "cuda",
+        device="cuda" if has_gpu else "cpu",
         num_cpus=allowed_cpus(),
         num_nodes=max(1, len(usable)),
-        ram_bytes=ram_limit or ram_bytes(root),
-        hbm_bytes=hbm_bytes,
+        # In place of what is there: on some virtual machines MemTotal starts small and grows as memory is touched.
+        ram_bytes=hardware.ram_limit or ram_bytes(root),
+        hbm_bytes=hbm_bytes if has_gpu else hardware.hbm_limit,
         nodes=usable if len(usable) > 1 else (),
         gpus=gpus,
     )
 
 
-def machine_of(hardware: HardwareConfig, *, imagined: bool = False) -> Machine:
-    """Return the machine as `probe_machine` does, with the hardware settings of a configuration."""
-    return probe_machine(
-        hardware.device,
-        hardware.hbm_limit,
-        hardware.ram_limit,
-        nodes=hardware.nodes,
-        num_gpus=hardware.num_gpus,
-        num_hosts=hardware.num_hosts,
-        imagined=imagined,
-    )
+def _hbm_bytes(hardware: HardwareConfig, *, imagined: bool) -> int | None:
+    """Return bytes of GPU memory that the plan may use; None: layers run on the CPU."""
+    if hardware.device == "cpu":
+        return None
+    total, limit = total_memory_bytes(), hardware.hbm_limit
+    if total is None:
+        if hardware.device == "auto":
+            return None
+        if not imagined or limit is None:
+            raise ConfigError(
+                "hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu or auto (a plan alone "
+                "needs only hardware.hbm_limit)"
+            )
+        return limit
+    return total if limit is None else min(total, limit)
 
 
 def allowed_cpus() -> int:

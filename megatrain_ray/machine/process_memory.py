@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ NAMES = {"shared": "Pss_Shmem", "private": "Pss_Anon", "files": "Pss_File"}
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class GpuMemoryUse:
     """Holds the bytes of GPU memory of a process.
 
     num_bytes: bytes; None if they are not known.
@@ -42,16 +43,15 @@ def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
     actors: process ids by name.
     """
     driver = os.getpid()
-    known = {*actors.values(), driver}
-    others = [p.pid for p in psutil.Process(driver).children(recursive=True) if p.pid not in known]
-    return {
-        **{name: pss(pid) for name, pid in actors.items()},
-        "driver": pss(driver),
-        "Ray": _sum([counted for pid in others if (counted := _pss_if_there(pid))]),
-    }
+    of_ray: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
+    for process in psutil.Process(driver).children(recursive=True):
+        if process.pid not in actors.values():
+            with suppress(OSError, IndexError, KeyError):  # the process has just ended
+                of_ray.update(pss(process.pid))
+    return {**{name: pss(pid) for name, pid in actors.items()}, "driver": pss(driver), "Ray": dict(of_ray)}
 
 
-def device_memory(pid: int) -> DeviceMemory:
+def device_memory(pid: int) -> GpuMemoryUse:
     """Return the GPU memory of a process, on whatever GPU it uses.
 
     In a container NVML may list it under another process id. If only one process uses any GPU, that one is assumed.
@@ -60,23 +60,14 @@ def device_memory(pid: int) -> DeviceMemory:
         with _nvml() as nvml:
             used = dict(_used_by_pid(nvml))
     except ImportError:
-        return DeviceMemory(None, "nvidia-ml-py is not installed: pip install 'megatrain-ray[nvml]'")
+        return GpuMemoryUse(None, "nvidia-ml-py is not installed: pip install 'megatrain-ray[nvml]'")
     except Exception as error:  # NVMLError, which cannot be named: its module may be missing
-        return DeviceMemory(None, f"NVML: {error}")
+        return GpuMemoryUse(None, f"NVML: {error}")
     if pid in used:
-        return DeviceMemory(used[pid])
+        return GpuMemoryUse(used[pid])
     if len(used) == 1:
-        return DeviceMemory(next(iter(used.values())), "of the only process on the GPU: NVML knows it by another pid")
-    return DeviceMemory(None, f"NVML lists {len(used)} processes, none with the pid {pid}")
-
-
-def driver_version() -> str | None:
-    """Return the version of the GPU driver; None if NVML does not report it."""
-    try:
-        with _nvml() as nvml:
-            return str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:  # no NVML module, or no driver
-        return None
+        return GpuMemoryUse(next(iter(used.values())), "of the only process on the GPU: NVML knows it by another pid")
+    return GpuMemoryUse(None, f"NVML lists {len(used)} processes, none with the pid {pid}")
 
 
 @contextmanager
@@ -95,14 +86,3 @@ def _used_by_pid(nvml: Any) -> Iterator[tuple[int, int]]:
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(index)):
             if process.usedGpuMemory is not None:
                 yield process.pid, process.usedGpuMemory
-
-
-def _pss_if_there(pid: int) -> dict[str, int] | None:
-    try:
-        return pss(pid)
-    except (OSError, IndexError, KeyError):  # the process has just ended
-        return None
-
-
-def _sum(counted: list[dict[str, int]]) -> dict[str, int]:
-    return {kind: sum(each[kind] for each in counted) for kind in NAMES}

@@ -17,7 +17,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.metrics.sink import Count, End
+from megatrain_ray.metrics.sink import Count, End, MetricSink
 
 EXPOSED = "exposed_s/"
 KEEP_S = 5.0  # interval after which gauges are set again
@@ -42,7 +42,7 @@ COUNTED = {
 }
 
 
-class RaySink:
+class RaySink(MetricSink):
     """Records metrics as Ray series with the tag `run`. Counters begin at 0 with each start of the run."""
 
     def __init__(self, run: str, steps: int, plan: Plan | None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,13 +1,9 @@
-"""Defines what a sink of metrics is.
-
-A sink takes rows of metrics.jsonl as they are written. It may also take counts and sizes between rows.
-"""
+"""Defines what a sink of metrics is: it takes rows of metrics.jsonl as they are written, and counts between rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Protocol, runtime_checkable
 
 from megatrain_ray.engine.layout.tier import Tier
 
@@ -20,19 +16,6 @@ class End(Enum):
     KILLED = 130  # interrupted; the same command resumes
 
 
-class MetricSink(Protocol):
-    """Takes numbers by name: `loss`, `lr`, `exposed_s/h2d`, …"""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take the numbers of one update or evaluation. Steps come in order.
-
-        An exception removes the sink and does not end the run.
-        """
-
-    def close(self, end: End) -> None:
-        """Close the sink: no more numbers come."""
-
-
 class Count(Enum):
     """Names the counters that are not in rows of metrics. The values are the names of the exported counters."""
 
@@ -42,9 +25,15 @@ class Count(Enum):
     DISK_WRITTEN = "disk_written_bytes"
 
 
-@runtime_checkable
-class CountingSink(Protocol):
-    """Takes what is measured between rows of metrics as well."""
+class MetricSink:
+    """Takes numbers by name: `loss`, `lr`, `exposed_s/h2d`, …
+
+    An exception removes the sink and does not end the run. Only `write` and `close` must be defined.
+    """
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Take the numbers of one update or evaluation. Steps come in order."""
+        raise NotImplementedError
 
     def count(self, what: Count, amount: float, kind: str) -> None:
         """Add `amount` to a counter.
@@ -57,3 +46,7 @@ class CountingSink(Protocol):
 
     def keep(self) -> None:
         """Keep recorded values alive: they are still valid. Called continually."""
+
+    def close(self, end: End) -> None:
+        """Close the sink: no more numbers come."""
+        raise NotImplementedError

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import config_to_dict
+from megatrain_ray.config.yaml_file import config_to_dict, leaves
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.io.files.atomic_file import write_atomically
-from megatrain_ray.metrics.sink import Count, CountingSink, End, MetricSink
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.metrics.sink import Count, End, MetricSink
+from megatrain_ray.run.run_files import RunFiles
 
 ID_NAME = "tracker_id"  # file in the run directory
 MOST_PARAMS = 100  # parameters that MLflow accepts in one call
@@ -29,7 +29,7 @@ MOST_CHARS = 500  # characters that MLflow accepts in one parameter
 ADVICE = {"log.mlflow": "name a server in MLFLOW_TRACKING_URI, or pip install mlflow for a database here, or "}
 
 
-class TensorBoardSink:
+class TensorBoardSink(MetricSink):
     """Writes event files to a folder."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -50,7 +50,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(MetricSink):
     """Writes to a run of Weights & Biases, which stays the same when the training is resumed."""
 
     def __init__(self, project: str, run_dir: Path, config: TrainConfig) -> None:
@@ -73,7 +73,7 @@ class WandbSink:
         self._run.finish(exit_code=end.value)
 
 
-class MlflowSink:
+class MlflowSink(MetricSink):
     """Writes to a run of MLflow, which stays the same when the training is resumed.
 
     MLflow's environment variables name the server.
@@ -94,7 +94,7 @@ class MlflowSink:
             self._client.update_run(self._run, "RUNNING")
             return
         self._run = self._client.create_run(number, run_name=run_dir.name, tags={"megatrain_run": tag}).info.run_id
-        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in _settings(config_to_dict(config))]
+        params = [Param(key, str(value)[:MOST_CHARS]) for key, value in leaves(config_to_dict(config))]
         for at in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._run, params=params[at : at + MOST_PARAMS])
 
@@ -112,7 +112,7 @@ class MlflowSink:
 
 
 class MetricSinks:
-    """Writes to all sinks of a run. A sink that fails is removed with a warning."""
+    """Passes rows and counts to all sinks of a run. A sink that fails is removed with a warning."""
 
     def __init__(self, sinks: Mapping[str, MetricSink]) -> None:
         self._sinks = dict(sinks)
@@ -120,24 +120,21 @@ class MetricSinks:
     def write(self, row: Mapping[str, Any]) -> None:
         """Pass a row of metrics.jsonl to all sinks."""
         numbers = dict(_numbers(row))
-        self._tell(lambda sink: sink.write(row["step"], numbers))
+        self._call(lambda sink: sink.write(row["step"], numbers))
 
     def count(self, what: Count, amount: float, kind: str) -> None:
-        """Pass a count to the sinks that take counts."""
-        self._tell(lambda sink: sink.count(what, amount, kind) if isinstance(sink, CountingSink) else None)
+        self._call(lambda sink: sink.count(what, amount, kind))
 
     def holds(self, tier: Tier, num_bytes: float) -> None:
-        """Pass the bytes held by a tier to the sinks that take counts."""
-        self._tell(lambda sink: sink.holds(tier, num_bytes) if isinstance(sink, CountingSink) else None)
+        self._call(lambda sink: sink.holds(tier, num_bytes))
 
     def keep(self) -> None:
-        """Keep the values of the sinks that take counts alive. Call continually."""
-        self._tell(lambda sink: sink.keep() if isinstance(sink, CountingSink) else None)
+        self._call(lambda sink: sink.keep())
 
-    def _tell(self, tell: Callable[[MetricSink], None]) -> None:
+    def _call(self, method: Callable[[MetricSink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
-                tell(sink)
+                method(sink)
             except Exception as error:  # a failing tracker must not end a training
                 del self._sinks[name]
                 say(f"warning: {name} takes no more metrics ({type(error).__name__}: {error}); metrics.jsonl does")
@@ -162,7 +159,12 @@ def open_sinks(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[
     end = End.FAILED
     try:
         for key, name, make in _wanted(config, run_dir, first_step):
-            opened[name] = _open(key, make)
+            try:
+                opened[name] = make()
+            except Exception as error:  # whatever a tracker's library raises
+                raise ConfigError(
+                    f"{key}: cannot be opened ({type(error).__name__}: {error}); {ADVICE.get(key, '')}leave the key out"
+                ) from error
         yield MetricSinks(opened)
         end = End.FINISHED
     except (InterruptedRunError, KeyboardInterrupt):
@@ -202,15 +204,6 @@ def _ray_sink(config: TrainConfig, run_dir: Path) -> MetricSink:
     return RaySink(run_dir.name, config.train.steps, RunFiles(run_dir).read_plan())
 
 
-def _open(key: str, make: Callable[[], MetricSink]) -> MetricSink:
-    try:
-        return make()
-    except Exception as error:  # whatever a tracker's library raises
-        raise ConfigError(
-            f"{key}: cannot be opened ({type(error).__name__}: {error}); {ADVICE.get(key, '')}leave the key out"
-        ) from error
-
-
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a row with their names; nested names are joined by a slash."""
     for name, value in row.items():
@@ -218,15 +211,6 @@ def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield from _numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
             yield f"{prefix}{name}", float(value)
-
-
-def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a configuration by dotted key."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _identity(run_dir: Path) -> str:

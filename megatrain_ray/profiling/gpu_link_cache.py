@@ -1,14 +1,12 @@
-"""Keeps measured rates of links between GPUs, in one file for each set of GPUs.
+"""Keeps the measured rates of links between GPUs: for each set of GPUs of a machine one, all in one file.
 
 Sets are kept apart because some GPUs of a machine may be linked directly and others not.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,59 +16,25 @@ from megatrain_ray.io.files.atomic_file import write_atomically
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class KeptLink:
-    """Holds a measured link between GPUs.
-
-    gpus: the GPUs, as `named` returns them.
-    bytes_per_s: rate; None if the measurement hung and is not to be repeated.
-    """
-
-    gpus: tuple[str, ...]
-    bytes_per_s: Rate | None
+Links = dict[str, Rate | None]  # bytes per second by set of GPUs; None: the measurement hung and is not to be repeated
+_LINKS: TypeAdapter[Links] = TypeAdapter(Links)
 
 
-_LINK: TypeAdapter[KeptLink] = TypeAdapter(KeptLink)
+def set_name(addresses: Sequence[str | None]) -> str:
+    """Return the name of a set of GPUs: PCI addresses, or else indices, in the order in which a process sees them."""
+    return " ".join(address or str(index) for index, address in enumerate(addresses))
 
 
-def named(addresses: Sequence[str | None]) -> tuple[str, ...]:
-    """Return the names of GPUs in the order in which a process sees them.
-
-    A name is the PCI address, or the index of a GPU without one.
-    """
-    return tuple(address or str(index) for index, address in enumerate(addresses))
-
-
-def file_name_of(gpus: Sequence[str]) -> str:
-    return f"{hashlib.sha256(' '.join(gpus).encode()).hexdigest()[:12]}.json"
-
-
-def read_link(folder: Path, gpus: Sequence[str]) -> KeptLink | None:
-    """Return the kept link; None if there is none, or its file is damaged.
-
-    folder: folder of the machine's links.
-    """
-    return _read(folder / file_name_of(gpus))
-
-
-def _read(file: Path) -> KeptLink | None:
+def read_links(file: Path) -> Links:
+    """Return the kept links; none if the file is missing or damaged."""
     try:
-        return _LINK.validate_json(file.read_bytes()) if file.exists() else None
+        return _LINKS.validate_json(file.read_bytes()) if file.exists() else {}
     except (OSError, ValidationError) as error:
-        log.warning("the measured link between GPUs is left out: cannot read %s: %s", file, error)
-        return None
+        log.warning("measured links between GPUs are left out: cannot read %s: %s", file, error)
+        return {}
 
 
-def keep_link(folder: Path, link: KeptLink) -> None:
-    """Write the link to its file. Raises OSError or MegatrainError if that fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / file_name_of(link.gpus), _LINK.dump_json(link, indent=1).decode() + "\n")
-
-
-def forget_hung(folder: Path) -> None:
-    """Delete the records of GPUs whose measurement hung, so that they are measured again. Raises OSError."""
-    for file in folder.glob("*.json"):
-        link = _read(file)
-        if link is not None and link.bytes_per_s is None and not file.is_symlink():
-            file.unlink(missing_ok=True)
+def write_links(file: Path, links: Mapping[str, float | None]) -> None:
+    """Replace the kept links. Raises OSError or MegatrainError if that fails."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, _LINKS.dump_json(dict(links), indent=1).decode() + "\n")

@@ -16,11 +16,8 @@ from megatrain_ray.engine.measure.measure_profile import measure, measure_link
 from megatrain_ray.profiling.profiles import this_machine
 
 
-def main() -> None:
-    """Measure the machine and print its profile as JSON.
-
-    sys.argv[1]: cpu or cuda.
-    """
+def print_profile() -> None:
+    """Measure the machine and print its profile as JSON. sys.argv[1] is the device, cpu or cuda."""
     machine = this_machine(sys.argv[1])
     torch.set_num_threads(machine.num_cpus)
 
@@ -32,7 +29,7 @@ def main() -> None:
     print(measure(machine, make_device, machine.num_cpus).to_json())
 
 
-def link() -> None:
+def print_link() -> None:
     """Measure the links between neighbouring GPUs and print the slowest rate in bytes per second.
 
     The rate is what a GPU receives from its neighbour while it sends as much. In a ring all GPUs wait for the slowest

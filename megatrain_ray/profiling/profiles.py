@@ -10,7 +10,7 @@ import hashlib
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.machine.machine import allowed_cpus, cpu_name, driver_version
-from megatrain_ray.profiling.gpu_link_cache import KeptLink, forget_hung, keep_link, named, read_link
+from megatrain_ray.profiling.gpu_link_cache import read_links, set_name, write_links
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
+LINKS = ".links.json"  # suffix of the file of a machine's links, beside its profile
 MEASURE_S = 300.0  # time limit of a measurement
 LINK_S = 60.0  # time limit for the link, which may hang if GPUs cannot access each other's memory,
 PAIR_S = 10.0  # plus this for each GPU
@@ -38,10 +39,7 @@ NO_PARTS = "nothing is uploaded in parts by itself; megatrain doctor --measure t
 
 
 def this_machine(device: str) -> MachineName:
-    """Return the name of this machine, which identifies its profile.
-
-    device: cpu or cuda.
-    """
+    """Return the name of this machine, which identifies its profile. `device` is cpu or cuda."""
     gpu = device == "cuda"
     return MachineName(
         gpu=device_name() if gpu else "",
@@ -86,7 +84,7 @@ def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 
         if profile is None:
             with startup.phase("measuring this machine, which is done once"):
                 profile = _with_link(measure_here(machine.device), host_gpus)
-        if len(_gpus(host_gpus)) > 1:  # fewer if the driver does not see the cluster's GPUs
+        if _num_gpus(host_gpus) > 1:  # fewer if the driver does not see the cluster's GPUs
             profile = _with_measured_link(profile, startup, host_gpus)
     except MegatrainError as error:
         log.warning("%s; %s", error, NO_PARTS if profile else "plans are made with built-in rates")
@@ -94,12 +92,12 @@ def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 
 
 
 def _with_measured_link(profile: HardwareProfile, startup: Startup, host_gpus: int) -> HardwareProfile:
-    link = _known_link(profile.machine, host_gpus)
-    if link is None:
+    gpus, links = _gpus(host_gpus), _links(profile.machine)
+    if gpus not in links:
         with startup.phase("measuring the link between GPUs, which is done once"):
             return measure_link_here(profile, host_gpus)
-    if link.bytes_per_s is None:
-        log.warning("the GPUs %s hung when their link was measured; %s", ", ".join(link.gpus), NO_PARTS)
+    if links[gpus] is None:
+        log.warning("the GPUs %s hung when their link was measured; %s", gpus.replace(" ", ", "), NO_PARTS)
     return profile
 
 
@@ -130,30 +128,35 @@ def cached(machine: MachineName, host_gpus: int) -> HardwareProfile | None:
 
 
 def _with_link(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
-    link = _known_link(profile.machine, host_gpus) if host_gpus > 1 else None
-    return replace(profile, gpu_link_bytes_per_s=link.bytes_per_s if link else None)
+    rate = _links(profile.machine).get(_gpus(host_gpus)) if host_gpus > 1 else None
+    return replace(profile, gpu_link_bytes_per_s=rate)
 
 
-def _known_link(machine: MachineName, host_gpus: int) -> KeptLink | None:
-    """Return the kept link between the GPUs; None if it was not measured or there is no cache."""
+def _links(machine: MachineName) -> Mapping[str, float | None]:
+    """Return the kept links between GPUs; none if there is no cache."""
     try:
-        return read_link(_link_folder(machine), _gpus(host_gpus))
+        return read_links(profile_file(machine).with_suffix(LINKS))
     except RuntimeError:
-        return None
+        return {}
 
 
-def _link_folder(machine: MachineName) -> Path:
-    return profile_file(machine).with_suffix(".links")
+def _num_gpus(count: int) -> int:
+    return min(count, len(pci_addresses()))
 
 
-def _gpus(count: int) -> tuple[str, ...]:
+def _gpus(count: int) -> str:
     """Return the GPUs that Ray assigns to a run on an embedded Ray: the first visible ones."""
-    return named(pci_addresses()[:count])
+    return set_name(pci_addresses()[:count])
 
 
 def measure_here(device: str) -> HardwareProfile:
     """Measure this machine in a process of its own and keep the result. Raises MegatrainError if that fails."""
-    return _keep_profile(HardwareProfile.from_json(_run("main", MEASURE_S, device)))
+    profile = HardwareProfile.from_json(_run("print_profile", MEASURE_S, device))
+    with _warned_if_not_kept():
+        file = profile_file(profile.machine)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, profile.to_json())
+    return profile
 
 
 def measure_everything(device: str) -> HardwareProfile:
@@ -163,8 +166,8 @@ def measure_everything(device: str) -> HardwareProfile:
     """
     profile = measure_here(device)
     if device == "cuda" and num_gpus() > 1:
-        with _warned_if_not_kept():
-            forget_hung(_link_folder(profile.machine))
+        measured_links = {gpus: rate for gpus, rate in _links(profile.machine).items() if rate is not None}
+        _keep_links(profile.machine, measured_links)  # those that hung are measured again
         try:
             return measure_link_here(profile, num_gpus())
         except MegatrainError as error:
@@ -180,20 +183,20 @@ def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfi
     Raises DeadlineError if the measurement hangs, which is also kept unless a rate is known. Raises MegatrainError if
     it fails otherwise.
     """
-    count = len(_gpus(host_gpus))
+    count, gpus, links = _num_gpus(host_gpus), _gpus(host_gpus), _links(profile.machine)
     try:
-        bytes_per_s = float(_run("link", LINK_S + PAIR_S * count, str(count)))
+        bytes_per_s = float(_run("print_link", LINK_S + PAIR_S * count, str(count)))
     except DeadlineError:
-        if _known_link(profile.machine, host_gpus) is None:
-            _keep_link(profile.machine, host_gpus, None)
+        if gpus not in links:
+            _keep_links(profile.machine, {**links, gpus: None})
         raise
-    _keep_link(profile.machine, host_gpus, bytes_per_s)
+    _keep_links(profile.machine, {**links, gpus: bytes_per_s})
     return replace(profile, gpu_link_bytes_per_s=bytes_per_s)
 
 
-def _keep_link(machine: MachineName, host_gpus: int, bytes_per_s: float | None) -> None:
+def _keep_links(machine: MachineName, links: Mapping[str, float | None]) -> None:
     with _warned_if_not_kept():
-        keep_link(_link_folder(machine), KeptLink(_gpus(host_gpus), bytes_per_s))
+        write_links(profile_file(machine).with_suffix(LINKS), links)
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
@@ -205,7 +208,7 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from megatrain_ray.profiling import measure_process; measure_process.{function}()"
     )
-    what = "this machine" if function == "main" else "the link between GPUs"
+    what = "this machine" if function == "print_profile" else "the link between GPUs"
     try:
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=bound_s)
     except subprocess.TimeoutExpired:
@@ -214,14 +217,6 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise MegatrainError(f"{what} could not be measured: exit code {done.returncode}: {last}")
     return done.stdout
-
-
-def _keep_profile(profile: HardwareProfile) -> HardwareProfile:
-    with _warned_if_not_kept():
-        file = profile_file(profile.machine)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, profile.to_json())
-    return profile
 
 
 @contextmanager
@@ -236,22 +231,11 @@ def _warned_if_not_kept() -> Iterator[None]:
 def describe_profile(profile: HardwareProfile) -> str:
     """Return the most important rates in one line."""
     products = max(point.per_s for point in profile.matmul.get("bf16", next(iter(profile.matmul.values()))))
-    h2d, d2h, both, triad, adamw, busy = (
-        f"{rate / 1e9:.3g}"
-        for rate in (
-            profile.h2d_bytes_per_s,
-            profile.d2h_bytes_per_s,
-            profile.both_bytes_per_s,
-            profile.triad_bytes_per_s,
-            profile.adamw_per_s,
-            profile.adamw_busy_per_s,
-        )
-    )
+    link = profile.gpu_link_bytes_per_s
+    between = f"; {link / 1e9:.3g} GB/s each way between GPUs" if link else ""
     return (
-        f"copies {h2d} GB/s up, {d2h} down, {both} each way at once; host memory {triad} GB/s; AdamW {adamw} Gparam/s, "
-        f"{busy} beside copies; products {products / 1e12:.3g} TFLOPS{_link_in_words(profile.gpu_link_bytes_per_s)}"
+        f"copies {profile.h2d_bytes_per_s / 1e9:.3g} GB/s up, {profile.d2h_bytes_per_s / 1e9:.3g} down, "
+        f"{profile.both_bytes_per_s / 1e9:.3g} each way at once; host memory {profile.triad_bytes_per_s / 1e9:.3g} "
+        f"GB/s; AdamW {profile.adamw_per_s / 1e9:.3g} Gparam/s, {profile.adamw_busy_per_s / 1e9:.3g} beside copies; "
+        f"products {products / 1e12:.3g} TFLOPS{between}"
     )
-
-
-def _link_in_words(bytes_per_s: float | None) -> str:
-    return f"; {bytes_per_s / 1e9:.3g} GB/s each way between GPUs" if bytes_per_s else ""

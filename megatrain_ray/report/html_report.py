@@ -25,7 +25,7 @@ from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.report.comparison_table import ComparedTerm, compared_terms
 from megatrain_ray.report.run_state import RunState, read_state
 from megatrain_ray.report.svg_charts import HEIGHT, WIDTH, Chart, Point, line_chart, stacked_chart
-from megatrain_ray.run.run_dir import REPORT_NAME, RunFiles
+from megatrain_ray.run.run_files import REPORT_NAME, RunFiles
 from megatrain_ray.run.run_history import read_history
 from megatrain_ray.units import format_bytes, format_count, format_duration
 

@@ -20,7 +20,7 @@ from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_
 from megatrain_ray.report.comparison_table import comparison_table
 from megatrain_ray.report.page_placement import page_places
 from megatrain_ray.report.run_state import read_state
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_processes import living
 from megatrain_ray.units import format_bytes, format_count
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatrain_ray.engine.device.numa_homes import slab_nodes
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.arenas.numa_policy import nodes_of_pages
-from megatrain_ray.run.process_names import gpu_name, shard_name
+from megatrain_ray.run.run_processes import gpu_name, shard_name
 from megatrain_ray.units import format_ranges
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.progress import RECENT_STEPS
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import newest_start, read_history
 from megatrain_ray.run.run_lock import lock_holder
 from megatrain_ray.run.run_processes import PROCESSES_NAME

@@ -5,7 +5,6 @@ Rows are added and never cut: a resume adds those of its own start.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import InterruptedRunError
+from megatrain_ray.run.json_rows import append_row, parse_rows
 
 log = logging.getLogger(__name__)
 
@@ -70,34 +70,24 @@ class History:
         self._append(What.REPLACED, process=process, step=step, took_s=took_s)
 
     def _append(self, what: What, **values: Any) -> None:
-        line = json.dumps({"what": what.value, "unix_s": self._clock(), **values}) + "\n"
+        row = {"what": what.value, "unix_s": self._clock(), **values}
         try:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(line)
+            append_row(self._file, row)
         except OSError as error:
-            log.warning("%s: %s is not told there", self._file, line.strip(), exc_info=error)
+            log.warning("%s: %s is not written there", self._file, row, exc_info=error)
 
 
 def read_history(run_dir: Path) -> Sequence[Mapping[str, Any]]:
-    """Return the rows in their order, without lines that are no rows. Empty for a run of a version that wrote none."""
+    """Return the rows in their order. Empty for a run of a version that wrote none."""
     try:
-        lines = (run_dir / HISTORY_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+        text = (run_dir / HISTORY_NAME).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ()
-    return [row for line in lines if (row := _parse(line))]
+    known = {what.value for what in What}
+    return parse_rows(text, lambda row: row.get("what") in known and isinstance(row.get("unix_s"), (int, float)))
 
 
 def newest_start(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the rows from the newest start on; empty if there is none."""
     begins = [k for k, row in enumerate(rows) if row["what"] == What.START.value]
     return rows[begins[-1] :] if begins else ()
-
-
-def _parse(line: str) -> Mapping[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    known = {what.value for what in What}
-    is_row = isinstance(row, dict) and row.get("what") in known and isinstance(row.get("unix_s"), (int, float))
-    return row if is_row else None

@@ -1,4 +1,4 @@
-"""Records the processes of a run while it is up, so that the next start finds those that outlived their driver.
+"""Names the processes of a run, and records them, so that the next start finds those that outlived their driver.
 
 A pid alone says little, since pids are used again. A process is the recorded one if it lives in the same boot and pid
 namespace, and was started at the same tick of the kernel's clock, which no change of the wall clock moves.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.process_identity import PidNamespace, start_ticks
 
+DATA, OWNER, GPU = "data", "arena owner", "GPU worker"  # in messages and in files of a run
 PROCESSES_NAME = "processes.json"
 END_S = 30.0  # Ray ends the actors of a killed driver within a few seconds
 POLL_S = 0.1
@@ -24,8 +27,22 @@ POLL_S = 0.1
 log = logging.getLogger(__name__)
 
 
+def gpu_name(rank: int) -> str:
+    """Return the name of a GPU worker. Rank 0 has the same name as the only worker of a run with one GPU."""
+    return f"{GPU} {rank}" if rank else GPU
+
+
+def owner_name(host: int) -> str:
+    """Return the name of a host's arena owner. On host 0 it is the same as in a run on one host."""
+    return f"{OWNER} of host {host}" if host else OWNER
+
+
+def shard_name(index: int) -> str:
+    return f"optimizer shard {index}"
+
+
 @dataclass(frozen=True)
-class _Process:
+class _RecordedProcess:
     role: str
     pid: int
     start_ticks: int  # since boot
@@ -41,7 +58,7 @@ def record(path: Path, pids: Mapping[str, int]) -> None:
     Raises MegatrainError if the file cannot be written.
     """
     started = {role: start_ticks(pid) for role, pid in pids.items()}
-    processes = [_Process(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
+    processes = [_RecordedProcess(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
     values = {"place": asdict(PidNamespace.current()), "processes": [asdict(process) for process in processes]}
     write_atomically(path / PROCESSES_NAME, json.dumps(values, indent=2) + "\n")
 
@@ -75,11 +92,14 @@ def forget(path: Path) -> None:
     (path / PROCESSES_NAME).unlink(missing_ok=True)
 
 
-def _read(file: Path) -> list[_Process]:
+def _read(file: Path) -> list[_RecordedProcess]:
     """Return the recorded processes that can be looked up from here; empty if nothing readable is recorded."""
     try:
         values = json.loads(file.read_bytes())
-        place, processes = PidNamespace(**values["place"]), [_Process(**process) for process in values["processes"]]
+        place, processes = (
+            PidNamespace(**values["place"]),
+            [_RecordedProcess(**process) for process in values["processes"]],
+        )
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -91,5 +111,18 @@ def _read(file: Path) -> list[_Process]:
     return []
 
 
-def _named(processes: list[_Process]) -> str:
+def _named(processes: list[_RecordedProcess]) -> str:
     return ", ".join(f"{process.role} (process {process.pid})" for process in processes)
+
+
+def wait_gone(pid: int, timeout_s: float) -> None:
+    """Wait until no process has this pid (a zombie is none). Raises DeadlineError after `timeout_s` seconds."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    with os.fdopen(fd, "rb") as process:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)  # readable once the process has ended
+        if not poll.poll(1000 * timeout_s):
+            raise DeadlineError(f"process {pid}, which is to be replaced, did not end within {timeout_s:.0f} s")

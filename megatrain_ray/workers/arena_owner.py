@@ -16,7 +16,7 @@ from megatrain_ray.io.arenas.arena import ArenaHandle
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.storage.spill_file import SpillFile
 from megatrain_ray.profiling.spill_folder import OtherHost, memory_warning
-from megatrain_ray.run.process_end import wait_gone
+from megatrain_ray.run.run_processes import wait_gone
 
 
 class ArenaOwner:

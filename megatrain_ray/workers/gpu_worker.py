@@ -130,7 +130,7 @@ class GpuWorker:
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
         # Must precede the start of any thread, and the registration of the slab, which touches its pages.
-        self.home_problems = settle_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
+        self._home_problems = settle_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
         self._words = words_in(self._arenas[WORDS].buffer, plan, host)
         # Only the first worker of each host signals updates of layers on the device. The others get words of their own,
         # which nobody else reads.
@@ -159,6 +159,9 @@ class GpuWorker:
     def handles(self) -> dict[str, ArenaHandle]:
         """Return the handles of all arenas of the host, which this process also keeps alive."""
         return self._holder.handles
+
+    def home_problems(self) -> tuple[str, ...]:
+        return self._home_problems
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """Fill the layers that live on the device, if there are any, from a save or from the model's source.

@@ -36,7 +36,7 @@ from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
 from megatrain_ray.io.storage.spill_file import HeldFiles, taken_bytes
 from megatrain_ray.model.optimizer_settings import hyper_of
 from megatrain_ray.planning.prepare import Prepared
-from megatrain_ray.run.process_end import wait_gone
+from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 from megatrain_ray.workers.arenas import (
     SLAB,

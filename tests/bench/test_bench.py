@@ -18,8 +18,8 @@ from megatrain_ray.bench.bench_report import print_table
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.machine import environment, process_memory
-from megatrain_ray.machine.process_memory import DeviceMemory, device_memory, pss
+from megatrain_ray.machine import environment
+from megatrain_ray.machine.process_memory import GpuMemoryUse, device_memory, pss
 from megatrain_ray.machine.subprocess_call import in_own_process
 from megatrain_ray.model.model_source import open_model
 from tests.support.runs import ROOT, cli, config, write_config
@@ -212,7 +212,6 @@ class FakeNvml:
         self.nvmlInit = self.nvmlShutdown = lambda: None
         self.nvmlDeviceGetCount = lambda: len(processes)
         self.nvmlDeviceGetHandleByIndex = int
-        self.nvmlSystemGetDriverVersion = lambda: "580.1"
 
     def nvmlDeviceGetComputeRunningProcesses(self, index: int) -> list[SimpleNamespace]:  # noqa: N802
         return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self._processes[index].items()]
@@ -234,8 +233,7 @@ def test_the_memory_of_a_gpu(
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     memory = device_memory(7)
     assert memory.num_bytes == num_bytes
-    assert memory == DeviceMemory(num_bytes) if reason is None else reason in str(memory.reason)
-    assert process_memory.driver_version() == (None if nvml is None else "580.1")
+    assert memory == GpuMemoryUse(num_bytes) if reason is None else reason in str(memory.reason)
 
 
 def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from megatrain_ray.crew.batch_feed import Feed
+from megatrain_ray.crew.actors import Feed
 
 WAIT_S = 60.0
 

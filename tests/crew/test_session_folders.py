@@ -161,7 +161,7 @@ def test_a_daemon_that_goes_between_two_looks_is_dead() -> None:
             child.wait()
             return running
 
-    assert not Daemons((Watched(child.pid),)).alive
+    assert not Daemons({Watched(child.pid): "raylet"}).alive
 
 
 @pytest.mark.ray

@@ -21,7 +21,7 @@ import yaml
 from megatrain_ray import cli
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.planning.stop_deadline import VARIABLE
-from megatrain_ray.run.process_end import wait_gone
+from megatrain_ray.run.run_processes import wait_gone
 from tests.support.manifests import DEPLOY, IMAGE, cluster_of, pod_of, read
 from tests.support.runs import ROOT
 

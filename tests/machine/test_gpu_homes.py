@@ -17,7 +17,7 @@ import torch
 from megatrain_ray.commands import doctor_numa
 from megatrain_ray.commands.doctor_numa import examine_nodes
 from megatrain_ray.commands.finding import State
-from megatrain_ray.config.groups import NodeConfig
+from megatrain_ray.config.groups import HardwareConfig, NodeConfig
 from megatrain_ray.engine.device.cuda_device import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
 from megatrain_ray.engine.layout.precision import Precision
@@ -28,12 +28,11 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.arenas.arena import Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.machine import machine
-from megatrain_ray.machine.machine import probe_machine
-from megatrain_ray.machine.named_nodes import named_gpus
-from megatrain_ray.machine.numa_topology import gpu_node
+from megatrain_ray.machine.machine import machine_of
+from megatrain_ray.machine.numa_topology import gpu_node, named_gpus
 from megatrain_ray.report import page_placement
 from megatrain_ray.report.page_placement import PagePlaces, own_pages_of
-from megatrain_ray.run.process_names import GPU, gpu_name
+from megatrain_ray.run.run_processes import GPU, gpu_name
 from megatrain_ray.workers import node_memory
 from megatrain_ray.workers.arenas import SLAB, arena_sizes
 from megatrain_ray.workers.node_memory import settle_gpu_worker
@@ -127,7 +126,9 @@ def test_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> No
     monkeypatch.setattr(machine, "total_memory_bytes", lambda: 80 << 30)
     monkeypatch.setattr(machine, "gpus_here", lambda: len(nodes))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(256)))
-    found = probe_machine("auto", None, 1 << 40, root=plant(tmp_path, {**files, **gpu_files(nodes)}))
+    found = machine_of(
+        HardwareConfig(device="auto", ram_limit=1 << 40), root=plant(tmp_path, {**files, **gpu_files(nodes)})
+    )
     places = gpu_homes(found.nodes, found.gpus)
     assert [str(place.home) for place in places] == homes
     assert [place.address for place in places] == [address(k) for k in range(len(homes))]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatrain_ray.config.groups import HardwareConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine import machine
-from megatrain_ray.machine.machine import probe_machine, ram_bytes
+from megatrain_ray.machine.machine import machine_of, ram_bytes
 
 GIB = 1 << 30
 V1_UNLIMITED = "9223372036854771712"
@@ -59,8 +60,8 @@ def test_ram_is_the_smaller_of_total_and_limit(tmp_path: Path, limits: dict[str,
 def test_ram_limit_replaces_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ram_limit: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     root = with_memory(with_nodes(tmp_path, ["0", "1"]), v2=str(8 * GIB))
-    assert probe_machine("cpu", None, None, root=root).ram_bytes == 8 * GIB
-    found = probe_machine("cpu", None, ram_limit, root=root)
+    assert machine_of(HardwareConfig(device="cpu"), root=root).ram_bytes == 8 * GIB
+    found = machine_of(HardwareConfig(device="cpu", ram_limit=ram_limit), root=root)
     assert (found.device, found.num_nodes, found.ram_bytes, found.hbm_bytes) == ("cpu", 2, ram_limit, None)
     assert found.num_cpus >= 1
 
@@ -72,20 +73,22 @@ def test_hbm_limit_only_lowers(
 ) -> None:
     monkeypatch.setattr(machine, "total_memory_bytes", lambda: 80 * GIB)
     monkeypatch.setattr(machine, "gpus_here", lambda: 2)
-    found = probe_machine(device, hbm_limit, None, root=with_memory(tmp_path))
+    found = machine_of(HardwareConfig(device=device, hbm_limit=hbm_limit), root=with_memory(tmp_path))
     with pytest.raises(ConfigError, match=r"^hardware\.num_gpus: 3, and torch sees 2 on this machine; set it"):
-        probe_machine(device, hbm_limit, None, num_gpus=3, root=with_memory(tmp_path))
-    probe_machine(device, hbm_limit, None, num_gpus=3, imagined=True, root=with_memory(tmp_path))
+        machine_of(HardwareConfig(device=device, hbm_limit=hbm_limit, num_gpus=3), root=with_memory(tmp_path))
+    machine_of(
+        HardwareConfig(device=device, hbm_limit=hbm_limit, num_gpus=3), imagined=True, root=with_memory(tmp_path)
+    )
     assert (found.device, found.hbm_bytes) == ("cuda", expected)
 
 
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "total_memory_bytes", lambda: None)
     root = with_memory(tmp_path)
-    assert probe_machine("auto", None, None, root=root).device == "cpu"
+    assert machine_of(HardwareConfig(device="auto"), root=root).device == "cpu"
     with pytest.raises(ConfigError, match="torch sees no GPU here"):
-        probe_machine("cuda", 24 * GIB, None, root=root)
+        machine_of(HardwareConfig(device="cuda", hbm_limit=24 * GIB), root=root)
     with pytest.raises(ConfigError, match="torch sees no GPU here"):
-        probe_machine("cuda", None, None, imagined=True, root=root)
-    imagined = probe_machine("cuda", 24 * GIB, None, imagined=True, root=root)
+        machine_of(HardwareConfig(device="cuda"), imagined=True, root=root)
+    imagined = machine_of(HardwareConfig(device="cuda", hbm_limit=24 * GIB), imagined=True, root=root)
     assert (imagined.device, imagined.hbm_bytes) == ("cuda", 24 * GIB)

@@ -10,8 +10,7 @@ import pytest
 from megatrain_ray.config.groups import NodeConfig
 from megatrain_ray.engine.device.numa_homes import Gpu, Home, NumaNode, fewest_cpus, gpu_homes, shard_homes
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.machine.named_nodes import named_nodes
-from megatrain_ray.machine.numa_topology import Topology, read_topology
+from megatrain_ray.machine.numa_topology import Topology, named_nodes, read_topology
 from megatrain_ray.units import format_ranges, parse_ranges
 from tests.support import machines
 from tests.support.machines import GIB, plant

@@ -15,7 +15,7 @@ import pytest
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
-from megatrain_ray.metrics.sink import End
+from megatrain_ray.metrics.sink import End, MetricSink
 from megatrain_ray.metrics.sinks import MetricSinks, check_packages, open_sinks
 from tests.support.runs import config
 
@@ -75,7 +75,7 @@ def test_without_tensorboard_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Broken:
+class Broken(MetricSink):
     """A tracker whose server goes away at step 2."""
 
     def __init__(self) -> None:

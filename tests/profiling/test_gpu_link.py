@@ -68,7 +68,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def run(function: str, bound_s: float, *arguments: str) -> str:
         asked.append(function)
         of_machine = replace(TYPICAL_GPU, machine=this_machine("cuda"), launch_s=0.5)
-        return of_machine.to_json() if function == "main" else f"{1e11 + asked.count('link')}\n"
+        return of_machine.to_json() if function == "print_profile" else f"{1e11 + asked.count('print_link')}\n"
 
     monkeypatch.setattr("megatrain_ray.profiling.profiles._run", run)
     return asked
@@ -87,7 +87,7 @@ def test_a_run_on_several_gpus_measures_their_link_once(
 ) -> None:
     """The link is that of the visible GPUs, also where the rest was measured before, or is measured anew."""
     assert measured(GPU, "auto", Startup()).rates.gpu_link_bytes_per_s is None
-    assert done == ["main"]
+    assert done == ["print_profile"]
     assert link_of_two() == link_of_two() == 1e11 + 1
     visible.append(FIRST_AND_UNKNOWN)
     assert link_of_two() == 1e11 + 2
@@ -96,11 +96,11 @@ def test_a_run_on_several_gpus_measures_their_link_once(
     visible.append(FIRST_TWO[:1])  # the driver sees less than its cluster has
     assert link_of_two() is None
     visible.append(FIRST_TWO)
-    assert done == ["main", "link", "link"]
+    assert done == ["print_profile", "print_link", "print_link"]
     profile_file(this_machine("cuda")).unlink()
     assert link_of_two() == 1e11 + 1
-    assert done == ["main", "link", "link", "main"]
-    for kept in tmp_path.glob("**/*.links/*.json"):
+    assert done == ["print_profile", "print_link", "print_link", "print_profile"]
+    for kept in tmp_path.glob("**/*.links.json"):
         kept.write_text("[]")
     assert link_of_two() == 1e11 + 3
 
@@ -123,7 +123,7 @@ def test_gpus_that_hang_are_not_asked_again_unless_somebody_wants_it(
     with monkeypatch.context() as patch:
         patch.setattr("megatrain_ray.profiling.profiles._run", fail)
         assert (link_of_two(), link_of_two()) == (None, None)
-        assert done == ["main", "link"] + ["link"] * (error is MegatrainError)
+        assert done == ["print_profile", "print_link"] + ["print_link"] * (error is MegatrainError)
         assert ("hung when their link was measured" in caplog.text) == (error is DeadlineError)
     monkeypatch.setattr("megatrain_ray.profiling.profiles.num_gpus", lambda: 4)
     visible.append((*FIRST_TWO, "0000:3a:00.0", "0000:4a:00.0"))
@@ -155,7 +155,7 @@ def test_a_ring_is_as_fast_as_its_slowest_pair(
     monkeypatch.setattr("sys.argv", ["measuring", str(count)])
     monkeypatch.setattr(measure_process, "PeerCopies", Copies)
     monkeypatch.setattr(measure_process, "measure_link", rate)
-    measure_process.link()
+    measure_process.print_link()
     assert made == [(8, *pair) for pair in pairs]
     assert float(capsys.readouterr().out) == (10.0 if count > 2 else 11.0)
 

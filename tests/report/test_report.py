@@ -20,7 +20,8 @@ from megatrain_ray.report.svg_charts import (
     nice_numbers,
     stacked_chart,
 )
-from megatrain_ray.run.run_dir import RunDir, RunFiles
+from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_lock import hold_lock
 from megatrain_ray.units import format_bytes

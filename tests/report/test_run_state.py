@@ -17,7 +17,8 @@ import pytest
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.report.run_state import Fault, RunState, State, read_state
 from megatrain_ray.run import run_lock
-from megatrain_ray.run.run_dir import RunDir, RunFiles
+from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import History, read_history
 from megatrain_ray.run.run_lock import hold_lock, lock_holder
 from tests.support.runs import ROOT, cli_here, command, rows, write_config

@@ -20,7 +20,8 @@ from megatrain_ray.io.files.owned_folder import MARK_NAME
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import load_manifest, prepare_save
-from megatrain_ray.run.run_dir import RunDir, RunFiles
+from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.run_files import RunFiles
 from tests.support.partial_folders import killed_while_writing
 from tests.support.planned_steps import PROFILE, planned
 from tests.support.run_folders import begin, content, in_folder, refusal, row, train

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.crew.failures import Faults, kind_of
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
-from megatrain_ray.metrics.sink import Count, End
+from megatrain_ray.metrics.deaths import Faults, kind_of
+from megatrain_ray.metrics.sink import Count, End, MetricSink
 from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_history import History, newest_start, read_history
 
 
-class Counter:
+class Counter(MetricSink):
     """A sink that keeps what is counted."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from megatrain_ray.crew.placement import CrewSpec, Placement
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.errors import DeadlineError, LostPeerError, LostProcessError, MegatrainError
 from megatrain_ray.planning.prepare import Prepared, prepare
-from megatrain_ray.run.process_end import wait_gone
-from megatrain_ray.run.process_names import DATA
+from megatrain_ray.run.run_processes import DATA, wait_gone
 from megatrain_ray.workers.gpu_worker import Progress
 from tests.support.runs import config
 from tests.support.texts import tokens_of
@@ -75,9 +74,14 @@ def losses_of(crew: Crew, steps: range) -> list[float]:
         try:
             losses.append(ray.get(call).row["loss"])
         except RayActorError as error:  # it has ended before the call by which the crew watches who made it
-            crew.replace(error)
+            crew.recover(error)
             raise
     return losses
+
+
+def replaced(crew: Crew, before: Mapping[str, int]) -> set[str]:
+    """Return the names of the processes that are other ones than `before`."""
+    return {name for name, pid in crew.pids.items() if before[name] != pid}
 
 
 def end(pid: int) -> None:
@@ -111,9 +115,14 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
     assert max(large) < 10_000
 
 
+def pid_of(actor: Any) -> int:
+    """Asked in the actor's process."""
+    return os.getpid()
+
+
 def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_address: str) -> None:
     placement = Placement(CrewSpec(1, "cpu"))
-    pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
+    pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)
     with started(prepared(tmp_path, SHAPES[300_000]), placement) as crew:
         assert crew.pids["data"] == pid
         assert losses_of(crew, range(1, 2))[0] > 0
@@ -122,13 +131,13 @@ def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_addre
 
 def test_those_whom_nobody_needs_end(ray_address: str) -> None:
     placement = Placement(CrewSpec(2, "cpu"))
-    pid = ray.get(placement._waiting[DATA].pid.remote(), timeout=120)
+    pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)
     placement.clear()
     placement.clear()
     wait_gone(pid, 60.0)
 
 
-def test_who_cannot_take_up_is_named(tmp_path: Path, ray_address: str) -> None:
+def test_who_cannot_be_set_up_is_named(tmp_path: Path, ray_address: str) -> None:
     ready = prepared(tmp_path, SHAPES[300_000])
     crew = Crew(ready)
     wrong = {"data": ready.config.data, "tokens": None, "vocab_size": 320, "batch_size": 1, "step": 0, "position": None}
@@ -173,7 +182,7 @@ def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_a
         end(before["optimizer shard 0"])
         disturbed += losses_of(crew, range(3, 4))
         crew.stop()
-        assert {name for name, pid in crew.pids.items() if before[name] != pid} == {"arena owner", "optimizer shard 0"}
+        assert replaced(crew, before) == {"arena owner", "optimizer shard 0"}
     assert disturbed == undisturbed
 
 
@@ -190,10 +199,10 @@ def test_a_death_is_told_while_another_one_is_waited_for(tmp_path: Path, ray_add
     try:
         ray.kill(actors[1])
         with pytest.raises(RayActorError) as told:
-            crew._until_all(calls, 60)
+            crew.until_all(calls, 60)
         assert told.value.actor_id == actors[1]._actor_id.hex()
         with pytest.raises(DeadlineError, match=r"too late within 0 s"):
-            crew._until_all({next(iter(calls)): "too late"}, 0.0)
+            crew.until_all({next(iter(calls)): "too late"}, 0.0)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -214,10 +223,10 @@ def test_the_death_behind_a_failure_is_told_instead_of_it(tmp_path: Path, ray_ad
     try:
         ray.wait(of_lost, num_returns=2)
         with pytest.raises(RayTaskError, match="the others are gone"):
-            crew._until_all(dict.fromkeys(of_lost, "too late"), 60)
+            crew.until_all(dict.fromkeys(of_lost, "too late"), 60)
         ray.kill(dies)
         with pytest.raises(RayActorError) as told:
-            crew._until_all(dict.fromkeys([*of_lost, of_dead], "too late"), 60)
+            crew.until_all(dict.fromkeys([*of_lost, of_dead], "too late"), 60)
         assert told.value.actor_id == dies._actor_id.hex()
     finally:
         for actor in lost:
@@ -259,13 +268,16 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
                         result = ray.get(call)
                         break
                 except RayActorError as error:
-                    crew.replace(error)
+                    crew.recover(error)
                 if crew.gpu is not gpu:
                     gpu = crew.gpu
                     call = gpu.step.remote(len(losses) + 1, save=False)
             losses.append(result.row["loss"])
             positions.append(result.position)
-            assert {name for name, pid in crew.pids.items() if before[name] != pid} == set(victims)
+            deadline_s = time.monotonic() + 60
+            while replaced(crew, before) != set(victims) and time.monotonic() < deadline_s:
+                crew.wait([], 1.0)  # a step may end before it is noticed that there is no batch for the next one
+            assert replaced(crew, before) == set(victims)
         crew.stop()
     finally:
         crew.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder, verify
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 from tests.support.runs import ROOT, cli_here, losses
 
 RUN = ROOT / "tests" / "data" / "run_of_547e489"

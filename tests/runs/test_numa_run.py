@@ -25,7 +25,7 @@ from megatrain_ray.engine.device.numa_homes import GpuHome, Home
 from megatrain_ray.io.arenas.arena import HUGE_PAGE
 from megatrain_ray.report.inspect_run import inspect_run
 from megatrain_ray.report.page_placement import pages_of
-from megatrain_ray.run.process_names import GPU, gpu_name, shard_name
+from megatrain_ray.run.run_processes import GPU, gpu_name, shard_name
 from megatrain_ray.trainer import Trainer
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 from tests.runs.test_crew import SHAPES, losses_of, prepared, started

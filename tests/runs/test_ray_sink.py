@@ -12,15 +12,15 @@ import ray
 
 from megatrain_ray.accounting.gpu_work import GpuWork
 from megatrain_ray.accounting.shard_work import ShardWork
-from megatrain_ray.crew.failures import Faults
 from megatrain_ray.crew.work_calls import WorkCalls
 from megatrain_ray.driver.disk_counts import EVERY_S, DiskCounts
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.io.storage.measured_store import Moved
 from megatrain_ray.metrics import ray_sink
+from megatrain_ray.metrics.deaths import Faults
 from megatrain_ray.metrics.ray_sink import RaySink
 from megatrain_ray.metrics.sinks import MetricSinks
-from megatrain_ray.run.run_dir import RunFiles
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import History
 from tests.support.planned_steps import PROFILE, planned
 from tests.support.runs import cli_here, config, plan_of, rows, write_config

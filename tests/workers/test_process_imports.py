@@ -21,7 +21,7 @@ def test_the_arena_owner_loads_no_torch(tmp_path: Path) -> None:
     (tmp_path / "class").write_bytes(cloudpickle.dumps(waiting(ArenaOwner)))
     code = (
         "import pathlib, pickle, sys\n"
-        "pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())(()).take_up({}, ())\n"
+        "pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())(()).setup({}, ())\n"
         "assert 'megatrain_ray.workers.arena_owner' in sys.modules\n"
         "assert 'torch' not in sys.modules"
     )

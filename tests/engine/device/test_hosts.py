@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.crew import crew_posts
+from megatrain_ray.crew import host_roles
 from megatrain_ray.crew.ray_resources import check_hosts, lacking_hosts
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.rank_group import Meeting, RankGroup, interface_of
@@ -252,10 +252,10 @@ def test_a_run_dir_that_another_host_does_not_share_is_told(monkeypatch: pytest.
     def check() -> None:
         place, owners = SimpleNamespace(addresses=["10.0.0.1", "10.0.0.2"]), [Owner(name) for name in seen]
         prepared = SimpleNamespace(config=SimpleNamespace(run_dir="/runs/a"))
-        crew_posts.check_run_dir(prepared, place, owners, lambda: None)  # type: ignore[arg-type]
+        host_roles.check_run_dir(prepared, place, owners, lambda: None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(crew_posts, "answer", lambda late, call, check: call)
-    monkeypatch.setattr(crew_posts, "SAME_S", 0.0)
+    monkeypatch.setattr(host_roles, "answer", lambda late, call, check: call)
+    monkeypatch.setattr(host_roles, "SAME_S", 0.0)
     with pytest.raises(ConfigError) as refused:
         check()
     assert str(refused.value) == (

@@ -10,7 +10,8 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from megatrain_ray.crew import actor_role
-from megatrain_ray.crew.actor_role import CHECK_S, answer, await_begin, await_thread
+from megatrain_ray.crew.actor_role import CHECK_S, ActorRole, answer, await_thread
+from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
 
@@ -73,7 +74,11 @@ def test_it_is_waited_for_no_longer_when_ray_has_died(clock: Callable[..., Clock
     assert of.now_s == CHECK_S
 
 
-@pytest.mark.parametrize("wait", [answer, await_begin])
+def ready(title: str, call: Any, check: Callable[[], None]) -> None:
+    ActorRole(ProcessKind.GPU, title, 0, lambda _: None, lambda _: {}, ready=call).wait_ready(check)
+
+
+@pytest.mark.parametrize("wait", [answer, ready])
 def test_an_actor_that_died_with_ray_is_not_the_cause(clock: Callable[..., Clock], wait: Callable[..., Any]) -> None:
     """All actors die with Ray's raylet. Taken for the death of one, it would be replaced on a raylet that is gone."""
     of = clock(0.5, RayActorError())

@@ -1,0 +1,140 @@
+"""Decides what a run does about a process that failed. Supervisor, session and trainer carry the decisions out.
+
+The first row that applies counts:
+
+| what failed | decision |
+|---|---|
+| a process that could not start | give up |
+| a process that is none of the run's actors | give up |
+| a GPU worker or the data process, before the first step | give up |
+| any process, after `max_failures` failures of this start | give up |
+| any process, while the Ray node of another host is gone | restart from the newest save |
+| a GPU worker of a plan that cannot repeat a step | restart from the newest save |
+| a GPU worker | replace all GPU workers, and repeat the steps that have not ended |
+| an optimizer shard, an arena owner or the data process | replace it |
+
+Optimizer shards and arena owners keep their state in shared memory, which outlives them, so a replacement continues
+where they stopped. A replaced data process draws the same batches. One GPU worker cannot end a step without the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from megatrain_ray.errors import LostProcessError, MegatrainError
+
+
+class ProcessKind(Enum):
+    """Says what a process holds, by which it is decided whether another one can take its place."""
+
+    SHARED_STATE = auto()  # optimizer shard or arena owner
+    DATA = auto()
+    GPU = auto()
+    UNKNOWN = auto()  # one of Ray's own
+
+
+class Recovery(Enum):
+    REPLACE_ACTOR = "another process takes its place"
+    REPLACE_GPU_WORKERS = "all GPU workers are replaced, and the steps that have not ended are repeated"
+    RESTART = "all processes are started again, from the newest save"
+    GIVE_UP = "the run ends"
+
+
+@dataclass
+class FailureBudget:
+    """Counts the failures of a start: `count` so far, of at most `limit` (max_failures)."""
+
+    limit: int
+    count: int = 0
+
+    def __str__(self) -> str:
+        return f"failure {self.count} of at most {self.limit}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Describes a process that died or whose device failed, and where the run stands.
+
+    name: of the process, for messages.
+    reason: text of the error by which the failure was noticed.
+    could_not_start: the process failed before it did anything.
+    can_step: the engine was built, so there is a state of training to continue from.
+    repeats_steps: the plan allows a step to be repeated (Plan.repeats_steps).
+    lost_hosts: text naming the other hosts whose Ray nodes are gone; empty if there are none.
+    """
+
+    name: str
+    kind: ProcessKind
+    reason: str
+    could_not_start: bool = False
+    can_step: bool = True
+    repeats_steps: bool = True
+    lost_hosts: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Says what to do about a failure, and why.
+
+    error: to raise. Set for RESTART (LostProcessError, which the trainer catches) and GIVE_UP.
+    """
+
+    action: Recovery
+    why: str
+    error: MegatrainError | None = None
+
+
+def decide(failure: Failure, budget: FailureBudget) -> Decision:
+    """Return what to do about the failure of a process. `budget` counts it already."""
+    name = failure.name
+    is_needed_for_start = failure.kind in (ProcessKind.GPU, ProcessKind.DATA) and not failure.can_step
+    if failure.could_not_start or failure.kind is ProcessKind.UNKNOWN or is_needed_for_start:
+        return _give_up(describe_death(name, failure.reason, could_not_start=failure.could_not_start))
+    if budget.count > budget.limit:
+        return _give_up(_over_budget(name, budget))
+    if failure.lost_hosts:
+        return _restart(failure.lost_hosts)
+    if failure.kind is not ProcessKind.GPU:
+        return Decision(Recovery.REPLACE_ACTOR, f"{name}: its state outlives it or can be made again")
+    if not failure.repeats_steps:
+        return _restart("the GPU worker died with what lives on the device, or an update under way")
+    return Decision(Recovery.REPLACE_GPU_WORKERS, f"{name}: no GPU worker can end a step without the others")
+
+
+def decide_restart(reason: str, budget: FailureBudget, newest_save: int | None) -> Decision:
+    """Return what to do about a process that could not be replaced. `budget` counts it already.
+
+    reason: text of the LostProcessError.
+    newest_save: step of the newest save; None if there is none.
+    """
+    if budget.count > budget.limit:
+        return _give_up(f"{reason}; {_over_budget('a process of the run', budget)}")
+    origin = "nothing is saved: beginning again"
+    if newest_save is not None:
+        origin = f"going on from the save of step {newest_save}"
+    return Decision(Recovery.RESTART, f"{reason}; {origin} ({budget})")
+
+
+def describe_death(name: str, reason: str, *, could_not_start: bool) -> str:
+    """Return the message for a process whose death ends the run.
+
+    reason: of a process that could not start, the text that ends with the error that it raised.
+    """
+    if could_not_start:
+        return f"a process of the run ({name}) could not start: {reason.strip().splitlines()[-1]}"
+    return f"a process of the run died ({name}); the same command resumes"
+
+
+def _give_up(message: str) -> Decision:
+    return Decision(Recovery.GIVE_UP, message, MegatrainError(message))
+
+
+def _restart(reason: str) -> Decision:
+    return Decision(Recovery.RESTART, reason, LostProcessError(reason))
+
+
+def _over_budget(name: str, budget: FailureBudget) -> str:
+    return (
+        f"{name} died, the run's failure number {budget.count} (max_failures: {budget.limit}); the same command resumes"
+    )

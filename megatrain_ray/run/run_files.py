@@ -1,0 +1,170 @@
+"""Keeps a run directory: what a run is (config.yaml, plan.json), how it went (metrics.jsonl), and its saves and logs.
+
+owner.json     says that this program made the directory; holds the token of the run, which its saves have too
+config.yaml    resolved configuration; a directory with this file holds a run
+plan.json      plan of the newest start, written before its first step
+plans/         other plans of earlier starts, named by their hash
+measured.json  what plans predicted, and what was measured (accounting/measured_file.py)
+model.json     the model's configuration and shapes, which a resume must have too
+processes.json process ids, while the run is up and after a death
+metrics.jsonl  one row per update, in order of steps
+evaluations.jsonl  one row per evaluation, in order of steps
+history.jsonl  starts, deaths, ends (run_history.py)
+saves/step_N/  weights and optimizer state after N updates
+tokenizer/     the tokenizer's files and the chat template, which an export copies
+inputs/        model and data that a program passed as objects (data/python_objects.py)
+report.html    all of this as a page (report/html_report.py), written at the end of a start
+trace_steps_*  timelines (accounting/trace_file.py)
+logs/          driver.log: starts, steps, saves, failures with their tracebacks
+lock           held while the run is in use
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import load_config, resume_diff
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.disk_errors import UnreadableError, explained
+from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, read_mark
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import list_saves
+from megatrain_ray.run.json_rows import Row, parse_rows
+
+REPORT_NAME = "report.html"
+
+
+class RunFiles:
+    """Names the files of a run and reads them. Reading needs no lock."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the files in directory `path`, which is absolute: actors have other working directories."""
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.plan_file = path / "plan.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.evaluations_file = path / "evaluations.jsonl"
+        self.saves = path / "saves"
+        self.tokenizer = path / "tokenizer"
+        self.logs = path / "logs"
+
+    def read_plan(self, sha256: str | None = None) -> Plan | None:
+        """Return the plan of the newest start, or that of any start by its hash.
+
+        None if there is no such plan, or this version cannot read it.
+        """
+        candidates = [self.plan_file]
+        if sha256 is not None:
+            candidates.append(self.earlier_plan(sha256))
+        try:
+            for file in candidates:
+                if file.exists() and sha256 in (None, hash_file(file)):
+                    return Plan.from_json(read_damaged(file))
+        except (OSError, ValidationError):
+            pass
+        return None
+
+    def earlier_plan(self, sha256: str) -> Path:
+        """Return the file that keeps the plan of an earlier start."""
+        return self.path / "plans" / f"{sha256[:12]}.json"
+
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """Return the files of the tokenizer that the run was started with, and of the chat template if there is one.
+
+        With `bytes` there is at most the chat template.
+        """
+        files = self.tokenizer.iterdir() if self.tokenizer.is_dir() else ()
+        return tuple(sorted(file for file in files if file.name != MARK_NAME))
+
+    @property
+    def last_evaluated(self) -> int:
+        """Return the number of updates before the newest evaluation; -1: none was made."""
+        return max((row["step"] for row in self.evaluations()), default=-1)
+
+    @property
+    def holds_run(self) -> bool:
+        return self.config_file.exists()
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether deleting the run would lose something: a save or a row of metrics. Raises MegatrainError."""
+        return bool(list_saves(self.saves)) or bool(self.rows())
+
+    def read_config(self) -> TrainConfig:
+        """Return the configuration of the run.
+
+        Raises ConfigError if there is no run, or its configuration is not valid in this version.
+        """
+        if not self.holds_run:
+            raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
+        return load_config(self.config_file)
+
+    def read_token(self) -> str | None:
+        """Return the token of the run, which its saves have too; None in a directory of an earlier release."""
+        mark = read_mark(self.path)
+        return mark.token if mark is not None and mark.kind is FolderKind.RUN else None
+
+    def check_save(self, step: int, manifest: Manifest) -> None:
+        """Raise ConfigError if a save is of another run, or of another step than the name of its folder says.
+
+        A save of an earlier release names no run. It counts as this run's if it was made with the settings of this run.
+        """
+        token, others = self.read_token(), ""
+        if token is None or manifest.run is None:  # of an earlier release, or the mark was deleted
+            others = other_settings(manifest, self.read_config())
+            is_own = not others
+        else:
+            is_own = token == manifest.run
+        if is_own and manifest.step == step:
+            return
+        whose = f"of step {manifest.step} of the run in {manifest.config.get('run_dir', 'an unknown place')}"
+        raise ConfigError(
+            f"{self.saves / f'step_{step}'} is the save {whose}{others}: move it away; to go on with that run, name "
+            "its directory, or a copy of all of it"
+        )
+
+    def rows(self) -> list[Row]:
+        """Return the rows of metrics, in order of steps. Raises MegatrainError."""
+        return read_steps(self.metrics_file)
+
+    def evaluations(self) -> list[Row]:
+        """Return the rows of evaluations, read in the same way as `rows`."""
+        return read_steps(self.evaluations_file)
+
+
+def read_steps(file: Path) -> list[Row]:
+    """Return the rows of a file that have a step; none if there is no file. Raises MegatrainError."""
+    try:
+        with explained("read", file):
+            text = read_damaged(file)
+    except UnreadableError:
+        if file.exists():
+            raise
+        return []
+    return parse_rows(text, lambda row: type(row.get("step")) is int)
+
+
+def other_settings(manifest: Manifest, config: TrainConfig) -> str:
+    """Return a text with the first setting in which a save differs from the run though a run may not change it.
+
+    Empty if there is none.
+    """
+    try:
+        found = resume_diff(TrainConfig.model_validate(manifest.config), config)
+    except ConfigError as error:
+        found = [str(error).splitlines()[0]]
+    return f" ({found[0]})" if found else ""
+
+
+def read_damaged(file: Path) -> str:
+    """Return the text of a file, even of a damaged one. Raises OSError."""
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def hash_file(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,75 @@
+"""What GPU workers are asked, in which order, when others take their places. With actors that note what comes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatrain_ray.crew import gpu_worker_group
+from megatrain_ray.crew.actor_role import ActorRole, Check
+from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
+
+
+class Actor:
+    """Notes its calls among those of all."""
+
+    def __init__(self, name: str, asked: list[tuple[str, str, Any]]) -> None:
+        self._name = name
+        self._asked = asked
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments, **named: self._asked.append((self._name, method, named)))
+
+
+@pytest.fixture
+def asked() -> list[tuple[str, str, Any]]:
+    return []
+
+
+@pytest.fixture
+def group(asked: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch) -> GpuWorkerGroup:
+    """Return the GPU workers of two hosts with two GPUs each."""
+    pids = iter(range(100, 200))
+
+    def wait_ready(role: ActorRole, check: Check) -> None:
+        role.pid = next(pids)
+
+    monkeypatch.setattr(gpu_worker_group, "answer", lambda *_: "a place to meet")
+    monkeypatch.setattr(ActorRole, "wait_ready", wait_ready)
+    place = SimpleNamespace(take=lambda name: Actor(name, asked), addresses=["first", "second"])
+    plan = SimpleNamespace(num_gpus=4, host_gpus=2, repeats_steps=True)
+    started = GpuWorkerGroup(SimpleNamespace(plan=plan), place, lambda: None, lambda calls, timeout_s: None)  # type: ignore[arg-type]
+    started.start(lambda host: ())
+    started.wait_ready()
+    return started
+
+
+def pids_of(group: GpuWorkerGroup) -> list[int | None]:
+    return [worker.pid for worker in group.workers]
+
+
+def test_each_waits_for_the_end_of_all_before_it_on_its_host(
+    group: GpuWorkerGroup, asked: list[tuple[str, str, Any]]
+) -> None:
+    """Whose GPU it gets is up to Ray. The first ones follow nobody."""
+    before = pids_of(group)
+    group.start(lambda host: ())
+    after = [arguments["after_pids"] for _, method, arguments in asked if method == "setup"]
+    assert after == [[]] * 4 + [before[:2]] * 2 + [before[2:]] * 2
+
+
+def test_who_follows_is_known_before_it_builds(group: GpuWorkerGroup, asked: list[tuple[str, str, Any]]) -> None:
+    """So the end of one that is cut short while it does is waited for."""
+    before = pids_of(group)
+    known: list[list[int | None]] = []
+
+    def ready() -> None:
+        assert all(method != "build" for _, method, _ in asked)
+        known.append(pids_of(group))
+
+    group.replace_gpus(lambda host: (), lambda: None, ready)  # type: ignore[arg-type, return-value]
+    assert [method for _, method, _ in asked].count("build") == 4
+    assert known == [pids_of(group)]
+    assert not set(known[0]) & set(before)
