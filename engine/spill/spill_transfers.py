@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from megatrain_ray.engine.device.block_checksum import host_checksum
+from megatrain_ray.engine.device.device import host_checksum
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.plan.spill_layout import Extent
 from megatrain_ray.errors import DeadlineError, MegatrainError

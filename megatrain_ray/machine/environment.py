@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatrain_ray import __version__
-from megatrain_ray.engine.device.cuda_device import device_name, total_memory_bytes
+from megatrain_ray.engine.device.cuda_info import device_name, total_memory_bytes
 from megatrain_ray.machine.machine import ram_bytes
 from megatrain_ray.machine.numa_topology import read_topology
 from megatrain_ray.machine.process_memory import driver_version

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain_ray.config.groups import HardwareConfig, NodeConfig
-from megatrain_ray.engine.device.cuda_device import num_gpus as gpus_here
-from megatrain_ray.engine.device.cuda_device import pci_addresses, total_memory_bytes
+from megatrain_ray.engine.device.cuda_info import num_gpus as gpus_here
+from megatrain_ray.engine.device.cuda_info import pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
