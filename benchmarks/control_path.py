@@ -50,8 +50,9 @@ from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.layer_calls.compiled_call import compiler_options, keep_compiled_graphs
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import LayerKind
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
@@ -149,7 +150,7 @@ class Run:
             self._num_steps += 1
             step = StepInput(self._num_steps, (self._micro_batch,), World(self._plan.seq_len), 0)
             thread_s = await self._engine.on_compute_thread(time.thread_time)
-            report = await self._engine.step(step, UpdateSettings(0.0, self._num_steps, 1.0))
+            report = await self._engine.step(step, UpdateParams(self._num_steps, self._num_steps, 0.0), 1.0)
             thread_s = await self._engine.on_compute_thread(time.thread_time) - thread_s
             self.device.timeline.clear()
             seconds.append(Seconds(report.step_s, thread_s))

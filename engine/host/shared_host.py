@@ -17,11 +17,12 @@ import torch
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.host.gradient_slab import FollowedSlab, SlabPool, held_slab_bytes
-from megatrain_ray.engine.host.interfaces import HostWeights, Lease, UpdateHeader
+from megatrain_ray.engine.host.interfaces import HostWeights, Lease
 from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
 from megatrain_ray.engine.host.signal_words import HostWords, Placed
 from megatrain_ray.engine.host.working_arena import WorkingArena
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
@@ -154,9 +155,9 @@ class SharedHost:
         directions = direction.start_bytes if direction else 0
         self._words.land(lease.layer, update, lease.start_bytes, directions, self._host_rank)
 
-    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+    async def commit(self, params: UpdateParams, at_s: float) -> None:
         if self._host_rank == 0:
-            self._words.commit(header)
+            self._words.commit(params)
 
     async def drain(self, generation: int) -> None:
         for layer in range(len(self._layout.layers)):

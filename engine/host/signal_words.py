@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, UpdateHeader
+from megatrain_ray.engine.host.interfaces import EVERY_GENERATION
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.errors import DeadlineError, MegatrainError, ShardFailedError
 from megatrain_ray.io.words.atomic_words import Words
 
@@ -105,7 +106,7 @@ class HostWords:
                 self._words.store(self._generation(shard, layer), own)
                 self._words.store(self._stored(shard, layer), own)
 
-    def commit(self, header: UpdateHeader) -> None:
+    def commit(self, header: UpdateParams) -> None:
         """Publish the header of the next update.
 
         Raises MegatrainError if it is not the next one, or if shards lag too far behind.
@@ -127,13 +128,13 @@ class HostWords:
         self._words.store(_Word.COMMITTED, header.update)
         self._words.add(_Word.LANDED_BELL, 1)
 
-    def header(self, update: int) -> UpdateHeader:
+    def header(self, update: int) -> UpdateParams:
         """Return the header of an update that is committed, and that the caller has not finished.
 
         Raises MegatrainError for any other update.
         """
         first = self._header(update)
-        header = UpdateHeader(
+        header = UpdateParams(
             update=self._words.load(first + _Header.UPDATE),
             adam_step=self._words.load(first + _Header.ADAM_STEP),
             lr=self._words.load_float(first + _Header.LR),

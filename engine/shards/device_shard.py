@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.device.device import Device, Event
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper
-from megatrain_ray.engine.optimizer.undo_log import Part
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.undo_log import ParamSlice
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.shards.shard_state import ShardState
@@ -79,15 +78,15 @@ class DeviceShard(ShardState):
         start = self.layout.working_starts[layer]
         return self.memory[start : start + self.layout.model.layers[layer].size].cpu()
 
-    def update(self, layer: int, gradient: Tensor, header: UpdateHeader) -> None:
+    def update(self, layer: int, gradient: Tensor, params: UpdateParams) -> None:
         """Submit an update of the layer to the device.
 
         gradient: on the device, 1-D, padded, bf16 or fp32.
         """
-        if header.skip:
+        if params.skip:
             return
         with self._device.compute(Op("update", layer)):
-            self._kernel.update(self._parts[layer], gradient, header.rates, None)
+            self._kernel.update(self._parts[layer], gradient, params, None)
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
         super().load(source, num_threads)
@@ -122,7 +121,7 @@ class DeviceShard(ShardState):
         return tensor
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def _joined(parts: Sequence[ParamSlice]) -> list[ParamSlice]:
     """Join neighbouring parts that are updated alike into one, since each part costs the host a kernel launch.
 
     Parameters begin aligned. So a parameter that another one adjoins has no tail, which kernels compute differently

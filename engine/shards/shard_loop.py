@@ -115,10 +115,10 @@ class ShardLoop:
                 return False
             self._gate.enter(layer, update)
             self._words.begin(self._index, layer, update)
-            header = self._words.header(update)
+            params = self._words.header(update)
             gradient = None if layer in self._stored else self._gradient(layer)
             directions = self._directions(layer)
-            self._shard.update(layer, gradient, header, self._serial(layer, update), directions)
+            self._shard.update(layer, gradient, params, self._serial(layer, update), directions)
             self._words.finish(self._index, layer, update)
         self._ended(update)
         return True

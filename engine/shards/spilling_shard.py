@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.flat_layout import Run, Span
-from megatrain_ray.engine.optimizer.block_pool import Job
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
+from megatrain_ray.engine.optimizer.torch_kernel import Job
 from megatrain_ray.engine.plan.spill_layout import GRADIENT, WORKING, Extent
 from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient
 from megatrain_ray.engine.shards.shard_state import fill, load_master
@@ -119,11 +119,11 @@ class SpillingShard(AdamShard):
             super()._check_gradient(layer, gradient)
 
     def _update(
-        self, layer: int, gradient: Gradient, header: UpdateHeader, serial: int, within: Span | None = None
+        self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: Span | None = None
     ) -> None:
         for of_part, part in self._arriving(layer, gradient):
             for span in self._changed(layer, part) if self._on_disk.state_of(layer) else (part,):
-                super()._update(layer, of_part, header, serial, span)
+                super()._update(layer, of_part, params, serial, span)
 
     def _arriving(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, Span | None]]:
         """Yield the gradient of the whole layer and None; if it was stored, each part's gradient and span instead.

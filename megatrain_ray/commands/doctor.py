@@ -79,8 +79,8 @@ def _rates() -> Finding:
 
 def _kernel() -> Finding:
     from megatrain_ray.engine.optimizer.adamw import Hyper
-    from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
     from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
+    from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 
     kernel = open_kernel(1, Hyper(0.9, 0.95, 1e-8, 0.1))
     try:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.host.signal_words import NUM_HEADERS
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from tests.support.shards import header, new_words
 
@@ -48,7 +48,7 @@ def test_the_bell_counts_what_happens() -> None:
 
 def test_a_header_is_exact_and_outlives_later_commits() -> None:
     words = new_words(generation=9)
-    committed = [UpdateHeader(10 + k, 7 + k, 0.1 / 3 * k, float("nan") if k == 2 else 0.3, k == 2) for k in range(3)]
+    committed = [UpdateParams(10 + k, 7 + k, 0.1 / 3 * k, float("nan") if k == 2 else 0.3, k == 2) for k in range(3)]
     for one in committed:
         words.commit(one)
     assert [repr(words.header(one.update)) for one in committed] == [repr(one) for one in committed]

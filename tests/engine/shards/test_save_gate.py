@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import LayerState
 from megatrain_ray.engine.shards.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -166,7 +166,7 @@ def test_layers_that_no_update_changes_are_written_while_others_are_not_there() 
         save = run.gate.begin(attempt(1))
         pieces = run.gate.pieces(save)
         assert [next(pieces).layer for _ in KINDS] == ["layers.0"] * 2, "before the update that the save wants"
-        run.words.commit(UpdateHeader(1, 1, 0.1, 1.0, skip=False, save=True))
+        run.words.commit(UpdateParams(1, 1, 0.1, 1.0, skip=False, save=True))
         run.words.land(1, 1, 0)
         run.update(1, 1)
         assert [next(pieces).layer for _ in KINDS] == ["layers.1"] * 2, "what updates may wait for goes first"
