@@ -44,9 +44,9 @@ import torch
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.host_state import Momenta
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
-from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.layer_calls.compiled_call import compiler_options, keep_compiled_graphs
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import LayerKind
@@ -102,11 +102,11 @@ def answer(buffer: mmap.mmap, plan: Plan) -> None:
     words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
     for update in itertools.count(1) if plan.layer_order else ():
         for layer in plan.layer_order:
-            while not words.wait_landed(layer, update, 1.0):
+            while not words.gradients.wait_landed(layer, update, 1.0, committed=True):
                 if words.stopped:
                     return
-            words.begin(0, layer, update)
-            words.finish(0, layer, update)
+            words.generations.begin(0, layer, update)
+            words.generations.finish(0, layer, update)
 
 
 class Seconds(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain_ray.engine.device.device import Event
-from megatrain_ray.engine.host.momenta import MomentumPart
+from megatrain_ray.engine.host.host_state import MomentumPart
 from megatrain_ray.engine.layout.model_layout import WeightPart
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.residency import FragmentId

@@ -17,10 +17,10 @@ import torch
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.host.gradient_slab import FollowedSlab, SlabPool, held_slab_bytes
+from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.interfaces import HostWeights, Lease
-from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
-from megatrain_ray.engine.host.signal_words import HostWords, Placed
-from megatrain_ray.engine.host.working_arena import WorkingArena
+from megatrain_ray.engine.host.signal_words import Placed
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
@@ -75,7 +75,7 @@ class SharedHost:
         self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
         self._pools = {Placed.GRADIENT: self._slab, Placed.DIRECTIONS: self._directions}
         self._followed = {  # used if this rank is not the first of its host
-            what: FollowedSlab(slab, of_layers, partial(words.placed_at, what), self._check)
+            what: FollowedSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
             for what, of_layers in ((Placed.GRADIENT, sizes), (Placed.DIRECTIONS, layout.direction_bytes))
         }
         self._held: dict[int, int] = {}
@@ -125,7 +125,7 @@ class SharedHost:
             return await self._leased(self._followed[what].lease(layer, update), what, layer)
         lease = await self._leased(self._pools[what].lease(layer), what, layer)
         if self._num_ranks > 1:
-            self._words.place(what, layer, update, lease.start_bytes)
+            self._words.gradients.place(what, layer, update, lease.start_bytes)
         return lease
 
     def _own_part(self, lease: Lease, itemsize: int) -> Lease:
@@ -153,11 +153,11 @@ class SharedHost:
         if self._host_rank == 0:
             self._held[lease.layer] = update
         directions = direction.start_bytes if direction else 0
-        self._words.land(lease.layer, update, lease.start_bytes, directions, self._host_rank)
+        self._words.gradients.land(lease.layer, update, lease.start_bytes, directions, self._host_rank)
 
     async def commit(self, params: UpdateParams, at_s: float) -> None:
         if self._host_rank == 0:
-            self._words.commit(params)
+            self._words.updates.commit(params)
 
     async def drain(self, generation: int) -> None:
         for layer in range(len(self._layout.layers)):
@@ -171,15 +171,15 @@ class SharedHost:
         self._executor.shutdown()
 
     async def _reached(self, layer: int, generation: int) -> None:
-        if self._words.generation(layer) < generation:
-            await self._wait(layer, generation, lambda: self._words.generation(layer) >= generation)
+        if self._words.generations.of_layer(layer) < generation:
+            await self._wait(layer, generation, lambda: self._words.generations.of_layer(layer) >= generation)
 
     async def _written(self, layer: int, generation: int) -> None:
         """Wait until the layer has this generation and the disk has it too."""
         assert self._disk is not None
         disk = self._disk
         await self._wait(
-            layer, generation, lambda: self._words.generation(layer) >= generation and disk.are_written(layer)
+            layer, generation, lambda: self._words.generations.of_layer(layer) >= generation and disk.are_written(layer)
         )
 
     async def _wait(self, layer: int, generation: int, there: Callable[[], bool]) -> None:
@@ -191,7 +191,7 @@ class SharedHost:
             async with asyncio.timeout(self._deadline_s), self._changed:
                 await self._changed.wait_for(arrived)
         except TimeoutError:
-            raise self._words.late(layer, generation, self._deadline_s) from None
+            raise self._words.generations.late(layer, generation, self._deadline_s) from None
 
     def _check(self) -> None:
         """Raise an error if waiting is pointless: a shard failed or was stopped, or the watcher ended."""
@@ -221,7 +221,7 @@ class SharedHost:
         while not self._closed:
             seen = await loop.run_in_executor(self._executor, self._words.wait_generation_bell, seen, WATCH_SLICE_S)
             for layer, update in list(self._held.items()):
-                done = self._words.stored if layer in self._stored else self._words.generation
+                done = self._words.gradients.stored if layer in self._stored else self._words.generations.of_layer
                 if done(layer) >= update:
                     del self._held[layer]
                     await self._slab.release(layer)

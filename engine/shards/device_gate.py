@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatrain_ray.engine.device.device import Event
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.shards.save_gate import SaveGate
 
@@ -48,7 +48,7 @@ class DeviceGate:
             self._words.fail(self._index)
             raise
         for layer in self._layers:
-            self._words.finish(self._index, layer, update)
+            self._words.generations.finish(self._index, layer, update)
 
     def close(self) -> None:
         """Stop the thread that publishes, once it has nothing left to do. Idempotent."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.shards.shard_state import ShardState
 from megatrain_ray.engine.shards.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -169,7 +169,7 @@ class SaveGate:
         """
         generation = save.attempt.step
         self._await_generation(save, left[0])
-        there = [layer for layer in left if self._words.shard_generation(self._index, layer) >= generation]
+        there = [layer for layer in left if self._words.generations.of_shard(self._index, layer) >= generation]
         with self._changed:
             waiting = [layer for layer in there if save.states[layer] is LayerState.WAITING]
             if save.wanted in waiting:
@@ -188,7 +188,7 @@ class SaveGate:
             if save.abandoned:
                 raise _abandoned(save.attempt)
             try:
-                self._words.wait_shard_generation(self._index, layer, save.attempt.step, WATCH_S)
+                self._words.generations.wait(self._index, layer, save.attempt.step, WATCH_S)
             except DeadlineError:
                 if time.monotonic() > deadline_s:
                     raise
@@ -212,7 +212,7 @@ class SaveGate:
 
         Raises DeadlineError if the save makes no progress, MegatrainError if the shards were stopped meanwhile.
         """
-        if not self._words.saved_at(update - 1):
+        if not self._words.updates.saved_at(update - 1):
             return
         start_s = time.monotonic()
         with self._changed:

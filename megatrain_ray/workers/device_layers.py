@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.shards.device_gate import DeviceGate
 from megatrain_ray.engine.shards.device_shard import DeviceShard

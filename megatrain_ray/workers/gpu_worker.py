@@ -20,9 +20,8 @@ from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Place, RankGroup
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
-from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.host_state import Momenta, WorkingArena
 from megatrain_ray.engine.host.shared_host import SharedHost
-from megatrain_ray.engine.host.working_arena import WorkingArena
 from megatrain_ray.engine.layer_calls.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
@@ -262,13 +261,14 @@ class GpuWorker:
         assert self._engine is not None  # build came first
         words, step = self._words, progress.step
         waits = [layer for of_shard in self._prepared.plan.updated_layers for layer in of_shard]
-        if words.committed != step or not all(words.has_landed(layer, step) for layer in waits):
+        if words.updates.committed != step or not all(words.gradients.has_landed(layer, step) for layer in waits):
             raise LostProcessError(
-                f"update {words.committed} had begun when the GPU worker died, and step {step} was the last that ended"
+                f"update {words.updates.committed} had begun when the GPU worker died, and step {step} was the last "
+                "that ended"
             )
         await self._engine.drain(step)
         if self._host_rank == 0:
-            words.withdraw(step)
+            words.gradients.withdraw(step)
         self._begin(progress)
 
     def _begin(self, progress: Progress) -> None:

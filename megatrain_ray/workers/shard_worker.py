@@ -214,7 +214,7 @@ class ShardWorker:
         timeout_s = self._prepared.plan.update_deadline_s
         with suppress(MegatrainError):
             for layer in self._prepared.plan.layer_order:
-                self._words.wait_shard_generation(self._index, layer, last, timeout_s)
+                self._words.generations.wait(self._index, layer, last, timeout_s)
         return self._shard.spans.take()
 
     def stop(self) -> None:

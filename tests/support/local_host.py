@@ -13,9 +13,8 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.host.gradient_slab import SlabPool
+from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
 from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease
-from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
-from megatrain_ray.engine.host.working_arena import WorkingArena
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import serial_of

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.device.cpu_device import CpuEvent
-from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.host_state import Momenta
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
-from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.plan.plan_shards import read_bytes, shard_layout, spill_layout
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.spill_layout import WORKING
@@ -209,7 +209,7 @@ async def test_a_published_generation_is_fetched_once_it_is_on_disk(rig: Rig) ->
     flat = await asyncio.to_thread(rig.write, 3, 1)
     host.expect([FragmentId(3, 0)], 1)
     for shard in range(2):
-        rig.words.finish(shard, 3, 1)
+        rig.words.generations.finish(shard, 3, 1)
     fetching = asyncio.create_task(host.fetch(FragmentId(3, 0), 1))
     try:
         await asyncio.sleep(0.05)  # nothing wakes what must go on waiting
