@@ -110,12 +110,6 @@ class AdamShard(ShardState):
         """
         raise MegatrainError(f"optimizer shard {self.layout.number} has no disk for the gradient of layer {layer}")
 
-    def settle(self, layer: int) -> None:
-        """Wait until everything that updates changed of a layer has reached its permanent place.
-
-        Any thread may call it.
-        """
-
     def update(
         self, layer: int, gradient: Tensor | None, params: UpdateParams, serial: int, directions: Tensor | None = None
     ) -> None:
@@ -141,7 +135,8 @@ class AdamShard(ShardState):
     ) -> None:
         """Update the shard's part of a layer, or the span `within` of it. What is updated must be in memory."""
         assert gradient.values is not None
-        parts, transaction = self.parts(layer, self.hyper, within, gradient.start), Transaction(self._journal, serial)
+        parts = self.parts(layer, self.hyper, within, gradient.start)
+        transaction = Transaction(self._journal, serial)
         num_bytes = self._traffic(parts, gradient.values) if self.spans.on else 0
         start_s = time.perf_counter()
         with self.spans.span(Row.UPDATES, "update", layer, num_bytes=num_bytes):
@@ -168,15 +163,10 @@ class AdamShard(ShardState):
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Undo what a shard that died in transaction `serial` left half written; `update` then does the rest."""
-        self._roll_back(layer, serial)
-
-    def _roll_back(self, layer: int, serial: int, within: Span | None = None) -> None:
-        """Roll back the shard's part of a layer, or the span `within` of it, which must be in memory."""
-        self._journal.roll_back(self.parts(layer, self.hyper, within), serial)
+        self._journal.roll_back(self.parts(layer, self.hyper), serial)
 
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._kernel.copy(pairs)
 
     def close(self) -> None:
-        """Stop the kernel's threads. Idempotent."""
         self._kernel.close()

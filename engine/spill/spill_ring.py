@@ -63,8 +63,8 @@ class _Slot:
 class SpillRing:
     """Brings one shard's extents into slots of host memory and writes them back.
 
-    `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates, `settle` and `read` for any other.
-    An `extent` is given by its number among `layout.extents`.
+    `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates, `wait_written` and `read` for any
+    other. An `extent` is given by its number among `layout.extents`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SpillRing:
         yield
         self.leave(extent)
 
-    def settle(self, extent: int) -> None:
+    def wait_written(self, extent: int) -> None:
         """Wait until the blob has everything that updates made of the extent."""
         with self._changed:
             self._await(lambda: not self._is_on_its_way(extent), f"{self._described(extent)} to be written")
@@ -179,7 +179,7 @@ class SpillRing:
 
         No update of the extent may begin before this returns. Raises what `bring` raises.
         """
-        self.settle(extent)
+        self.wait_written(extent)
         result = memoryview(bytearray(span.size))
         for index, block in enumerate(self.layout.extents[extent].blocks):
             first, last = max(span.start, block.start), min(span.stop, block.stop)

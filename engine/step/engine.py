@@ -39,7 +39,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import Residency
 from megatrain_ray.engine.plan.schedule import Visit, forward_visits
 from megatrain_ray.engine.plan.step_residency import residency_of
-from megatrain_ray.engine.shards.device_shard import DeviceShard, UpdateGate
+from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
 from megatrain_ray.engine.step.step_loss import StepLoss
@@ -83,7 +83,7 @@ class Engine:
 
     def __init__(
         self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device, host: Host, *,
-        muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: UpdateGate | None = None,
+        muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: DeviceGate | None = None,
         spill: tuple[BlobStore, str] | None = None, ranks: Ranks | None = None, poison: bool = False,
     ) -> None:  # fmt: skip
         """Allocate the slots and build all components that the plan asks for.

@@ -33,7 +33,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Phase, Visit
-from megatrain_ray.engine.shards.device_shard import DeviceShard, UpdateGate
+from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.step.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
 from megatrain_ray.engine.weights_stream.bound_weights import Residents
@@ -108,7 +108,7 @@ class StepRunner:
         orthogonalizer: Orthogonalizer | None,
         transfer: Callable[[Transfer], None],
         device_shard: DeviceShard | None,
-        gate: UpdateGate | None,
+        gate: DeviceGate | None,
         ranks: Ranks,
         before_sums: Callable[[int], None] | None = None,
     ) -> None:

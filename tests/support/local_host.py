@@ -102,9 +102,11 @@ class LocalHost:
 
     async def _written(self, layer: int, generation: int) -> None:
         """Wait until the layer's working copy of this generation is on disk."""
+        assert self._disk is not None
         await self._reached(layer, generation)
-        for shard in self._shards:
-            await asyncio.to_thread(shard.settle, layer)
+        while not self._disk.are_written(layer):
+            self._check()
+            await asyncio.sleep(0.001)
 
     async def _reached(self, layer: int, generation: int) -> None:
         async with self._changed:

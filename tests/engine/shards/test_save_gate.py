@@ -271,7 +271,7 @@ def test_a_second_attempt_is_not_hit_by_what_ends_the_first() -> None:
         first = run.gate.begin(attempt(1, number=0))
         second = run.gate.begin(attempt(1, number=1))
         run.gate.abandon(attempt(1, number=0))
-        run.gate.leave(first)
+        run.gate.abandon(first.attempt)
         assert read(run, second, run.gate.pieces(second), 6) == [1] * 6
         assert first.abandoned and not second.abandoned
 
