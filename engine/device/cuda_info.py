@@ -15,7 +15,6 @@ def total_memory_bytes() -> int | None:
 
 
 def device_name() -> str:
-    """Return the vendor's name of the GPU that this process would use."""
     return _properties().name
 
 

@@ -50,10 +50,7 @@ class Lease:
 
 class ParamSource(Protocol):
     def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
-        """Announce the fragments that will be fetched, in this order.
-
-        Those on disk are read ahead.
-        """
+        """Announce the fragments that will be fetched, in this order. Those on disk are read ahead."""
 
     async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
         """Wait until the layer has this generation, and return the fragment's weights.

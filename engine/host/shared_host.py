@@ -7,7 +7,7 @@ one host share all of it: the first one decides for all where gradients lie, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -121,10 +121,18 @@ class SharedHost:
 
     async def _lease(self, what: Placed, layer: int, update: int) -> Lease:
         """Wait for a lease on the part of the slab that all ranks of the host share for this layer."""
-        if self._host_rank:
-            return await self._leased(self._followed[what].lease(layer, update), what, layer)
-        lease = await self._leased(self._pools[what].lease(layer), what, layer)
-        if self._num_ranks > 1:
+        is_first = self._host_rank == 0
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                lease = await (
+                    self._pools[what].lease(layer) if is_first else self._followed[what].lease(layer, update)
+                )
+        except TimeoutError:
+            waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
+            if is_first:
+                raise DeadlineError(f"no room {waited}: the optimizer shards do not get on") from None
+            raise DeadlineError(f"no place {waited}: the first GPU worker of the host does not get on") from None
+        if is_first and self._num_ranks > 1:
             self._words.gradients.place(what, layer, update, lease.start_bytes)
         return lease
 
@@ -138,16 +146,6 @@ class SharedHost:
         first = self._layout.shares[lease.layer].trained.start
         start, stop = (itemsize * (edge - first) for edge in self._parts.gradient_span(lease.layer))
         return replace(lease, region=lease.region[start:stop])
-
-    async def _leased(self, leasing: Awaitable[Lease], what: Placed, layer: int) -> Lease:
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await leasing
-        except TimeoutError:
-            waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
-            if self._host_rank:
-                raise DeadlineError(f"no place {waited}: the first GPU worker of the host does not get on") from None
-            raise DeadlineError(f"no room {waited}: the optimizer shards do not get on") from None
 
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
         if self._host_rank == 0:
@@ -194,7 +192,6 @@ class SharedHost:
             raise self._words.generations.late(layer, generation, self._deadline_s) from None
 
     def _check(self) -> None:
-        """Raise an error if waiting is pointless: a shard failed or was stopped, or the watcher ended."""
         self._words.check()
         if self._error is not None:
             raise MegatrainError(f"the watcher of the shards' signals ended: {self._error!r}")

@@ -111,7 +111,6 @@ class SignalWords:
         return self._first_shard + shard
 
     def check(self) -> None:
-        """Raise MegatrainError if a shard failed or the shards were stopped."""
         if failed := self.load(Word.FAILED):
             raise ShardFailedError(f"optimizer shard {self.number_of(failed - 1)} failed; its own error says why")
         if self.stopped:

@@ -100,7 +100,6 @@ class Run(NamedTuple):
 
     @property
     def in_whole(self) -> PlaceInWhole:
-        """Return where the elements lie in the parameter as a checkpoint has it."""
         whole = place_in_whole(self.segment.name, self.segment.shape)
         return PlaceInWhole(whole.name, whole.start + self.in_segment)
 
@@ -152,12 +151,10 @@ class FlatLayout:
 
     @cached_property
     def size(self) -> int:
-        """Return the number of padded elements."""
         return self.fragments[-1].stop
 
     @property
     def parts(self) -> tuple[Span, Span]:
-        """Return the span of what is trained, and that of what is frozen."""
         return self.trained, self.frozen
 
     @cached_property
@@ -176,12 +173,10 @@ class FlatLayout:
 
     @cached_property
     def trained_segments(self) -> tuple[Segment, ...]:
-        """Return the segments that hold elements and are trained."""
         return tuple(s for s in self.owned if s.group.trained)
 
     @cached_property
     def muon_segments(self) -> tuple[Segment, ...]:
-        """Return the segments that hold elements and are trained by Muon."""
         return tuple(s for s in self.trained_segments if s.muon)
 
     @cached_property
@@ -238,7 +233,6 @@ class FlatLayout:
             logical += s.numel
 
     def logical(self, span: Span) -> Span:
-        """Return the logical span of a padded one."""
         return Span(self._logical_position(span.start), self._logical_position(span.stop))
 
     def _logical_position(self, padded: int) -> int:
@@ -246,7 +240,6 @@ class FlatLayout:
 
 
 def _place(parameters: Sequence[ParameterSpec], position: int) -> list[Segment]:
-    """Return segments for the parameters, aligned, one after the other from `position` on."""
     segments = []
     for p in parameters:
         segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to, p.group, p.muon)
@@ -279,5 +272,4 @@ def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tu
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -116,7 +116,6 @@ def muon_block(
 
 
 def _joined(state: AdamState, scratch: Scratch) -> Tensor:
-    """Return the FP32 master of a block: the working copy itself, or both halves joined in `scratch`."""
     if state.residual is None:
         return state.working
     master = scratch.master[: state.working.numel()]
@@ -125,7 +124,6 @@ def _joined(state: AdamState, scratch: Scratch) -> Tensor:
 
 
 def _round_moments(m: Tensor, v: Tensor, counter: int, scratch: Scratch) -> None:
-    """Round a block's moments, which are in `scratch`, into `m` and `v` (bf16)."""
     size = m.numel()
     bits, random, random16 = scratch.bits[:size], scratch.random[:size], scratch.random16[:size]
     random_bits(counter, random, bits)

@@ -55,7 +55,6 @@ class BlockPool:
             raise error
 
     def close(self) -> None:
-        """Stop the threads. Idempotent."""
         self._pool.shutdown()
 
 

@@ -179,10 +179,7 @@ class TritonAdamW:
 
 
 def open_triton(hyper: Hyper, device: torch.device) -> UpdateKernel:
-    """Open the kernel, after it has proved equal to torch on the CPU.
-
-    Raises MegatrainError if it does not.
-    """
+    """Open the kernel, after it has proved equal to torch on the CPU. Raises MegatrainError if it does not."""
     check_kernel(partial(_FromHost, device=device), replace(hyper, muon=None))
     return TritonAdamW(1, hyper)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, Span, round_up
+from megatrain_ray.engine.layout.flat_layout import Span, round_up
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import (
@@ -95,18 +95,6 @@ def num_units(length: int) -> int:
     return -(-length // UNIT_ELEMENTS)
 
 
-class JournalAddresses(NamedTuple):
-    """Holds the addresses of a journal's memory, for native code.
-
-    room_bytes: distance from one room to the next.
-    """
-
-    records: int
-    marks: int
-    rooms: int
-    room_bytes: int
-
-
 class Journal:
     """Saves blocks before they are overwritten, in zeroed memory or in that of a shard that died.
 
@@ -147,10 +135,11 @@ class Journal:
         return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * room_bytes(precision)
 
     @property
-    def addresses(self) -> JournalAddresses:
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Return the addresses of records, marks and rooms for native code, and the bytes from room to room."""
         start = self._memory.data_ptr()
         records, marks = WORD_BYTES * RECORD_WORDS, WORD_BYTES * self._first_mark
-        return JournalAddresses(start + records, start + marks, start + self._first_room, self._room_bytes)
+        return start + records, start + marks, start + self._first_room, self._room_bytes
 
     def unmarked_blocks(self, part: ParamSlice, serial: int) -> Iterator[Span]:
         """Yield the part's units that a transaction has still to do, in blocks of at most BLOCK_UNITS units."""
@@ -231,11 +220,8 @@ def blocks_of(units: Span) -> Iterator[Span]:
 
 
 def _num_marks(layout: ShardLayout) -> int:
-    return max(map(_units_of, layout.model.layers, layout.spans), default=0)
-
-
-def _units_of(layer: FlatLayout, span: Span) -> int:
-    return sum(num_units(run.length) for run in layer.runs(span))
+    layers = zip(layout.model.layers, layout.spans, strict=True)
+    return max((sum(num_units(run.length) for run in layer.runs(span)) for layer, span in layers), default=0)
 
 
 def room_bytes(precision: Precision) -> int:

@@ -153,10 +153,7 @@ def _parts(is_split: bool, hyper: Hyper) -> Iterator[ParamSlice]:
 
 
 def _values(seed: int, scale: float) -> Tensor:
-    """Return values for all parts, with an awkward one here and there.
-
-    No element is awkward in all tensors.
-    """
+    """Return values for all parts, with an awkward one here and there. No element is awkward in all tensors."""
     values = torch.randn(2 * sum(SIZES), generator=torch.Generator().manual_seed(seed)) * scale
     awkward = values[3 * seed :: AWKWARD_EVERY]
     awkward.copy_(torch.tensor(AWKWARD).repeat(awkward.numel() // len(AWKWARD) + 1)[: awkward.numel()])

@@ -39,10 +39,7 @@ class Gradient(NamedTuple):
 
 
 class AdamShard(ShardState):
-    """Keeps a shard's state in host memory and updates it on the CPU.
-
-    Only one caller at a time.
-    """
+    """Keeps a shard's state in host memory and updates it on the CPU. Only one caller at a time."""
 
     def __init__(
         self,

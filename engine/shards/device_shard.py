@@ -183,5 +183,4 @@ def _pairs(there: Piece, here: Piece) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _on_host(part: Piece) -> Piece:
-    """Return a piece like `part` over newly allocated host memory."""
     return part._replace(buffers=[torch.empty(len(buffer), dtype=torch.uint8).numpy().data for buffer in part.buffers])

@@ -149,10 +149,6 @@ class ShardState(ABC):
         return [*self._pieces_of(layer, buffers), *self._frozen_pieces(layer)]
 
     def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill copies with the layer's state.
-
-        copies: 1-D uint8 tensors by kind, run after run.
-        """
         tensors = self._kinds(layer)
         self._copy(layer, [pair for kind in copies for pair in zip(copies[kind], tensors[kind], strict=True)])
 
@@ -161,11 +157,9 @@ class ShardState(ABC):
         """Copy the second tensor of each pair (1-D uint8) over the first, which is on the host."""
 
     def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
-        """Return the buffers of the pieces of a layer's trained part, by kind, run after run."""
         return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer, within).items()}
 
     def _buffer(self, tensor: Tensor) -> Buffer:
-        """Return state (1-D uint8) as the buffer of a piece, without copying it."""
         return tensor.numpy().data
 
     def fetch(self, part: Piece) -> Piece:
@@ -195,7 +189,6 @@ class ShardState(ABC):
         return parts
 
     def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
-        """Yield the runs of the layer's parameters that the shard owns, or those in the span `within` of them."""
         return self.layout.model.layers[layer].runs(within or self.layout.spans[layer])
 
     def _frozen_runs(self, layer: int) -> Iterator[Run]:

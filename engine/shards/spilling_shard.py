@@ -198,7 +198,6 @@ class SpillingShard(AdamShard):
 
     @contextmanager
     def _blank(self, number: int) -> Iterator[tuple[Extent, Mapping[str, Tensor]]]:
-        """Yield an extent, and its state by kind in a slot, for the `with` block to fill."""
         with self._ring.blank(number):
             yield self._on_disk.extents[number], self._in_slot(number)
 
@@ -250,6 +249,5 @@ class SpillingShard(AdamShard):
         return self._in_slot(number), self._on_disk.extents[number].span.start
 
     def _number(self, layer: int, run: Run) -> int:
-        """Return the number of the extent that contains a run."""
         numbers = self._on_disk.state_of(layer)
         return numbers[bisect_right(numbers, run.padded, key=lambda i: self._on_disk.extents[i].span.start) - 1]
