@@ -60,20 +60,26 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Describes one parameter inside a flat.
+class ParameterSpec:
+    """Describes a parameter for a layout.
 
-    A tied parameter owns no elements here: `tied_to` names the parameter that does.
+    A tied parameter owns no elements: `tied_to` names the parameter that does.
     """
 
     name: str  # in the model: model.layers.3.self_attn.q_proj.weight
     local: str  # in the layer's template: self_attn.q_proj.weight
     shape: tuple[int, ...]
-    start: int  # padded coordinate
-    decay: bool
+    decay: bool = True
     tied_to: str | None = None
     group: ParameterGroup = COMMON  # a tied parameter has the group of its owner
     muon: bool = False  # whether Muon trains it; then it is a matrix or a stack of matrices
+
+
+@dataclass(frozen=True)
+class Segment(ParameterSpec):
+    """Describes one parameter inside a flat, from the padded coordinate `start` on."""
+
+    start: int = 0
 
     @property
     def numel(self) -> int:
@@ -102,19 +108,6 @@ class Run(NamedTuple):
     def in_whole(self) -> PlaceInWhole:
         whole = place_in_whole(self.segment.name, self.segment.shape)
         return PlaceInWhole(whole.name, whole.start + self.in_segment)
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """Describes a parameter for a layout. The fields mean the same as those of Segment."""
-
-    name: str
-    local: str
-    shape: tuple[int, ...]
-    decay: bool = True
-    tied_to: str | None = None
-    group: ParameterGroup = COMMON
-    muon: bool = False
 
 
 @dataclass(frozen=True)
@@ -242,7 +235,7 @@ class FlatLayout:
 def _place(parameters: Sequence[ParameterSpec], position: int) -> list[Segment]:
     segments = []
     for p in parameters:
-        segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to, p.group, p.muon)
+        segment = Segment(**vars(p), start=position)
         segments.append(segment)
         position = round_up(segment.stop, ALIGN_ELEMENTS)
     return segments

@@ -29,17 +29,9 @@ log = logging.getLogger(__name__)
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 1007, UNIT_ELEMENTS + 29, 64)
 # Specials, denormals, the largest and the smallest normal number, and a tie when a master is split.
 AWKWARD = (
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    0.0,
-    -0.0,
-    1e-40,
-    -1e-45,
-    3.4028235e38,
-    -1.17549435e-38,
-    1.00390625,
-)
+    float("nan"), float("inf"), -float("inf"), 0.0, -0.0,
+    1e-40, -1e-45, 3.4028235e38, -1.17549435e-38, 1.00390625,
+)  # fmt: skip
 AWKWARD_EVERY = 13
 
 
