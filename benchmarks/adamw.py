@@ -32,11 +32,10 @@ import torch
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
-from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
-from megatrain_ray.engine.optimizer.undo_log import Journal, Part, Transaction
-from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
+from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, open_kernel
 from megatrain_ray.engine.plan.plan import Precision
 from megatrain_ray.io.arenas.arena import Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
@@ -98,17 +97,17 @@ class Layer:
         self.state = state
         state[0].fill_(0.02)
         self.gradient.fill_(1e-3)
-        self.parts = [Part(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
+        self.parts = [ParamSlice(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
 
     def kernels(self, num_threads: int) -> Iterator[UpdateKernel]:
         yield open_kernel(num_threads, self.hyper)
         yield TorchBlocks(num_threads, self.hyper)
 
     def update(self, kernel: UpdateKernel, journal: Journal | None) -> Callable[[int], None]:
-        rates = Rates(torch.tensor(10.0), 1e-4, 0.3)
+        params = UpdateParams(10, 10, 1e-4, 0.3)
 
         def call(index: int) -> None:
-            kernel.update(self.parts, self.gradient, rates, Transaction(journal, 1 + index) if journal else None)
+            kernel.update(self.parts, self.gradient, params, Transaction(journal, 1 + index) if journal else None)
 
         return call
 

@@ -44,14 +44,15 @@ import torch
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.host_state import Momenta
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
-from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.layer_calls.compiled_call import compiler_options, keep_compiled_graphs
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import LayerKind
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
@@ -101,11 +102,11 @@ def answer(buffer: mmap.mmap, plan: Plan) -> None:
     words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
     for update in itertools.count(1) if plan.layer_order else ():
         for layer in plan.layer_order:
-            while not words.wait_landed(layer, update, 1.0):
+            while not words.gradients.wait_landed(layer, update, 1.0, committed=True):
                 if words.stopped:
                     return
-            words.begin(0, layer, update)
-            words.finish(0, layer, update)
+            words.generations.begin(0, layer, update)
+            words.generations.finish(0, layer, update)
 
 
 class Seconds(NamedTuple):
@@ -149,7 +150,7 @@ class Run:
             self._num_steps += 1
             step = StepInput(self._num_steps, (self._micro_batch,), World(self._plan.seq_len), 0)
             thread_s = await self._engine.on_compute_thread(time.thread_time)
-            report = await self._engine.step(step, UpdateSettings(0.0, self._num_steps, 1.0))
+            report = await self._engine.step(step, UpdateParams(self._num_steps, self._num_steps, 0.0), 1.0)
             thread_s = await self._engine.on_compute_thread(time.thread_time) - thread_s
             self.device.timeline.clear()
             seconds.append(Seconds(report.step_s, thread_s))

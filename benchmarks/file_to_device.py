@@ -31,7 +31,8 @@ import torch
 
 from megatrain_ray.engine.activations.disk_activations import ActivationFile
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.device.cuda_device import CudaDevice, device_name
+from megatrain_ray.engine.device.cuda_device import CudaDevice
+from megatrain_ray.engine.device.cuda_info import device_name
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.measure.measure_direct_disk import measure_direct

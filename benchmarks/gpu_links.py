@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.engine.device.cuda_device import PeerCopies
+from megatrain_ray.engine.device.cuda_info import PeerCopies
 from megatrain_ray.engine.device.rank_group import Meeting, Place, RankGroup
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.machine.environment import commit, hardware, versions

@@ -24,9 +24,9 @@ from transformers.initialization import no_init_weights
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.tokenize_data import tokenize
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.planning.prepare import Prepared, prepare
@@ -42,7 +42,7 @@ class Recorder:
         self.gradients: dict[int, Tensor] = {}
 
     def update(
-        self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int, directions: Tensor | None
+        self, layer: int, gradient: Tensor, header: UpdateParams, serial: int, directions: Tensor | None
     ) -> None:
         if layer in self._layers:
             self.gradients[layer] = gradient.clone()
@@ -62,7 +62,7 @@ async def engine_gradients(
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = Engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
     step = StepInput(1, micro_batches_of(batch, prepared.plan.micro_batch_size), World(batch.num_supervised), 0)
-    report = await engine.step(step, UpdateSettings(1e-4, 1, 1.0))
+    report = await engine.step(step, UpdateParams(1, 1, 1e-4), 1.0)
     await host.drain(1)
     await host.close()
     await engine.close()

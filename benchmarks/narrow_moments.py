@@ -32,10 +32,10 @@ from megatrain_ray.bench.in_process import run_in_process
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import config_to_dict, load_config
 from megatrain_ray.data.tokenize_data import tokenize
-from megatrain_ray.engine.optimizer import kernel_choice
-from megatrain_ray.engine.optimizer.adamw import Hyper, Rates
+from megatrain_ray.engine.optimizer import update_kernel
+from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
-from megatrain_ray.engine.optimizer.undo_log import Part, Transaction
+from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction
 from megatrain_ray.machine.environment import commit, hardware, versions
 from megatrain_ray.planning.prepare import prepare
 
@@ -58,21 +58,21 @@ class Nearest(TorchBlocks):
 
     def update(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ParamSlice],
         gradient: Tensor,
-        rates: Rates,
+        params: UpdateParams,
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
         wide = [part._replace(state=part.state._replace(m=part.state.m.float(), v=_wide(part))) for part in parts]
-        super().update(wide, gradient, rates, None, directions)
+        super().update(wide, gradient, params, None, directions)
         for part, updated in zip(parts, wide, strict=True):
             for narrow, value in zip(part.state[2:], updated.state[2:], strict=True):
                 if narrow is not None and value is not None:
                     narrow.copy_(value)
 
 
-def _wide(part: Part) -> Tensor | None:
+def _wide(part: ParamSlice) -> Tensor | None:
     return None if part.state.v is None else part.state.v.float()
 
 
@@ -80,7 +80,7 @@ def train(config: TrainConfig, *, to_nearest: bool) -> list[dict[str, Any]]:
     """Train, and return the metrics rows of all steps. `to_nearest`: round moments to nearest, not stochastically."""
     prepared = prepare(config)
     tokens = tokenize(config.data, config.tokenizer, prepared.structure.vocab_size, Path(config.run_dir))
-    rounding = patch.object(kernel_choice, "_proven", lambda hyper, candidates: Nearest)
+    rounding = patch.object(update_kernel, "_proven", lambda hyper, candidates: Nearest)
     with rounding if to_nearest else nullcontext():
         return run_in_process(prepared, tokens)
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Tier
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
@@ -44,7 +44,7 @@ class Recorder:
         self.gradients: dict[int, Tensor] = {}
 
     def update(
-        self, layer: int, gradient: Tensor, header: UpdateHeader, serial: int, directions: Tensor | None
+        self, layer: int, gradient: Tensor, header: UpdateParams, serial: int, directions: Tensor | None
     ) -> None:
         if self._keeps:
             self.gradients[layer] = gradient.clone()
@@ -106,7 +106,7 @@ async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorde
     for step in range(1, num_steps + 1):
         micro_batches = micro_batches_of(batch, plan.micro_batch_size)
         given = StepInput(step, micro_batches, World(batch.num_supervised), 0)
-        reports.append(await engine.step(given, UpdateSettings(1e-4, step, 1.0)))
+        reports.append(await engine.step(given, UpdateParams(step, step, 1e-4), 1.0))
         await host.drain(step)
     await host.close()
     await engine.close()

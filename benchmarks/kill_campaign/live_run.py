@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.kill_campaign.processes import MARK, Actor, Processes, Role, arenas, state
-from megatrain_ray.engine.host.signal_words import HostWords, _Word
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arenas.arena import ArenaHandle
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
@@ -50,19 +50,14 @@ class Moment:
         return f"committed {self.committed}, landed {list(self.landed)}, {shards}"
 
 
-class WordsView(HostWords):
-    """Reads the words of a run; writes none."""
-
-    # Uses private names of HostWords: no part of a run needs all words at once, so there is no public way to read them.
-
-    def moment(self) -> Moment:
-        load, layers, shards = self._words.load, range(self._num_layers), range(self._num_shards)
-        return Moment(
-            load(_Word.COMMITTED),
-            tuple(self._last_landed(layer) for layer in layers),
-            tuple(tuple(load(self._begun(shard, layer)) for layer in layers) for shard in shards),
-            tuple(tuple(load(self._generation(shard, layer)) for layer in layers) for shard in shards),
-        )
+def moment_of(words: HostWords) -> Moment:
+    layers, shards, generations = range(words.num_layers), range(words.num_shards), words.generations
+    return Moment(
+        words.updates.committed,
+        tuple(words.last_landed(layer) for layer in layers),
+        tuple(tuple(generations.begun(shard, layer) for layer in layers) for shard in shards),
+        tuple(tuple(generations.of_shard(shard, layer) for layer in layers) for shard in shards),
+    )
 
 
 class SaveSight(NamedTuple):
@@ -98,7 +93,7 @@ class LiveRun:
     def __init__(self, command: Sequence[str], run_dir: Path, output: Path) -> None:
         self.run_dir = run_dir
         self.output = output
-        self._words: WordsView | None = None
+        self._words: HostWords | None = None
         self._words_pid = 0  # pid of the process whose words these are
         self.start_s = time.monotonic()
         with output.open("wb") as file:
@@ -122,7 +117,7 @@ class LiveRun:
             self._words = self._attach()
         if self._words is None:
             return None
-        moment = self._words.moment()
+        moment = moment_of(self._words)
         return moment if moment.committed or max(moment.landed) else None
 
     def saves(self) -> SaveSight:
@@ -151,7 +146,7 @@ class LiveRun:
         self.process.wait()
         self._words = None
 
-    def _attach(self) -> WordsView | None:
+    def _attach(self) -> HostWords | None:
         for actor in (Actor(Role.OWNER), Actor(Role.GPU)):
             pid = self.processes.find(actor)
             fd = arenas(pid, mapped=False).get(WORDS) if pid else None
@@ -164,5 +159,5 @@ class LiveRun:
                 name = Path(f"/proc/{pid}/fd/{fd}").readlink().as_posix().removeprefix("/memfd:").split(" ")[0]
                 self._words_pid = pid
                 with closing(ArenaHolder.adopt([{WORDS: ArenaHandle(pid, fd, nbytes, name)}])) as holder:
-                    return WordsView(holder.map(WORDS).buffer, *sizes)
+                    return HostWords(holder.map(WORDS).buffer, *sizes)
         return None

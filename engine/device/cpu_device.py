@@ -19,8 +19,7 @@ import torch
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import Capture, Device, Event, MemoryStatistics
 from megatrain_ray.engine.optimizer.adamw import Hyper
-from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
-from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
+from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, open_kernel
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Op, Stage, Timeline

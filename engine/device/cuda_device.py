@@ -1,4 +1,7 @@
-"""Implements `Device` with CUDA, with a stream for each stage. Only this file uses `torch.cuda`."""
+"""Implements `Device` with CUDA, with a stream for each stage.
+
+Only this file, cuda_graph.py and cuda_info.py use `torch.cuda`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain_ray.engine.device.cuda_graph import CudaCapture
+from megatrain_ray.engine.device.cuda_info import expand_segments, total_memory_bytes
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
 from megatrain_ray.engine.optimizer.adamw import Hyper
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
-from megatrain_ray.errors import CaptureError, ConfigError, MegatrainError
+from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.storage.blob_store import Block
 from megatrain_ray.spans import MAX_SPANS, Row, Span
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
@@ -36,40 +41,6 @@ class CudaEvent:
         self.event.synchronize()
 
 
-class CudaCapture:
-    """Wraps a CUDA graph.
-
-    The memory that it needs besides its outputs stays in a pool of its own while this object lives.
-    """
-
-    def __init__(
-        self, stream: torch.cuda.Stream, generator: torch.Generator, function: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        try:
-            # thread_local: meanwhile other threads submit copies and query events, which cannot harm the capture.
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                self.outputs = tuple(function())
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # CUDA's, torch's and a model's own
-            # After an aborted capture the generator still believes that the capture is running: reset its state.
-            generator.graphsafe_set_state(generator.clone_state())
-            raise CaptureError(str(error)) from error
-        before = generator.get_offset()
-        self._graph.replay()
-        if generator.get_offset() != before:
-            raise CaptureError("it draws random numbers, which would be the same in every step")
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def close(self) -> None:
-        torch.cuda.synchronize()
-        self.outputs = ()
-        self._graph.reset()
-
-
 class CudaDevice(Device):
     kind = "cuda"
 
@@ -88,7 +59,7 @@ class CudaDevice(Device):
         super().__init__(timeline)
         if not torch.cuda.is_available():
             raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
-        _expand_segments()
+        expand_segments()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         _limit_memory(memory_bytes)
         self._deterministic = deterministic
@@ -324,79 +295,6 @@ def _limit_memory(num_bytes: int | None) -> None:
     total = total_memory_bytes() or 1
     share = 1.0 if num_bytes is None else max(0, num_bytes - CONTEXT_BYTES) / total
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
-
-
-def total_memory_bytes() -> int | None:
-    """Return the memory in bytes of the GPU that this process would use; None without one. Creates no context on it."""
-    if not torch.cuda.is_available():
-        return None
-    return _properties().total_memory
-
-
-def device_name() -> str:
-    """Return the vendor's name of the GPU that this process would use."""
-    return _properties().name
-
-
-def _properties(index: int = 0) -> torch.cuda._CudaDeviceProperties:
-    """Return torch's properties of a GPU. The first call in a process fixes the allocator's settings."""
-    _expand_segments()
-    return torch.cuda.get_device_properties(index)
-
-
-def _expand_segments() -> None:
-    """Let the allocator reuse memory freed by activations for gradients of other sizes.
-
-    torch reads the variable once, when the process first asks for a GPU's properties.
-    """
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
-
-def pci_addresses() -> tuple[str | None, ...]:
-    """Return the PCI address of each GPU that this process sees, in torch's order, as in /sys/bus/pci/devices.
-
-    An address is None if torch does not report it. Creates no context on any GPU.
-    """
-    return tuple(map(_pci_address, range(num_gpus())))
-
-
-def _pci_address(index: int) -> str | None:
-    found = _properties(index)
-    parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in parts:
-        return None
-    domain, bus, device = parts
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
-
-
-def num_gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-class PeerCopies:
-    """Copies between two GPUs of this machine, in both directions at once."""
-
-    def __init__(self, num_bytes: int, one: int = 0, other: int = 1) -> None:
-        """Allocate buffers of `num_bytes` on both GPUs.
-
-        one, other: numbers of the GPUs, in torch's order.
-        """
-        self._pairs = [self._pair(num_bytes, to, source) for to, source in ((one, other), (other, one))]
-
-    @staticmethod
-    def _pair(num_bytes: int, to: int, source: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
-        """Return a target, a source, and a stream of the sending GPU."""
-        tensors = [torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (to, source)]
-        return tensors[0], tensors[1], torch.cuda.Stream(source)
-
-    def run(self, count: int) -> None:
-        """Copy `count` times in each direction, and wait for all copies."""
-        for _ in range(count):
-            for target, source, stream in self._pairs:
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-        for *_, stream in self._pairs:
-            stream.synchronize()
 
 
 def _cuda(event: Event) -> torch.cuda.Event:

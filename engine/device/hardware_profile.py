@@ -173,5 +173,4 @@ TYPICAL_DISK_BYTES_PER_S = 3e9
 
 
 def typical(device: str) -> HardwareProfile:
-    """Return built-in rates, for the plan of a machine that nobody measured."""
     return TYPICAL_GPU if device == "cuda" else TYPICAL_CPU

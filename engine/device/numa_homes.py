@@ -119,7 +119,6 @@ def home_at(homes: Iterable[GpuHome], address: str | None) -> Home | None:
 
 
 def _memory_of(homes: Iterable[Home | None]) -> tuple[int, ...]:
-    """Return the nodes that provide the memory of `homes`, sorted."""
     return tuple(sorted({node for home in homes if home for node in home.memory}))
 
 

@@ -54,8 +54,6 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """Implements `Ranks` for a run with one GPU, which exchanges nothing."""
-
     rank, size = 0, 1
 
     def sum_part(self, flat: torch.Tensor, part: Span) -> None:

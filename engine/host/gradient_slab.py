@@ -142,7 +142,6 @@ class FollowedSlab:
         return Lease(layer, start, self._slab[start : start + self._sizes[layer]])
 
     async def wake(self) -> None:
-        """Make every waiting caller test its condition again, and `check` with it."""
         async with self._changed:
             self._changed.notify_all()
 

@@ -14,35 +14,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain_ray.engine.device.device import Event
-from megatrain_ray.engine.host.momenta import MomentumPart
+from megatrain_ray.engine.host.host_state import MomentumPart
 from megatrain_ray.engine.layout.model_layout import WeightPart
-from megatrain_ray.engine.optimizer.adamw import Rates
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.residency import FragmentId
 
 EVERY_GENERATION = 1 << 62  # larger than any generation that is reached
-
-
-@dataclass(frozen=True)
-class UpdateHeader:
-    """Holds what is fixed before the first write of an update.
-
-    update: its number, from 1.
-    adam_step: AdamW's own step count, which skipped updates do not advance.
-    scale: multiplies gradients, an FP32 value.
-    skip: change nothing.
-    save: a save wants the generation that this update makes. No layer may go beyond it before it is written or copied.
-    """
-
-    update: int
-    adam_step: int
-    lr: float
-    scale: float
-    skip: bool
-    save: bool = False
-
-    @property
-    def rates(self) -> Rates:
-        return Rates(torch.tensor(float(self.adam_step)), self.lr, self.scale)
 
 
 class HostWeights(NamedTuple):
@@ -73,10 +50,7 @@ class Lease:
 
 class ParamSource(Protocol):
     def expect(self, fragments: Sequence[FragmentId], generation: int) -> None:
-        """Announce the fragments that will be fetched, in this order.
-
-        Those on disk are read ahead.
-        """
+        """Announce the fragments that will be fetched, in this order. Those on disk are read ahead."""
 
     async def fetch(self, fragment: FragmentId, generation: int) -> HostWeights:
         """Wait until the layer has this generation, and return the fragment's weights.
@@ -115,7 +89,7 @@ class GradSink(Protocol):
         direction: lease that holds the complete directions, for a layer that Muon trains.
         """
 
-    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+    async def commit(self, params: UpdateParams, at_s: float) -> None:
         """Fix scale, learning rate and step of an update before its first write."""
 
     async def drain(self, generation: int) -> None:

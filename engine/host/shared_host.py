@@ -7,7 +7,7 @@ one host share all of it: the first one decides for all where gradients lie, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,12 @@ import torch
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.host.gradient_slab import FollowedSlab, SlabPool, held_slab_bytes
-from megatrain_ray.engine.host.interfaces import HostWeights, Lease, UpdateHeader
-from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
-from megatrain_ray.engine.host.signal_words import HostWords, Placed
-from megatrain_ray.engine.host.working_arena import WorkingArena
+from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
+from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.interfaces import HostWeights, Lease
+from megatrain_ray.engine.host.signal_words import Placed
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
@@ -74,7 +75,7 @@ class SharedHost:
         self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
         self._pools = {Placed.GRADIENT: self._slab, Placed.DIRECTIONS: self._directions}
         self._followed = {  # used if this rank is not the first of its host
-            what: FollowedSlab(slab, of_layers, partial(words.placed_at, what), self._check)
+            what: FollowedSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
             for what, of_layers in ((Placed.GRADIENT, sizes), (Placed.DIRECTIONS, layout.direction_bytes))
         }
         self._held: dict[int, int] = {}
@@ -120,11 +121,19 @@ class SharedHost:
 
     async def _lease(self, what: Placed, layer: int, update: int) -> Lease:
         """Wait for a lease on the part of the slab that all ranks of the host share for this layer."""
-        if self._host_rank:
-            return await self._leased(self._followed[what].lease(layer, update), what, layer)
-        lease = await self._leased(self._pools[what].lease(layer), what, layer)
-        if self._num_ranks > 1:
-            self._words.place(what, layer, update, lease.start_bytes)
+        is_first = self._host_rank == 0
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                lease = await (
+                    self._pools[what].lease(layer) if is_first else self._followed[what].lease(layer, update)
+                )
+        except TimeoutError:
+            waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
+            if is_first:
+                raise DeadlineError(f"no room {waited}: the optimizer shards do not get on") from None
+            raise DeadlineError(f"no place {waited}: the first GPU worker of the host does not get on") from None
+        if is_first and self._num_ranks > 1:
+            self._words.gradients.place(what, layer, update, lease.start_bytes)
         return lease
 
     def _own_part(self, lease: Lease, itemsize: int) -> Lease:
@@ -138,25 +147,15 @@ class SharedHost:
         start, stop = (itemsize * (edge - first) for edge in self._parts.gradient_span(lease.layer))
         return replace(lease, region=lease.region[start:stop])
 
-    async def _leased(self, leasing: Awaitable[Lease], what: Placed, layer: int) -> Lease:
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await leasing
-        except TimeoutError:
-            waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
-            if self._host_rank:
-                raise DeadlineError(f"no place {waited}: the first GPU worker of the host does not get on") from None
-            raise DeadlineError(f"no room {waited}: the optimizer shards do not get on") from None
-
     async def land(self, lease: Lease, update: int, at_s: float, direction: Lease | None = None) -> None:
         if self._host_rank == 0:
             self._held[lease.layer] = update
         directions = direction.start_bytes if direction else 0
-        self._words.land(lease.layer, update, lease.start_bytes, directions, self._host_rank)
+        self._words.gradients.land(lease.layer, update, lease.start_bytes, directions, self._host_rank)
 
-    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+    async def commit(self, params: UpdateParams, at_s: float) -> None:
         if self._host_rank == 0:
-            self._words.commit(header)
+            self._words.updates.commit(params)
 
     async def drain(self, generation: int) -> None:
         for layer in range(len(self._layout.layers)):
@@ -170,15 +169,15 @@ class SharedHost:
         self._executor.shutdown()
 
     async def _reached(self, layer: int, generation: int) -> None:
-        if self._words.generation(layer) < generation:
-            await self._wait(layer, generation, lambda: self._words.generation(layer) >= generation)
+        if self._words.generations.of_layer(layer) < generation:
+            await self._wait(layer, generation, lambda: self._words.generations.of_layer(layer) >= generation)
 
     async def _written(self, layer: int, generation: int) -> None:
         """Wait until the layer has this generation and the disk has it too."""
         assert self._disk is not None
         disk = self._disk
         await self._wait(
-            layer, generation, lambda: self._words.generation(layer) >= generation and disk.are_written(layer)
+            layer, generation, lambda: self._words.generations.of_layer(layer) >= generation and disk.are_written(layer)
         )
 
     async def _wait(self, layer: int, generation: int, there: Callable[[], bool]) -> None:
@@ -190,10 +189,9 @@ class SharedHost:
             async with asyncio.timeout(self._deadline_s), self._changed:
                 await self._changed.wait_for(arrived)
         except TimeoutError:
-            raise self._words.late(layer, generation, self._deadline_s) from None
+            raise self._words.generations.late(layer, generation, self._deadline_s) from None
 
     def _check(self) -> None:
-        """Raise an error if waiting is pointless: a shard failed or was stopped, or the watcher ended."""
         self._words.check()
         if self._error is not None:
             raise MegatrainError(f"the watcher of the shards' signals ended: {self._error!r}")
@@ -220,7 +218,7 @@ class SharedHost:
         while not self._closed:
             seen = await loop.run_in_executor(self._executor, self._words.wait_generation_bell, seen, WATCH_SLICE_S)
             for layer, update in list(self._held.items()):
-                done = self._words.stored if layer in self._stored else self._words.generation
+                done = self._words.gradients.stored if layer in self._stored else self._words.generations.of_layer
                 if done(layer) >= update:
                     del self._held[layer]
                     await self._slab.release(layer)

@@ -60,20 +60,26 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Describes one parameter inside a flat.
+class ParameterSpec:
+    """Describes a parameter for a layout.
 
-    A tied parameter owns no elements here: `tied_to` names the parameter that does.
+    A tied parameter owns no elements: `tied_to` names the parameter that does.
     """
 
     name: str  # in the model: model.layers.3.self_attn.q_proj.weight
     local: str  # in the layer's template: self_attn.q_proj.weight
     shape: tuple[int, ...]
-    start: int  # padded coordinate
-    decay: bool
+    decay: bool = True
     tied_to: str | None = None
     group: ParameterGroup = COMMON  # a tied parameter has the group of its owner
     muon: bool = False  # whether Muon trains it; then it is a matrix or a stack of matrices
+
+
+@dataclass(frozen=True)
+class Segment(ParameterSpec):
+    """Describes one parameter inside a flat, from the padded coordinate `start` on."""
+
+    start: int = 0
 
     @property
     def numel(self) -> int:
@@ -100,22 +106,8 @@ class Run(NamedTuple):
 
     @property
     def in_whole(self) -> PlaceInWhole:
-        """Return where the elements lie in the parameter as a checkpoint has it."""
         whole = place_in_whole(self.segment.name, self.segment.shape)
         return PlaceInWhole(whole.name, whole.start + self.in_segment)
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """Describes a parameter for a layout. The fields mean the same as those of Segment."""
-
-    name: str
-    local: str
-    shape: tuple[int, ...]
-    decay: bool = True
-    tied_to: str | None = None
-    group: ParameterGroup = COMMON
-    muon: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,12 +144,10 @@ class FlatLayout:
 
     @cached_property
     def size(self) -> int:
-        """Return the number of padded elements."""
         return self.fragments[-1].stop
 
     @property
     def parts(self) -> tuple[Span, Span]:
-        """Return the span of what is trained, and that of what is frozen."""
         return self.trained, self.frozen
 
     @cached_property
@@ -176,12 +166,10 @@ class FlatLayout:
 
     @cached_property
     def trained_segments(self) -> tuple[Segment, ...]:
-        """Return the segments that hold elements and are trained."""
         return tuple(s for s in self.owned if s.group.trained)
 
     @cached_property
     def muon_segments(self) -> tuple[Segment, ...]:
-        """Return the segments that hold elements and are trained by Muon."""
         return tuple(s for s in self.trained_segments if s.muon)
 
     @cached_property
@@ -238,7 +226,6 @@ class FlatLayout:
             logical += s.numel
 
     def logical(self, span: Span) -> Span:
-        """Return the logical span of a padded one."""
         return Span(self._logical_position(span.start), self._logical_position(span.stop))
 
     def _logical_position(self, padded: int) -> int:
@@ -246,10 +233,9 @@ class FlatLayout:
 
 
 def _place(parameters: Sequence[ParameterSpec], position: int) -> list[Segment]:
-    """Return segments for the parameters, aligned, one after the other from `position` on."""
     segments = []
     for p in parameters:
-        segment = Segment(p.name, p.local, p.shape, position, p.decay, p.tied_to, p.group, p.muon)
+        segment = Segment(**vars(p), start=position)
         segments.append(segment)
         position = round_up(segment.stop, ALIGN_ELEMENTS)
     return segments
@@ -279,5 +265,4 @@ def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tu
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -63,12 +63,10 @@ class ModelLayout:
     num_hosts: int = 1
 
     def on_host(self, host: int, num_hosts: int) -> ModelLayout:
-        """Return the layout as host `host` of `num_hosts` hosts has it."""
         return replace(self, host=host, num_hosts=num_hosts)
 
     @cached_property
     def shares(self) -> tuple[HostShare, ...]:
-        """Return this host's share of each layer."""
         return tuple(
             HostShare(*(layer.cuts(part, self.num_hosts, PART_ELEMENTS)[self.host] for part in layer.parts))
             for layer in self.layers
@@ -125,7 +123,6 @@ class ModelLayout:
 
     @cached_property
     def fixed(self) -> tuple[int, ...]:
-        """Return the layers that no update changes."""
         return tuple(i for i, size in enumerate(self.trained_sizes) if not size)
 
     def gradient_bytes(self, itemsize: int, staying: Set[int] = frozenset()) -> tuple[int, ...]:

@@ -51,7 +51,6 @@ class Precision(Enum):
 
     @cached_property
     def working_dtype(self) -> torch.dtype:
-        """Return the type of the working copy, which streams."""
         return torch.bfloat16 if self.is_split else torch.float32
 
     @cached_property
@@ -65,7 +64,6 @@ class Precision(Enum):
 
     @cached_property
     def state_bytes(self) -> int:
-        """Return the bytes of the state of one parameter."""
         return sum(dtype.itemsize for _, dtype in self.state_kinds)
 
     @cached_property

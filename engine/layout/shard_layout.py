@@ -61,7 +61,6 @@ class ShardLayout:
 
     @property
     def working_size(self) -> int:
-        """Return the number of elements of those working copies."""
         return self.model.size_among(self._working_layers)
 
     @property
@@ -101,7 +100,6 @@ class ShardLayout:
         return [0 if i in self.spilled else span.size for i, span in enumerate(spans)]
 
     def _held(self, spans: Sequence[Span]) -> int:
-        """Return the elements that these spans take together in a state arena."""
         size = sum(self._in_memory(spans))
         return size if self._aliased_size is None else min(size, self._aliased_size)
 
@@ -126,7 +124,6 @@ class ShardLayout:
         return self._held(self.v_spans) if kind == "v" else self.size
 
     def num_bytes(self, kinds: Iterable[tuple[str, torch.dtype]]) -> int:
-        """Return the bytes of the shard's state of these kinds (name, type)."""
         return sum(self.size_of(kind) * dtype.itemsize for kind, dtype in kinds)
 
     def slice(self, layer: int) -> slice:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.engine.device.block_checksum import host_checksum
-from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.device.device import Device, host_checksum
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES

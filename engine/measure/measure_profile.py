@@ -19,9 +19,9 @@ from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
-from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
-from megatrain_ray.engine.optimizer.undo_log import Journal, Part, Transaction
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
+from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.virtual_clock import Op, Stage
 
@@ -137,14 +137,14 @@ class _Measurement:
         shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)
         room = memoryview(bytearray(Journal.num_bytes(shard, Precision.BF16, self._num_threads)))
         journal = Journal(room, shard, Precision.BF16, self._num_threads)
-        parts = [Part(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
+        parts = [ParamSlice(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
         serials = itertools.count(1)
         with closing(open_kernel(self._num_threads, HYPER)) as kernel:
 
             def update(count: int) -> None:
-                rates = Rates(torch.tensor(10.0), 1e-4, 0.3)
+                params = UpdateParams(10, 10, 1e-4, 0.3)
                 for _ in range(count):
-                    kernel.update(parts, gradient, rates, Transaction(journal, next(serials)))
+                    kernel.update(parts, gradient, params, Transaction(journal, next(serials)))
 
             alone_s = self._median_s(update)
             with copies.running(2 + int(2 * alone_s / both_s)):  # enough copies to outlast the update

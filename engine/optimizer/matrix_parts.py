@@ -58,12 +58,10 @@ def _parts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int, num_ran
 
 
 def largest_part(layer: FlatLayout, num_ranks: int) -> int:
-    """Return the number of elements of the largest of the parts that `matrix_parts` returns."""
     return max(part.span.size for part in matrix_parts(layer, num_ranks))
 
 
 def _cuts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int) -> Iterator[_Cut]:
-    """Yield a cut before each matrix, and one after the last."""
     flops = 0
     for start, shape in matrices:
         rows, columns = shape[-2:]

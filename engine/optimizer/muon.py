@@ -35,7 +35,6 @@ class LrAdjustment(Enum):
     ORIGINAL = "original"
 
     def ratio(self, shape: tuple[int, ...]) -> float:
-        """Return the factor for a matrix of this shape, or for each matrix of a stack."""
         rows, columns = shape[-2:]
         if self is LrAdjustment.ORIGINAL:
             return math.sqrt(max(1, rows / columns))

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatrain_ray.engine.layout.flat_layout import Span
-from megatrain_ray.engine.optimizer.adamw import AdamState, Coefficients, Hyper, Move, Rates
+from megatrain_ray.engine.optimizer.adamw import AdamState, Coefficients, Hyper, ParamCoefficients, UpdateParams
 from megatrain_ray.engine.optimizer.stochastic_rounding import as_int32
-from megatrain_ray.engine.optimizer.undo_log import Part, Transaction
+from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, check_kernel
 
 BLOCK = 1024
@@ -113,27 +113,27 @@ class TritonAdamW:
 
     def update(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ParamSlice],
         gradient: Tensor,
-        rates: Rates,
+        params: UpdateParams,
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
-        coefficients = Coefficients.of(self._hyper, rates)
+        coefficients = Coefficients.of(self._hyper, params)
         for part in parts:
             of_part = gradient[part.gradient_start : part.gradient_start + part.length]
-            self._update(part, of_part, rates, coefficients)
+            self._update(part, of_part, params, coefficients)
 
-    def _update(self, part: Part, gradient: Tensor, rates: Rates, coefficients: Coefficients) -> None:
+    def _update(self, part: ParamSlice, gradient: Tensor, params: UpdateParams, coefficients: Coefficients) -> None:
         length = part.length
         whole, body = length // BLOCK * BLOCK, length - length % VECTOR
-        move, counter = Move.of(self._hyper, rates, part.weighting), part.counter(self._hyper, rates)
+        move, counter = part.coefficients(self._hyper, params), part.counter(self._hyper, params)
         if whole in (0, length):  # most parameters: cutting costs the host more than a launch
-            self._launch(part.state, gradient, body, counter, rates, coefficients, move)
+            self._launch(part.state, gradient, body, counter, params, coefficients, move)
             return
         for span in (Span(0, whole), Span(whole, length)):
             cut, of_span, first = part.state.cut(span), gradient[slice(*span)], span.start
-            self._launch(cut, of_span, body - first, counter + first, rates, coefficients, move)
+            self._launch(cut, of_span, body - first, counter + first, params, coefficients, move)
 
     def _launch(
         self,
@@ -141,9 +141,9 @@ class TritonAdamW:
         gradient: Tensor,
         body: int,
         counter: int,
-        rates: Rates,
+        params: UpdateParams,
         coefficients: Coefficients,
-        move: Move,
+        move: ParamCoefficients,
     ) -> None:
         assert state.v is not None  # only parameters that Muon trains have none
         is_split, length = state.residual is not None, gradient.numel()
@@ -158,7 +158,7 @@ class TritonAdamW:
             length,
             body,
             as_int32(counter),  # always of one type: another one would compile another kernel
-            rates.scale,
+            params.scale,
             *coefficients,
             self._hyper.eps,
             *move,
@@ -179,10 +179,7 @@ class TritonAdamW:
 
 
 def open_triton(hyper: Hyper, device: torch.device) -> UpdateKernel:
-    """Open the kernel, after it has proved equal to torch on the CPU.
-
-    Raises MegatrainError if it does not.
-    """
+    """Open the kernel, after it has proved equal to torch on the CPU. Raises MegatrainError if it does not."""
     check_kernel(partial(_FromHost, device=device), replace(hyper, muon=None))
     return TritonAdamW(1, hyper)
 
@@ -194,9 +191,9 @@ class _FromHost(TritonAdamW):
         super().__init__(num_threads, hyper)
         self._device = device
 
-    def _update(self, part: Part, gradient: Tensor, rates: Rates, coefficients: Coefficients) -> None:
+    def _update(self, part: ParamSlice, gradient: Tensor, params: UpdateParams, coefficients: Coefficients) -> None:
         moved = AdamState(*(None if t is None else t.to(self._device) for t in part.state))  # type: ignore[arg-type]
-        super()._update(part._replace(state=moved), gradient.to(self._device), rates, coefficients)
+        super()._update(part._replace(state=moved), gradient.to(self._device), params, coefficients)
         for here, there in zip(part.state, moved, strict=True):
             if here is not None and there is not None:
                 here.copy_(there)

@@ -24,10 +24,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, Span, round_up
+from megatrain_ray.engine.layout.flat_layout import Span, round_up
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.adamw import (
+    BLOCK_ELEMENTS,
+    AdamState,
+    Hyper,
+    ParamCoefficients,
+    UpdateParams,
+    Weighting,
+)
 from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
@@ -39,8 +46,8 @@ PAGE_BYTES = 4096
 _SERIAL, _FIRST, _COUNT, _SAVED = range(4)
 
 
-class Part(NamedTuple):
-    """Describes a run of one parameter in a shard's part of a layer.
+class ParamSlice(NamedTuple):
+    """Describes a run of one parameter in a shard's part of a layer, for an update.
 
     gradient_start: where the run begins in the padded gradient that is given.
     first_unit: number of its first unit; units are numbered on from those of the run before.
@@ -63,11 +70,16 @@ class Part(NamedTuple):
     def units(self) -> Span:
         return Span(self.first_unit, self.first_unit + num_units(self.length))
 
-    def counter(self, hyper: Hyper, rates: Rates) -> int:
+    def coefficients(self, hyper: Hyper, params: UpdateParams) -> ParamCoefficients:
+        if self.by_muon:
+            return ParamCoefficients.of_muon(params, self.weighting)
+        return ParamCoefficients.of_adamw(hyper, params, self.weighting)
+
+    def counter(self, hyper: Hyper, params: UpdateParams) -> int:
         """Return the counter of the first element's random bits in an update, or 0 if moments are FP32."""
         if hyper.moments_seed is None:
             return 0
-        return rounding_counter(hyper.moments_seed, int(rates.step.item()), self.parameter, self.in_parameter)
+        return rounding_counter(hyper.moments_seed, params.adam_step, self.parameter, self.in_parameter)
 
     @property
     def by_muon(self) -> bool:
@@ -81,18 +93,6 @@ class Part(NamedTuple):
 
 def num_units(length: int) -> int:
     return -(-length // UNIT_ELEMENTS)
-
-
-class JournalAddresses(NamedTuple):
-    """Holds the addresses of a journal's memory, for native code.
-
-    room_bytes: distance from one room to the next.
-    """
-
-    records: int
-    marks: int
-    rooms: int
-    room_bytes: int
 
 
 class Journal:
@@ -135,12 +135,13 @@ class Journal:
         return round_up(WORD_BYTES * words, PAGE_BYTES) + num_threads * room_bytes(precision)
 
     @property
-    def addresses(self) -> JournalAddresses:
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Return the addresses of records, marks and rooms for native code, and the bytes from room to room."""
         start = self._memory.data_ptr()
         records, marks = WORD_BYTES * RECORD_WORDS, WORD_BYTES * self._first_mark
-        return JournalAddresses(start + records, start + marks, start + self._first_room, self._room_bytes)
+        return start + records, start + marks, start + self._first_room, self._room_bytes
 
-    def unmarked_blocks(self, part: Part, serial: int) -> Iterator[Span]:
+    def unmarked_blocks(self, part: ParamSlice, serial: int) -> Iterator[Span]:
         """Yield the part's units that a transaction has still to do, in blocks of at most BLOCK_UNITS units."""
         unmarked = self._marks[slice(*part.units)] != serial
         edges = np.flatnonzero(np.diff(unmarked, prepend=False, append=False)).tolist()
@@ -169,7 +170,7 @@ class Journal:
         self._marks[units.start : units.stop - 1] = serial
         self._words.store(self._first_mark + units.stop - 1, serial)
 
-    def roll_back(self, parts: Sequence[Part], serial: int) -> None:
+    def roll_back(self, parts: Sequence[ParamSlice], serial: int) -> None:
         """Restore the blocks that a torn transaction left half written.
 
         parts: parts of its layer. Blocks in other parts stay as they are.
@@ -219,11 +220,8 @@ def blocks_of(units: Span) -> Iterator[Span]:
 
 
 def _num_marks(layout: ShardLayout) -> int:
-    return max(map(_units_of, layout.model.layers, layout.spans), default=0)
-
-
-def _units_of(layer: FlatLayout, span: Span) -> int:
-    return sum(num_units(run.length) for run in layer.runs(span))
+    layers = zip(layout.model.layers, layout.spans, strict=True)
+    return max((sum(num_units(run.length) for run in layer.runs(span)) for layer, span in layers), default=0)
 
 
 def room_bytes(precision: Precision) -> int:

@@ -1,8 +1,10 @@
-"""Defines the interface of update kernels, and checks that a kernel is equal to torch, bit for bit."""
+"""Defines the interface of update kernels, and chooses the native one if it proves equal to torch, bit for bit."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -13,27 +15,23 @@ from torch import Tensor
 
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.split_master import split
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Scratch, Weighting, adamw_block
-from megatrain_ray.engine.optimizer.block_pool import BlockPool
-from megatrain_ray.engine.optimizer.muon_block import muon_block
-from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, Part, Transaction, num_units
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.native.native_kernel import NativeAdamW
+from megatrain_ray.engine.optimizer.torch_blocks import Scratch, update_block
+from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, TorchBlocks
+from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, ParamSlice, Transaction, num_units
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.words.compile_c import CompileError
+
+log = logging.getLogger(__name__)
 
 # Sizes of the check's parameters: bodies and tails for vectors of up to 16 elements, and one cut by the end of a unit.
 SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 63, 1007, UNIT_ELEMENTS + 29, 64)
 # Specials, denormals, the largest and the smallest normal number, and a tie when a master is split.
 AWKWARD = (
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    0.0,
-    -0.0,
-    1e-40,
-    -1e-45,
-    3.4028235e38,
-    -1.17549435e-38,
-    1.00390625,
-)
+    float("nan"), float("inf"), -float("inf"), 0.0, -0.0,
+    1e-40, -1e-45, 3.4028235e38, -1.17549435e-38, 1.00390625,
+)  # fmt: skip
 AWKWARD_EVERY = 13
 
 
@@ -49,9 +47,9 @@ class UpdateKernel(Protocol):
 
     def update(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ParamSlice],
         gradient: Tensor,
-        rates: Rates,
+        params: UpdateParams,
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
@@ -72,6 +70,32 @@ class UpdateKernel(Protocol):
 Build = Callable[[int, Hyper], UpdateKernel]  # (number of threads, constants) → kernel
 
 
+# Possible lengths of torch's vectors, in elements. torch 2.13 has 8 in fused AdamW on AVX-512 too; 4 is NEON's.
+NATIVE: tuple[Build, ...] = tuple(partial(NativeAdamW, vector=vector) for vector in (8, 16, 4))
+
+
+def open_kernel(num_threads: int, hyper: Hyper, candidates: tuple[Build, ...] = NATIVE) -> UpdateKernel:
+    """Open the first candidate that equals torch on this machine, or torch in blocks if none does.
+
+    In the second case it logs a warning, once, that says why.
+    """
+    return _proven(hyper, candidates)(num_threads, hyper)
+
+
+@functools.cache
+def _proven(hyper: Hyper, candidates: tuple[Build, ...]) -> Build:
+    reasons = []
+    for build in candidates:
+        try:
+            check_kernel(build, hyper)
+        except (OSError, CompileError, MegatrainError) as error:
+            reasons.append(str(error))
+        else:
+            return build
+    log.warning("AdamW runs in torch blocks, which is slower: %s", "; ".join(dict.fromkeys(reasons)))
+    return TorchBlocks
+
+
 def check_kernel(build: Build, hyper: Hyper) -> None:
     """Raise MegatrainError with the first difference between a kernel and torch.
 
@@ -86,12 +110,12 @@ def check_kernel(build: Build, hyper: Hyper) -> None:
 def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
     modes = itertools.product((True, False), (torch.bfloat16, torch.float32), (1.0, 0.3), (1, 1000))
     for is_split, dtype, scale, step in modes:
-        rates = Rates(torch.tensor(float(step)), 1e-3, float(torch.tensor(scale)))
+        params = UpdateParams(step, step, 1e-3, float(torch.tensor(scale)))
         gradient, directions = _values(0, 1e-2).to(dtype), _values(4, 0.1).bfloat16()
         got, want = list(_parts(is_split, hyper)), list(_parts(is_split, hyper))
-        kernel.update(got, gradient, rates, None, directions)
+        kernel.update(got, gradient, params, None, directions)
         for part, expected in zip(got, want, strict=True):
-            _update(expected, gradient, directions, hyper, rates, scratch)
+            update_block(expected, Span(0, expected.length), gradient, directions, hyper, params, scratch)
             if names := _different(part.state, expected.state):
                 raise MegatrainError(
                     f"{kernel.name} differs from torch {torch.__version__} in {', '.join(names)} of a parameter of "
@@ -100,17 +124,7 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
                 )
 
 
-def _update(part: Part, gradient: Tensor, directions: Tensor, hyper: Hyper, rates: Rates, scratch: Scratch) -> None:
-    """Update one part with torch."""
-    own = slice(part.gradient_start, part.gradient_start + part.length)
-    if part.by_muon and hyper.muon:
-        muon_block(part.state, gradient[own], directions[own], hyper.muon, rates, part.weighting, scratch)
-    else:
-        counter = part.counter(hyper, rates)
-        adamw_block(part.state, gradient[own], hyper, rates, part.weighting, scratch, counter)
-
-
-def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
+def _parts(is_split: bool, hyper: Hyper) -> Iterator[ParamSlice]:
     """Yield one parameter of each size, with values that are the same in every call.
 
     Every second one decays, and every third one has another learning rate. With Muon there is one more of each size,
@@ -124,15 +138,14 @@ def _parts(is_split: bool, hyper: Hyper) -> Iterator[Part]:
         lr_ratio = 1.7 if index >= len(SIZES) else 1.0
         weighting = Weighting(0.3 if index % 3 == 2 else 1.0, hyper.weight_decay * (index % 2), lr_ratio)
         state = whole.cut(Span(start, start + size))
-        yield Part(state if index < len(SIZES) else state._replace(v=None), start, weighting, unit, f"of {size}", start)
+        if index >= len(SIZES):
+            state = state._replace(v=None)
+        yield ParamSlice(state, start, weighting, unit, f"of {size}", start)
         start, unit = start + size, unit + num_units(size)
 
 
 def _values(seed: int, scale: float) -> Tensor:
-    """Return values for all parts, with an awkward one here and there.
-
-    No element is awkward in all tensors.
-    """
+    """Return values for all parts, with an awkward one here and there. No element is awkward in all tensors."""
     values = torch.randn(2 * sum(SIZES), generator=torch.Generator().manual_seed(seed)) * scale
     awkward = values[3 * seed :: AWKWARD_EVERY]
     awkward.copy_(torch.tensor(AWKWARD).repeat(awkward.numel() // len(AWKWARD) + 1)[: awkward.numel()])

@@ -12,14 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import Hyper
-from megatrain_ray.engine.optimizer.kernel_choice import NATIVE, open_kernel
-from megatrain_ray.engine.optimizer.undo_log import Journal, Part, Transaction
-from megatrain_ray.engine.optimizer.update_kernel import Build
+from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
+from megatrain_ray.engine.optimizer.update_kernel import NATIVE, Build, open_kernel
 from megatrain_ray.engine.shards.shard_state import ShardState
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.save_writer import Piece
@@ -41,10 +39,7 @@ class Gradient(NamedTuple):
 
 
 class AdamShard(ShardState):
-    """Keeps a shard's state in host memory and updates it on the CPU.
-
-    Only one caller at a time.
-    """
+    """Keeps a shard's state in host memory and updates it on the CPU. Only one caller at a time."""
 
     def __init__(
         self,
@@ -112,21 +107,15 @@ class AdamShard(ShardState):
         """
         raise MegatrainError(f"optimizer shard {self.layout.number} has no disk for the gradient of layer {layer}")
 
-    def settle(self, layer: int) -> None:
-        """Wait until everything that updates changed of a layer has reached its permanent place.
-
-        Any thread may call it.
-        """
-
     def update(
-        self, layer: int, gradient: Tensor | None, header: UpdateHeader, serial: int, directions: Tensor | None = None
+        self, layer: int, gradient: Tensor | None, params: UpdateParams, serial: int, directions: Tensor | None = None
     ) -> None:
         """Apply one update to this shard's part of a layer, as far as transaction `serial` has not done it yet.
 
         gradient: the host's gradient of the layer's trained part, 1-D, padded, bf16 or fp32; only read. None: use the
             one that was stored.
         serial: positive and larger than that of every earlier update. To finish a torn update, pass its serial with the
-            same gradient and header.
+            same gradient and parameters.
         directions: bf16, at the same coordinates, if Muon trains something of the layer; only read.
 
         Raises MegatrainError for a gradient or directions of the wrong size or type.
@@ -134,20 +123,21 @@ class AdamShard(ShardState):
         self._check_gradient(layer, gradient)
         if self.layout.model.layers[layer].num_muon:
             self._check_incoming(layer, "directions", directions, (torch.bfloat16,))
-        if not header.skip:
+        if not params.skip:
             start = self.layout.model.shares[layer].trained.start
-            self._update(layer, Gradient(gradient, directions, start), header, serial)
+            self._update(layer, Gradient(gradient, directions, start), params, serial)
 
     def _update(
-        self, layer: int, gradient: Gradient, header: UpdateHeader, serial: int, within: Span | None = None
+        self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: Span | None = None
     ) -> None:
         """Update the shard's part of a layer, or the span `within` of it. What is updated must be in memory."""
         assert gradient.values is not None
-        parts, transaction = self.parts(layer, self.hyper, within, gradient.start), Transaction(self._journal, serial)
+        parts = self.parts(layer, self.hyper, within, gradient.start)
+        transaction = Transaction(self._journal, serial)
         num_bytes = self._traffic(parts, gradient.values) if self.spans.on else 0
         start_s = time.perf_counter()
         with self.spans.span(Row.UPDATES, "update", layer, num_bytes=num_bytes):
-            self._kernel.update(parts, gradient.values, header.rates, transaction, gradient.directions)
+            self._kernel.update(parts, gradient.values, params, transaction, gradient.directions)
         self.update_s += time.perf_counter() - start_s
 
     def _check_gradient(self, layer: int, gradient: Tensor | None) -> None:
@@ -163,22 +153,17 @@ class AdamShard(ShardState):
                 f"{expected}, got {found}"
             )
 
-    def _traffic(self, parts: Sequence[Part], gradient: Tensor) -> int:
+    def _traffic(self, parts: Sequence[ParamSlice], gradient: Tensor) -> int:
         """Return the fewest bytes that an update can move: state read and written, and the gradient read."""
         state = sum(tensor.nbytes for part in parts for tensor in part.state if tensor is not None)
         return 2 * state + sum(part.length for part in parts) * gradient.itemsize
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Undo what a shard that died in transaction `serial` left half written; `update` then does the rest."""
-        self._roll_back(layer, serial)
-
-    def _roll_back(self, layer: int, serial: int, within: Span | None = None) -> None:
-        """Roll back the shard's part of a layer, or the span `within` of it, which must be in memory."""
-        self._journal.roll_back(self.parts(layer, self.hyper, within), serial)
+        self._journal.roll_back(self.parts(layer, self.hyper), serial)
 
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._kernel.copy(pairs)
 
     def close(self) -> None:
-        """Stop the kernel's threads. Idempotent."""
         self._kernel.close()

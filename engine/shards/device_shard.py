@@ -1,27 +1,29 @@
 """Keeps the state of the layers that live on the device, and updates them there.
 
 Their weights need no upload, and their gradients never leave the device. Updates are ordered among the device's other
-work, so only a save waits for a generation of these layers.
+work, so only a save waits for a generation of these layers (DeviceGate).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from megatrain_ray.engine.device.device import Device, Event
-from megatrain_ray.engine.host.interfaces import UpdateHeader
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper
-from megatrain_ray.engine.optimizer.undo_log import Part
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.undo_log import ParamSlice
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
+from megatrain_ray.engine.shards.save_gate import SaveGate
 from megatrain_ray.engine.shards.shard_state import ShardState
 from megatrain_ray.engine.weights.restore import as_saved, restore_pieces
 from megatrain_ray.engine.weights.weight_source import WeightSource
@@ -30,16 +32,6 @@ from megatrain_ray.io.saves.save_writer import Buffer, Piece
 from megatrain_ray.virtual_clock import Op, Stage
 
 RESTORED_BYTES = 256 << 20  # most that a restore holds on the host at a time
-
-
-class UpdateGate(Protocol):
-    """Coordinates the device's updates with a save."""
-
-    def enter(self, layer: int, update: int) -> None:
-        """Wait until the layer may be overwritten by `update`."""
-
-    def finish(self, update: int, done: Event) -> None:
-        """Note that every layer has `update` once the event `done` is reached."""
 
 
 class DeviceShard(ShardState):
@@ -79,15 +71,15 @@ class DeviceShard(ShardState):
         start = self.layout.working_starts[layer]
         return self.memory[start : start + self.layout.model.layers[layer].size].cpu()
 
-    def update(self, layer: int, gradient: Tensor, header: UpdateHeader) -> None:
+    def update(self, layer: int, gradient: Tensor, params: UpdateParams) -> None:
         """Submit an update of the layer to the device.
 
         gradient: on the device, 1-D, padded, bf16 or fp32.
         """
-        if header.skip:
+        if params.skip:
             return
         with self._device.compute(Op("update", layer)):
-            self._kernel.update(self._parts[layer], gradient, header.rates, None)
+            self._kernel.update(self._parts[layer], gradient, params, None)
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
         super().load(source, num_threads)
@@ -110,7 +102,6 @@ class DeviceShard(ShardState):
         return on_host
 
     def close(self) -> None:
-        """Stop the kernel's threads, if it has any. Idempotent."""
         self._kernel.close()
 
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -122,7 +113,52 @@ class DeviceShard(ShardState):
         return tensor
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+class DeviceGate:
+    """Signals the device's updates in the shared words, as a shard signals its own.
+
+    Compute thread only, except for `close`.
+    """
+
+    def __init__(self, shard: DeviceShard, words: HostWords, index: int, gate: SaveGate) -> None:
+        """Prepare to publish the updates of the layers that `shard` updates.
+
+        index: number under which `words` keeps the device's generations.
+        """
+        self._layers = shard.updated
+        self._words = words
+        self._index = index
+        self._gate = gate
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="device updates")
+        self._last: Future[None] | None = None
+
+    def enter(self, layer: int, update: int) -> None:
+        """Wait until a running save lets `update` overwrite the layer. Raises what `SaveGate.enter` raises."""
+        self._gate.enter(layer, update)
+
+    def finish(self, update: int, done: Event) -> None:
+        """Publish, once the event `done` is reached, that the device's layers have generation `update`.
+
+        Returns before the event, but not before the previous update is published. Raises what went wrong with that one.
+        """
+        if self._last is not None:
+            self._last.result()
+        self._last = self._executor.submit(self._publish, update, done)
+
+    def _publish(self, update: int, done: Event) -> None:
+        try:
+            done.synchronize()
+        except BaseException:
+            self._words.fail(self._index)
+            raise
+        for layer in self._layers:
+            self._words.generations.finish(self._index, layer, update)
+
+    def close(self) -> None:
+        """Stop the thread that publishes, once it has nothing left to do. Idempotent."""
+        self._executor.shutdown()
+
+
+def _joined(parts: Sequence[ParamSlice]) -> list[ParamSlice]:
     """Join neighbouring parts that are updated alike into one, since each part costs the host a kernel launch.
 
     Parameters begin aligned. So a parameter that another one adjoins has no tail, which kernels compute differently
@@ -142,11 +178,9 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def _pairs(there: Piece, here: Piece) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the bytes of a piece on the device with those of the same piece on the host, buffer by buffer."""
     for tensor, buffer in zip(there.buffers, here.buffers, strict=True):
         yield cast(Tensor, tensor), torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def _on_host(part: Piece) -> Piece:
-    """Return a piece like `part` over newly allocated host memory."""
     return part._replace(buffers=[torch.empty(len(buffer), dtype=torch.uint8).numpy().data for buffer in part.buffers])

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.shards.shard_state import ShardState
 from megatrain_ray.engine.shards.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -43,7 +43,7 @@ class LayerState(Enum):
 SETTLED = (LayerState.COPIED, LayerState.WRITTEN)
 
 
-class _Copy(NamedTuple):
+class _LayerCopy(NamedTuple):
     parts: list[Piece]
     memory: Tensor
 
@@ -72,9 +72,9 @@ class GatedSave:
 
     attempt: SaveAttempt
     states: dict[int, LayerState]
-    copies: dict[int, _Copy] = field(default_factory=dict)
-    in_hand: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer is reading
-    to_come: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer has not begun to read
+    copies: dict[int, _LayerCopy] = field(default_factory=dict)
+    num_reading: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer is reading
+    num_unread: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer has not begun to read
     stall_s: float = 0.0
     wanted: int | None = None
     abandoned: bool = False
@@ -124,7 +124,7 @@ class SaveGate:
         with self._changed:
             if attempt.number <= self._abandoned.number:
                 raise _abandoned(attempt)
-            self._leave(self._save)
+            self._release_copies(self._save)
             states = {i: LayerState.WAITING if self._shard.copy_bytes(i) else LayerState.WRITTEN for i in self._order}
             self._save = GatedSave(attempt, states)
             self._changed.notify_all()
@@ -135,16 +135,10 @@ class SaveGate:
         with self._changed:
             self._abandoned = max(self._abandoned, attempt, key=lambda known: known.number)
             if self._save.attempt.number <= attempt.number:
-                self._leave(self._save)
+                self._release_copies(self._save)
             self._changed.notify_all()
 
-    def leave(self, save: GatedSave) -> None:
-        """Abandon this save."""
-        with self._changed:
-            self._leave(save)
-            self._changed.notify_all()
-
-    def _leave(self, save: GatedSave) -> None:
+    def _release_copies(self, save: GatedSave) -> None:
         save.abandoned = True
         for layer in list(save.copies):
             self._drop_copy(save, layer)
@@ -169,7 +163,7 @@ class SaveGate:
         """
         generation = save.attempt.step
         self._await_generation(save, left[0])
-        there = [layer for layer in left if self._words.shard_generation(self._index, layer) >= generation]
+        there = [layer for layer in left if self._words.generations.of_shard(self._index, layer) >= generation]
         with self._changed:
             waiting = [layer for layer in there if save.states[layer] is LayerState.WAITING]
             if save.wanted in waiting:
@@ -188,7 +182,7 @@ class SaveGate:
             if save.abandoned:
                 raise _abandoned(save.attempt)
             try:
-                self._words.wait_shard_generation(self._index, layer, save.attempt.step, WATCH_S)
+                self._words.generations.wait(self._index, layer, save.attempt.step, WATCH_S)
             except DeadlineError:
                 if time.monotonic() > deadline_s:
                     raise
@@ -201,8 +195,8 @@ class SaveGate:
         with self._changed:
             if save.abandoned:
                 return
-            save.in_hand[layer] -= 1
-            if not save.in_hand[layer] and not save.to_come[layer]:
+            save.num_reading[layer] -= 1
+            if not save.num_reading[layer] and not save.num_unread[layer]:
                 self._drop_copy(save, layer)
                 self._set(save, layer, LayerState.WRITTEN)
             self._changed.notify_all()
@@ -212,38 +206,39 @@ class SaveGate:
 
         Raises DeadlineError if the save makes no progress, MegatrainError if the shards were stopped meanwhile.
         """
-        if not self._words.saved_at(update - 1):
+        if not self._words.updates.saved_at(update - 1):
             return
         start_s = time.monotonic()
         with self._changed:
-            self._wait(lambda: self._known() >= update - 1, f"the save of step {update - 1} to begin")
+            self._wait(lambda: self._newest_step() >= update - 1, f"the save of step {update - 1} to begin")
             save = self._save
             if save.attempt.step != update - 1 or save.abandoned:
                 return
             with self._shard.spans.span(Row.UPDATES, "wait save", layer, waits=True):
-                memory = self._let_go(save, layer)
+                memory = self._await_change(save, layer)
         if memory is not None:
             with self._shard.spans.span(Row.UPDATES, "copy", layer, num_bytes=self._shard.copy_bytes(layer)):
                 self._copy(save, layer, memory)
         save.stall_s += time.monotonic() - start_s
 
-    def _known(self) -> int:
+    def _newest_step(self) -> int:
         """Return the newest step whose save was begun or abandoned."""
         return max(self._save.attempt.step, self._abandoned.step)
 
-    def _let_go(self, save: GatedSave, layer: int) -> Tensor | None:
+    def _await_change(self, save: GatedSave, layer: int) -> Tensor | None:
         """Wait until an update may change the layer, or may do so after copying it aside.
 
         Returns memory for the copy, or None if no copy is needed. If there is no memory, it waits until the layer is
         written.
         """
-        memory = self._memory_for_copy(save, layer)
+        is_settled = save.states[layer] in SETTLED
+        memory = None if is_settled else self._spare.take(self._shard.copy_bytes(layer))
         if memory is None:
             save.wanted = layer
         else:
             self._set(save, layer, LayerState.COPYING)
         self._wait(
-            lambda: save.abandoned or save.states[layer] in SETTLED or not (memory is None or save.in_hand[layer]),
+            lambda: save.abandoned or save.states[layer] in SETTLED or not (memory is None or save.num_reading[layer]),
             f"layer {layer} of the save of step {save.attempt.step} to be written",
         )
         # The copy is not needed if the save was abandoned or the writer finished the layer's last part meanwhile.
@@ -252,15 +247,10 @@ class SaveGate:
             return None
         return memory
 
-    def _memory_for_copy(self, save: GatedSave, layer: int) -> Tensor | None:
-        if save.states[layer] in SETTLED:
-            return None
-        return self._spare.take(self._shard.copy_bytes(layer))
-
     def _copy(self, save: GatedSave, layer: int, memory: Tensor) -> None:
         parts = _cut(self._shard.copy_layer(layer, memory))
         with self._changed:
-            save.copies[layer] = _Copy(parts, memory)
+            save.copies[layer] = _LayerCopy(parts, memory)
             if save.abandoned:
                 self._drop_copy(save, layer)
             self._set(save, layer, LayerState.COPIED)
@@ -271,10 +261,9 @@ class SaveGate:
             self._spare.give_back(copy.memory)
 
     def _read(self, save: GatedSave, layer: int) -> Iterator[Piece]:
-        """Yield the layer's parts from the state, or from a copy as soon as there is one."""
         parts = _cut(self._shard.pieces(layer))
         with self._changed:
-            save.to_come[layer] = len(parts)
+            save.num_unread[layer] = len(parts)
         for index, part in enumerate(parts):
             with self._changed:
                 self._wait(
@@ -286,8 +275,8 @@ class SaveGate:
                 copy = save.copies.get(layer)
                 if copy is None and save.states[layer] not in SETTLED:  # a frozen layer is WRITTEN from the start
                     self._set(save, layer, LayerState.READING)
-                save.to_come[layer] -= 1
-                save.in_hand[layer] += 1
+                save.num_unread[layer] -= 1
+                save.num_reading[layer] += 1
             yield self._shard.fetch(part) if copy is None else copy.parts[index]
 
     def _set(self, save: GatedSave, layer: int, state: LayerState) -> None:

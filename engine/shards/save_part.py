@@ -43,6 +43,6 @@ def write_gated_part(
     try:
         part = asyncio.run(write_part(save_folder, index, pieces, done, compression, spans))
     except BaseException:
-        gate.leave(save)
+        gate.abandon(attempt)
         raise
     return WrittenPart(part, save.stall_s, time.monotonic() - start_s)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.signal_words import Placed
 from megatrain_ray.engine.optimizer.undo_log import serial_of
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.save_gate import SaveGate
@@ -84,7 +85,7 @@ class ShardLoop:
 
     def _run(self) -> None:
         try:
-            if torn := self._words.torn(self._index):
+            if torn := self._words.generations.torn(self._index):
                 self._shard.roll_back(torn.layer, self._serial(*torn))
             if self._order:
                 self._serve_all()
@@ -95,7 +96,7 @@ class ShardLoop:
             self._words.fail(self._index)
 
     def _serve_all(self) -> None:
-        update = 1 + min(self._words.shard_generation(self._index, layer) for layer in self._order)
+        update = 1 + min(self._words.generations.of_shard(self._index, layer) for layer in self._order)
         while self._serve(update):
             update += 1
 
@@ -109,35 +110,35 @@ class ShardLoop:
         if not self._store(update):
             return False
         for layer in self._order:
-            if self._words.shard_generation(self._index, layer) >= update:
+            if self._words.generations.of_shard(self._index, layer) >= update:
                 continue
-            if not self._await(self._words.wait_landed, layer, update):
+            if not self._await(layer, update, committed=True):
                 return False
             self._gate.enter(layer, update)
-            self._words.begin(self._index, layer, update)
-            header = self._words.header(update)
+            self._words.generations.begin(self._index, layer, update)
+            params = self._words.updates.params(update)
             gradient = None if layer in self._stored else self._gradient(layer)
             directions = self._directions(layer)
-            self._shard.update(layer, gradient, header, self._serial(layer, update), directions)
-            self._words.finish(self._index, layer, update)
+            self._shard.update(layer, gradient, params, self._serial(layer, update), directions)
+            self._words.generations.finish(self._index, layer, update)
         self._ended(update)
         return True
 
     def _store(self, update: int) -> bool:
         """Store those gradients of an update that belong on disk and are not there. Returns False if told to stop."""
         for layer in self._stored:
-            if self._words.shard_stored(self._index, layer) >= update:
+            if self._words.gradients.stored_by(self._index, layer) >= update:
                 continue
-            if not self._await(self._words.wait_gradient, layer, update):
+            if not self._await(layer, update, committed=False):
                 return False
             self._shard.store(layer, self._gradient(layer))
-            self._words.store_gradient(self._index, layer, update)
+            self._words.gradients.store(self._index, layer, update)
         return True
 
-    def _await(self, landed: Callable[[int, int, float], bool], layer: int, update: int) -> bool:
-        """Wait until `landed` returns true for the layer and the update. Returns False if told to stop."""
+    def _await(self, layer: int, update: int, *, committed: bool) -> bool:
+        """Wait until the layer's gradient has landed, and its update is `committed`. Return False if told to stop."""
         with self._shard.spans.span(Row.UPDATES, "wait gradient", layer, waits=True):
-            while not landed(layer, update, IDLE_S):
+            while not self._words.gradients.wait_landed(layer, update, IDLE_S, committed=committed):
                 if self._words.stopped:
                     return False
         return True
@@ -146,12 +147,12 @@ class ShardLoop:
         return serial_of(update, layer, len(self._shard.layout.model.layers))
 
     def _gradient(self, layer: int) -> Tensor:
-        return self._landed(layer, self._words.gradient_start(layer), self._gradient_dtype)
+        return self._landed(layer, self._words.gradients.start(Placed.GRADIENT, layer), self._gradient_dtype)
 
     def _directions(self, layer: int) -> Tensor | None:
         if not self._shard.layout.model.layers[layer].num_muon:
             return None
-        return self._landed(layer, self._words.direction_start(layer), torch.bfloat16)
+        return self._landed(layer, self._words.gradients.start(Placed.DIRECTIONS, layer), torch.bfloat16)
 
     def _landed(self, layer: int, start: int, dtype: torch.dtype) -> Tensor:
         num_bytes = self._shard.layout.model.shares[layer].trained.size * dtype.itemsize

@@ -16,9 +16,10 @@ from megatrain_ray.engine.layout.flat_layout import Run, Segment, Span, round_up
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.layout.split_master import split_into, to_working
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Scratch, Weighting
-from megatrain_ray.engine.optimizer.block_pool import BlockPool, Job
-from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, Part, num_units
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Weighting
+from megatrain_ray.engine.optimizer.torch_blocks import Scratch
+from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Job
+from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, ParamSlice, num_units
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.saves.save_writer import Buffer, Piece
@@ -148,10 +149,6 @@ class ShardState(ABC):
         return [*self._pieces_of(layer, buffers), *self._frozen_pieces(layer)]
 
     def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
-        """Fill copies with the layer's state.
-
-        copies: 1-D uint8 tensors by kind, run after run.
-        """
         tensors = self._kinds(layer)
         self._copy(layer, [pair for kind in copies for pair in zip(copies[kind], tensors[kind], strict=True)])
 
@@ -160,11 +157,9 @@ class ShardState(ABC):
         """Copy the second tensor of each pair (1-D uint8) over the first, which is on the host."""
 
     def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
-        """Return the buffers of the pieces of a layer's trained part, by kind, run after run."""
         return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer, within).items()}
 
     def _buffer(self, tensor: Tensor) -> Buffer:
-        """Return state (1-D uint8) as the buffer of a piece, without copying it."""
         return tensor.numpy().data
 
     def fetch(self, part: Piece) -> Piece:
@@ -174,7 +169,7 @@ class ShardState(ABC):
         """
         return part
 
-    def parts(self, layer: int, hyper: Hyper, within: Span | None = None, gradient_start: int = 0) -> list[Part]:
+    def parts(self, layer: int, hyper: Hyper, within: Span | None = None, gradient_start: int = 0) -> list[ParamSlice]:
         """Return the parts that an update of a layer works on.
 
         within: padded span of the layer that begins and ends with journal units. None: all that the shard owns of the
@@ -190,11 +185,10 @@ class ShardState(ABC):
             start, unit = firsts[run.segment.name]
             unit += (run.padded - start) // UNIT_ELEMENTS
             weighting, in_gradient = _weighting(run.segment, hyper), run.padded - gradient_start
-            parts.append(Part(self._state(layer, run), in_gradient, weighting, unit, *run.in_whole))
+            parts.append(ParamSlice(self._state(layer, run), in_gradient, weighting, unit, *run.in_whole))
         return parts
 
     def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
-        """Yield the runs of the layer's parameters that the shard owns, or those in the span `within` of them."""
         return self.layout.model.layers[layer].runs(within or self.layout.spans[layer])
 
     def _frozen_runs(self, layer: int) -> Iterator[Run]:

@@ -18,10 +18,7 @@ POPULATE_THREADS = 4  # they run while other work starts or computes
 
 
 class SpareMemory:
-    """Holds memory regions for copies of as many layers as fit in a budget.
-
-    Not thread-safe, except for `populate`.
-    """
+    """Holds memory regions for copies of as many layers as fit in a budget. Not thread-safe, except for `populate`."""
 
     def __init__(self, layer_bytes: Sequence[int], budget_bytes: int) -> None:
         """Reserve a region for each layer, in order, as long as the budget allows.
@@ -60,18 +57,15 @@ class SpareMemory:
         return smallest
 
     def give_back(self, region: Tensor) -> None:
-        """Make a region that `take` returned free again."""
         self._free.append(region)
 
     def close(self) -> None:
-        """Release the memory. Idempotent."""
         self._free = []
         if self._arena is not None:
             self._arena.close()
 
 
 def _new_arena(num_bytes: int) -> Arena:
-    """Create an arena that no other process needs to attach."""
     holder = ArenaHolder.create({"save-copies": num_bytes})
     try:
         return holder.map("save-copies")

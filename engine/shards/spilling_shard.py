@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.flat_layout import Run, Span
-from megatrain_ray.engine.optimizer.block_pool import Job
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
+from megatrain_ray.engine.optimizer.torch_kernel import Job
 from megatrain_ray.engine.plan.spill_layout import GRADIENT, WORKING, Extent
 from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient
 from megatrain_ray.engine.shards.shard_state import fill, load_master
@@ -28,7 +28,7 @@ from megatrain_ray.spans import Row
 
 
 @dataclass(frozen=True)
-class SpilledBytes:
+class DiskRange:
     """Refers to bytes [start, stop) of an extent, given by its number.
 
     It is a Buffer whose bytes `SpillingShard.fetch` reads.
@@ -41,9 +41,9 @@ class SpilledBytes:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __getitem__(self, part: slice) -> SpilledBytes:
+    def __getitem__(self, part: slice) -> DiskRange:
         start, stop, _ = part.indices(len(self))
-        return SpilledBytes(self.extent, self.start + start, self.start + stop)
+        return DiskRange(self.extent, self.start + start, self.start + stop)
 
 
 class SpillingShard(AdamShard):
@@ -61,6 +61,7 @@ class SpillingShard(AdamShard):
         super().__init__(*arguments, **settings)
         self._ring = ring
         self._on_disk = ring.layout
+        self._by_kind = {WORKING: self._working, **self._own}
         self.spans = ring.spans
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
@@ -119,11 +120,11 @@ class SpillingShard(AdamShard):
             super()._check_gradient(layer, gradient)
 
     def _update(
-        self, layer: int, gradient: Gradient, header: UpdateHeader, serial: int, within: Span | None = None
+        self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: Span | None = None
     ) -> None:
         for of_part, part in self._arriving(layer, gradient):
             for span in self._changed(layer, part) if self._on_disk.state_of(layer) else (part,):
-                super()._update(layer, of_part, header, serial, span)
+                super()._update(layer, of_part, params, serial, span)
 
     def _arriving(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, Span | None]]:
         """Yield the gradient of the whole layer and None; if it was stored, each part's gradient and span instead.
@@ -139,15 +140,15 @@ class SpillingShard(AdamShard):
             yield Gradient(values.view(self._on_disk.wire_dtype), start=span.start), span
             self._ring.leave(number)
 
-    def _roll_back(self, layer: int, serial: int, within: Span | None = None) -> None:
+    def roll_back(self, layer: int, serial: int) -> None:
         """Roll back a layer, extent after extent if its state is on disk.
 
         Each extent is written to disk after that, because the update that follows may be one that is skipped.
         """
         if not self._on_disk.state_of(layer):
-            super()._roll_back(layer, serial, within)
+            super().roll_back(layer, serial)
         for span in self._changed(layer):
-            super()._roll_back(layer, serial, span)
+            self._journal.roll_back(self.parts(layer, self.hyper, span), serial)
 
     def _changed(self, layer: int, within: Span | None = None) -> Iterator[Span]:
         """Yield the span of each extent of a layer's state while that is in memory and may be changed.
@@ -176,12 +177,13 @@ class SpillingShard(AdamShard):
             self._copy(layer, [(next(left[kind]), tensor) for kind in tensors for tensor in tensors[kind]])
             self._ring.pause(number)
 
-    def settle(self, layer: int) -> None:
-        for number in self._on_disk.state_of(layer):
-            self._ring.settle(number)
-
     def fetch(self, part: Piece) -> Piece:
-        return part._replace(buffers=[self._read(x) if isinstance(x, SpilledBytes) else x for x in part.buffers])
+        return part._replace(buffers=[self._in_memory(buffer) for buffer in part.buffers])
+
+    def _in_memory(self, buffer: Buffer) -> Buffer:
+        if not isinstance(buffer, DiskRange):
+            return buffer
+        return self._ring.read(buffer.extent, Span(buffer.start, buffer.stop))
 
     def close(self) -> None:
         super().close()
@@ -196,38 +198,32 @@ class SpillingShard(AdamShard):
 
     @contextmanager
     def _blank(self, number: int) -> Iterator[tuple[Extent, Mapping[str, Tensor]]]:
-        """Yield an extent, and its state by kind in a slot, for the `with` block to fill."""
         with self._ring.blank(number):
             yield self._on_disk.extents[number], self._in_slot(number)
 
     def _in_slot(self, number: int) -> dict[str, Tensor]:
-        kinds = {WORKING: self._working, **self._own}
-        return {kind: in_slot.view(kinds[kind].dtype) for kind, in_slot in self._ring.bytes_of(number).items()}
-
-    def _read(self, spilled: SpilledBytes) -> Buffer:
-        return self._ring.read(spilled.extent, Span(spilled.start, spilled.stop))
+        return {kind: in_slot.view(self._by_kind[kind].dtype) for kind, in_slot in self._ring.bytes_of(number).items()}
 
     def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
         """Return the buffers of a layer's pieces. State on disk is read only when it is written to a save."""
         if not self._on_disk.state_of(layer):
             return super()._buffers(layer, within)
-        buffers: dict[str, list[Buffer]] = {self._working_kind: [*self._working_buffers(layer)]}
-        for kind, tensor in self._own.items():
-            buffers[kind] = [self._spilled_bytes(layer, run, kind, tensor.itemsize) for run in self._runs(layer)]
+        runs = [*self._runs(layer)]
+        buffers: dict[str, list[Buffer]] = {}
+        if layer in self.layout.on_disk:
+            buffers[self._working_kind] = [self._disk_range(layer, run, WORKING) for run in runs]
+        else:
+            in_memory = (self._working_of(layer, run).view(torch.uint8) for run in runs)
+            buffers[self._working_kind] = [*map(self._buffer, in_memory)]
+        for kind in self._own:
+            buffers[kind] = [self._disk_range(layer, run, kind) for run in runs]
         return buffers
 
-    def _working_buffers(self, layer: int) -> Iterator[Buffer]:
-        for run in self._runs(layer):
-            if layer in self.layout.on_disk:
-                yield self._spilled_bytes(layer, run, WORKING, self._working.itemsize)
-            else:
-                yield self._buffer(self._working_of(layer, run).view(torch.uint8))
-
-    def _spilled_bytes(self, layer: int, run: Run, kind: str, itemsize: int) -> SpilledBytes:
+    def _disk_range(self, layer: int, run: Run, kind: str) -> DiskRange:
         number = self._number(layer, run)
-        extent = self._on_disk.extents[number]
+        extent, itemsize = self._on_disk.extents[number], self._by_kind[kind].itemsize
         start = extent.kinds[kind].start + (run.padded - extent.span.start) * itemsize
-        return SpilledBytes(number, start, start + run.length * itemsize)
+        return DiskRange(number, start, start + run.length * itemsize)
 
     def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
         """Yield the layer's runs. Those of a layer that spills are cut so that each lies in one extent."""
@@ -253,6 +249,5 @@ class SpillingShard(AdamShard):
         return self._in_slot(number), self._on_disk.extents[number].span.start
 
     def _number(self, layer: int, run: Run) -> int:
-        """Return the number of the extent that contains a run."""
         numbers = self._on_disk.state_of(layer)
         return numbers[bisect_right(numbers, run.padded, key=lambda i: self._on_disk.extents[i].span.start) - 1]

@@ -134,7 +134,6 @@ class DiskWeights:
         emptied.set_result(uploaded)
 
     async def close(self) -> None:
-        """Stop reading. Idempotent."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -210,6 +209,5 @@ class DiskWeights:
                 yield shard, file.layout.extents[number], inside
 
     def _largest_bytes(self, layer: int) -> int:
-        """Return the most bytes that a fragment of the layer can take in a window."""
         files = (file.layout for file in self._files)
         return sum(file.extents[number].working_bytes for file in files for number in file.state_of(layer))

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -31,12 +30,10 @@ from megatrain_ray.engine.spill.spill_transfers import SpillTransfers
 from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.spans import Row, SpanLog
 
-Found = TypeVar("Found")
-
 POISON = 0xFF  # repeated, it is a NaN in bf16 and fp32
 
 
-class SlotState(Enum):
+class SpillSlotState(Enum):
     """Says what a slot holds and whether it is being transferred."""
 
     EMPTY = "empty"
@@ -46,25 +43,19 @@ class SlotState(Enum):
 
 
 @dataclass
-class _Slot:
-    """Tracks one slot.
-
-    memory: 1-D uint8.
-    is_held: an update works on it.
-    """
-
+class _SpillSlot:
     index: int
-    memory: Tensor
-    state: SlotState = SlotState.EMPTY
+    memory: Tensor  # 1-D uint8
+    state: SpillSlotState = SpillSlotState.EMPTY
     extent: int | None = None
-    is_held: bool = False
+    is_held: bool = False  # an update works on it
 
 
 class SpillRing:
     """Brings one shard's extents into slots of host memory and writes them back.
 
-    `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates, `settle` and `read` for any other.
-    An `extent` is given by its number among `layout.extents`.
+    `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates, `wait_written` and `read` for any
+    other. An `extent` is given by its number among `layout.extents`.
     """
 
     def __init__(
@@ -94,7 +85,7 @@ class SpillRing:
         self._poison = poison
         self._written = written
         size = layout.slot_bytes
-        self._slots = [_Slot(i, memory[i * size : (i + 1) * size]) for i in range(layout.num_slots)]
+        self._slots = [_SpillSlot(i, memory[i * size : (i + 1) * size]) for i in range(layout.num_slots)]
         self._table = SpillTable(layout, memory)
         self._changed = threading.Condition()
         self._at = 0  # number of the extent that is wanted next
@@ -106,8 +97,7 @@ class SpillRing:
 
     def bytes_of(self, extent: int) -> dict[str, Tensor]:
         """Return the bytes of an extent in its slot, by kind. Valid between `bring` and `leave`."""
-        slot = self._slot_of(extent)
-        assert slot is not None and slot.is_held
+        slot = self._held(extent)
         return {kind: slot.memory[slice(*span)] for kind, span in self.layout.extents[extent].kinds.items()}
 
     def bring(self, extent: int) -> None:
@@ -118,14 +108,13 @@ class SpillRing:
         with self._changed:
             self._at, self._reads_ahead = extent, True
             self._advance()
-            slot = self._await_ready(extent)
+            what = f"{self._described(extent)} to be read"
+            slot = self._transfers.wait_for(self._changed, partial(self._ready_slot, extent), what)
             slot.is_held = True
 
     def change(self, extent: int) -> None:
         """Mark the extent's slot as ahead of the blob. Call it before the first write."""
-        slot = self._slot_of(extent)
-        assert slot is not None and slot.is_held
-        self._table.set_ahead(slot.index, True)
+        self._table.set_ahead(self._held(extent).index, True)
 
     def leave(self, extent: int) -> None:
         """End the work on an extent. If it was changed, it is written to the blob while other work goes on.
@@ -133,8 +122,7 @@ class SpillRing:
         The slot may then take another extent.
         """
         with self._changed:
-            slot = self._slot_of(extent)
-            assert slot is not None and slot.is_held
+            slot = self._held(extent)
             slot.is_held = False
             self._at = max(self._at, extent + 1)  # a gradient is left only after the state of its part
             if self._is_ahead(slot):
@@ -147,8 +135,8 @@ class SpillRing:
         It stays in its slot, unless another extent needs that slot first.
         """
         with self._changed:
-            slot = self._slot_of(extent)
-            assert slot is not None and not self._is_ahead(slot)
+            slot = self._held(extent)
+            assert not self._is_ahead(slot)
             slot.is_held = False
 
     @contextmanager
@@ -159,7 +147,8 @@ class SpillRing:
         """
         with self._changed:
             self._reads_ahead = False  # until the next `bring`, all slots are for extents that are filled
-            slot = self._await(partial(self._slot_to_fill, extent), f"a slot for {self._described(extent)}")
+            what = f"a slot for {self._described(extent)}"
+            slot = self._transfers.wait_for(self._changed, partial(self._slot_to_fill, extent), what)
             self._clear(slot)
             self._hold(slot, extent)
             slot.is_held = True
@@ -167,10 +156,11 @@ class SpillRing:
         yield
         self.leave(extent)
 
-    def settle(self, extent: int) -> None:
+    def wait_written(self, extent: int) -> None:
         """Wait until the blob has everything that updates made of the extent."""
         with self._changed:
-            self._await(lambda: not self._is_on_its_way(extent), f"{self._described(extent)} to be written")
+            what = f"{self._described(extent)} to be written"
+            self._transfers.wait_for(self._changed, lambda: not self._is_on_its_way(extent), what)
 
     def read(self, extent: int, span: Span) -> memoryview:
         """Return bytes of an extent, once the blob has everything that updates made of it.
@@ -179,7 +169,7 @@ class SpillRing:
 
         No update of the extent may begin before this returns. Raises what `bring` raises.
         """
-        self.settle(extent)
+        self.wait_written(extent)
         result = memoryview(bytearray(span.size))
         for index, block in enumerate(self.layout.extents[extent].blocks):
             first, last = max(span.start, block.start), min(span.stop, block.stop)
@@ -203,7 +193,7 @@ class SpillRing:
             for slot in self._slots:
                 slot.extent = self._table.extent_of(slot.index)
                 if slot.extent is not None:
-                    slot.state = SlotState.READY
+                    slot.state = SpillSlotState.READY
                     if self._is_ahead(slot):
                         self._write(slot)
 
@@ -222,7 +212,7 @@ class SpillRing:
             if slot is None:
                 return
             self._clear(slot)
-            slot.extent, slot.state = extent, SlotState.FILLING
+            slot.extent, slot.state = extent, SpillSlotState.FILLING
             self._transfers.submit(self._fill(slot, extent))
 
     def _coming(self) -> Sequence[int]:
@@ -235,7 +225,7 @@ class SpillRing:
             return following[: max(0, len(self.layout.extents) - self._at)]
         return [i % len(self.layout.extents) for i in following]
 
-    def _free_slot(self, extent: int) -> _Slot | None:
+    def _free_slot(self, extent: int) -> _SpillSlot | None:
         """Pick a slot to evict: an empty one, else the idle one whose extent is needed furthest in the future.
 
         Idle means that its extent is unchanged and nobody works on it. An extent that is needed before `extent` is
@@ -247,11 +237,11 @@ class SpillRing:
         def comes(number: int | None) -> float:
             return coming.index(number) if number in coming else math.inf
 
-        free = [slot for slot in self._slots if slot.state is SlotState.EMPTY or self._is_idle(slot)]
+        free = [slot for slot in self._slots if slot.state is SpillSlotState.EMPTY or self._is_idle(slot)]
         latest = max(free, key=lambda slot: comes(slot.extent), default=None)
         return latest if latest and (not coming or comes(latest.extent) > comes(extent)) else None
 
-    def _slot_to_fill(self, extent: int) -> _Slot | None:
+    def _slot_to_fill(self, extent: int) -> _SpillSlot | None:
         """Pick a slot to fill with the extent: its own if it has one, else a slot to evict. None while there is none.
 
         A process that died while it filled slots may have left the extent in one. `bring` could not tell a second slot
@@ -262,54 +252,52 @@ class SpillRing:
             return self._free_slot(extent)
         return slot if self._is_idle(slot) else None
 
-    def _is_idle(self, slot: _Slot) -> bool:
-        return slot.state is SlotState.READY and not slot.is_held and not self._is_ahead(slot)
+    def _is_idle(self, slot: _SpillSlot) -> bool:
+        return slot.state is SpillSlotState.READY and not slot.is_held and not self._is_ahead(slot)
 
-    def _clear(self, slot: _Slot) -> None:
+    def _clear(self, slot: _SpillSlot) -> None:
         self._table.hold(slot.index, None)
-        slot.extent, slot.state = None, SlotState.EMPTY
+        slot.extent, slot.state = None, SpillSlotState.EMPTY
         if self._poison:
             slot.memory.fill_(POISON)
 
-    def _hold(self, slot: _Slot, extent: int) -> None:
-        slot.extent, slot.state = extent, SlotState.READY
+    def _hold(self, slot: _SpillSlot, extent: int) -> None:
+        slot.extent, slot.state = extent, SpillSlotState.READY
         self._table.hold(slot.index, extent)
 
-    def _write(self, slot: _Slot) -> None:
+    def _write(self, slot: _SpillSlot) -> None:
         assert slot.extent is not None
-        slot.state = SlotState.WRITING
+        slot.state = SpillSlotState.WRITING
         self._transfers.submit(self._empty(slot, slot.extent))
 
-    def _slot_of(self, extent: int) -> _Slot | None:
+    def _slot_of(self, extent: int) -> _SpillSlot | None:
         return next((slot for slot in self._slots if slot.extent == extent), None)
 
-    def _is_ahead(self, slot: _Slot) -> bool:
+    def _is_ahead(self, slot: _SpillSlot) -> bool:
         return self._table.is_ahead(slot.index)
 
     def _is_on_its_way(self, extent: int) -> bool:
         slot = self._slot_of(extent)
         return slot is not None and self._is_ahead(slot)
 
-    def _await_ready(self, extent: int) -> _Slot:
-        def ready() -> _Slot | None:
-            slot = self._slot_of(extent)
-            return slot if slot is not None and slot.state is SlotState.READY else None
+    def _ready_slot(self, extent: int) -> _SpillSlot | None:
+        slot = self._slot_of(extent)
+        return slot if slot is not None and slot.state is SpillSlotState.READY else None
 
-        return self._await(ready, f"{self._described(extent)} to be read")
+    def _held(self, extent: int) -> _SpillSlot:
+        slot = self._slot_of(extent)
+        assert slot is not None and slot.is_held
+        return slot
 
     def _described(self, extent: int) -> str:
         of = self.layout.extents[extent]
         return f"elements {of.span.start} to {of.span.stop} of layer {of.layer}"
 
-    def _await(self, condition: Callable[[], Found | None], what: str) -> Found:
-        """Wait, with the lock held, until `condition` returns neither None nor False, and return what it returned."""
-        return self._transfers.wait_for(self._changed, condition, what)
-
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    async def _fill(self, slot: _Slot, number: int) -> None:
+    async def _fill(self, slot: _SpillSlot, number: int) -> None:
         memory, extent = slot.memory.numpy().data, self.layout.extents[number]
         with self.spans.span(Row.DISK, "read", extent.layer, num_bytes=extent.nbytes):
             await self._transfers.read(extent, memory)
@@ -318,13 +306,13 @@ class SpillRing:
             self._advance()  # what is wanted may have changed meanwhile
             self._changed.notify_all()
 
-    async def _empty(self, slot: _Slot, number: int) -> None:
+    async def _empty(self, slot: _SpillSlot, number: int) -> None:
         memory, extent = slot.memory.numpy().data, self.layout.extents[number]
         with self.spans.span(Row.DISK, "write", extent.layer, num_bytes=extent.nbytes):
             await self._transfers.write(extent, memory)
         with self._changed:
             self._table.set_ahead(slot.index, False)
-            slot.state = SlotState.READY
+            slot.state = SpillSlotState.READY
             self._advance()
             self._changed.notify_all()
         if WORKING in extent.kinds:

@@ -42,7 +42,6 @@ class SpillTable:
         return PackedStore(store, self._words, self._layout.packable, self._layout.block_bytes)
 
     def extent_of(self, slot: int) -> int | None:
-        """Return the extent that the slot holds, or None."""
         number = self._words.load(SLOT_WORDS * slot)
         return number - 1 if number else None
 

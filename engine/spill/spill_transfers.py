@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from megatrain_ray.engine.device.block_checksum import host_checksum
+from megatrain_ray.engine.device.device import host_checksum
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.plan.spill_layout import Extent
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -37,7 +37,6 @@ class Checksums(NamedTuple):
     first: int
 
     def of(self, extent: Extent, index: int) -> int:
-        """Return the checksum that block `index` of the extent had when it was written."""
         return self.words.load(self.first + extent.first_block + index)
 
     def store(self, extent: Extent, index: int, checksum: int) -> None:
@@ -95,10 +94,7 @@ class SpillTransfers:
             raise self.error
 
     def submit(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that reads and writes on the event loop.
-
-        An exception that it raises becomes `error`.
-        """
+        """Run a coroutine that reads and writes on the event loop. An exception that it raises becomes `error`."""
         self._loop.call_soon_threadsafe(self._begin, work)
 
     async def read(self, extent: Extent, memory: Block) -> None:
@@ -164,7 +160,6 @@ class SpillTransfers:
             self._thread.join(CLOSE_S)
 
     def _finish(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Run `work` on the event loop and wait until it is done."""
         with self._submitting:
             if self.error is not None:
                 work.close()
@@ -247,10 +242,7 @@ async def read_block(
 
 
 async def _give_up(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks and return when none of them runs any more.
-
-    Transfers that had begun have ended by then.
-    """
+    """Cancel the tasks and return when none of them runs any more. Transfers that had begun have ended by then."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

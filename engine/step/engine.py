@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,19 +26,20 @@ from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.gradients.muon_directions import Orthogonalizer
 from megatrain_ray.engine.gradients.step_gradients import StepGradients
-from megatrain_ray.engine.host.interfaces import Host, UpdateHeader
+from megatrain_ray.engine.host.interfaces import Host
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.skeleton import Skeleton
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.model.chunked_loss import ChunkSums, chunk_sums
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure, build_empty
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.muon import Muon
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import Residency
 from megatrain_ray.engine.plan.schedule import Visit, forward_visits
 from megatrain_ray.engine.plan.step_residency import residency_of
-from megatrain_ray.engine.shards.device_shard import DeviceShard, UpdateGate
+from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
 from megatrain_ray.engine.step.step_loss import StepLoss
@@ -55,21 +56,6 @@ from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Stage
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    """Holds what a step's update needs besides the gradients.
-
-    adam_step: AdamW's own step count, if this update is not skipped.
-    clip: maximum gradient norm; None: no clipping.
-    save: whether a save wants the generation that this update makes.
-    """
-
-    lr: float
-    adam_step: int
-    clip: float | None
-    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +83,7 @@ class Engine:
 
     def __init__(
         self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device, host: Host, *,
-        muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: UpdateGate | None = None,
+        muon: Muon | None = None, device_shard: DeviceShard | None = None, gate: DeviceGate | None = None,
         spill: tuple[BlobStore, str] | None = None, ranks: Ranks | None = None, poison: bool = False,
     ) -> None:  # fmt: skip
         """Allocate the slots and build all components that the plan asks for.
@@ -196,23 +182,24 @@ class Engine:
 
         await self.on_compute_thread(run)
 
-    async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
+    async def step(self, step: StepInput, params: UpdateParams, clip: float | None) -> StepReport:
         """Run one step and return its report.
+
+        params: of the step's update if its gradients are finite, not yet scaled.
+        clip: maximum gradient norm; None: no clipping.
 
         Update `step.step` is committed on return, but it has not yet reached every layer. Raises MegatrainError if a
         gradient is not finite and there is no clipping, because the update has then begun and cannot be skipped.
         """
         start = time.perf_counter()
-        header = None
-        if settings.clip is None:
-            header = _header(step.step, settings, 1.0, skip=False)
-            await self._commit(header, 0.0)
+        if clip is None:
+            await self._commit(params, 0.0)
         moving = self._gradients.move(step.step)
-        output = await self._stream(self._residency, step.step - 1, self._compute(step, settings, header), moving)
+        output = await self._stream(self._residency, step.step - 1, self._compute(step, params, clip), moving)
         self._end_on_timeline()
         self._gradients.send_waiting(step.step)
         skip = output.bad_parameter is not None
-        if settings.clip is None and skip:
+        if clip is None and skip:
             raise MegatrainError(
                 f"step {step.step}: the gradient of {output.bad_parameter} is not finite (loss {output.loss}) and "
                 "train.clip is null, so the update has begun; the last save is intact: export it and train on from "
@@ -296,34 +283,34 @@ class Engine:
         packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
         self._skeleton.attention.set(self._plan.packed_attention if packed else self._plan.attention)
 
-    def _submit(self, step: StepInput, header: UpdateHeader | None = None) -> Submitted:
+    def _submit(self, step: StepInput, header: UpdateParams | None = None) -> Submitted:
         self._choose_attention(step.micro_batches)
         return self.runner.submit(step, self._visits, header)
 
-    async def _compute(self, step: StepInput, settings: UpdateSettings, header: UpdateHeader | None) -> StepOutput:
+    async def _compute(self, step: StepInput, params: UpdateParams, clip: float | None) -> StepOutput:
         def run() -> StepOutput:
             if self._captured_step:
                 return self._captured_step.run(step)
-            return self.runner.read(self._submit(step, header))
+            return self.runner.read(self._submit(step, params if clip is None else None))
 
         try:
             output = await self.on_compute_thread(run)
-            if settings.clip is not None:
-                await self._clip(step.step, output, settings, settings.clip)
+            if clip is not None:
+                await self._clip(output, params, clip)
             if self._gate:
                 self._gate.finish(step.step, self.device.record())
             return output
         finally:
             self._gradients.end_step()
 
-    async def _clip(self, update: int, output: StepOutput, settings: UpdateSettings, clip: float) -> None:
+    async def _clip(self, output: StepOutput, params: UpdateParams, clip: float) -> None:
         """Commit the update, now that its scale is known, and submit the work that needs the scale."""
         at_s = self.device.timeline.now(Stage.COMPUTE)
         self.device.timeline.host_waits(at_s)
         scale = clip_scale(output.grad_norm, clip)
         # Commit before making Muon's directions: those of later layers wait for room in the slab, which comes free as
         # earlier layers are updated.
-        header = _header(update, settings, scale, skip=output.bad_parameter is not None)
+        header = replace(params, scale=scale, skip=output.bad_parameter is not None)
         await self._commit(header, at_s)
 
         def run() -> None:
@@ -333,7 +320,7 @@ class Engine:
 
         await self.on_compute_thread(run)
 
-    async def _commit(self, header: UpdateHeader, at_s: float) -> None:
+    async def _commit(self, header: UpdateParams, at_s: float) -> None:
         with self.device.spans.span(Row.STEPS, "commit"):
             await self._host.commit(header, at_s)
 
@@ -369,7 +356,3 @@ def clip_scale(norm: float, max_norm: float) -> float:
     """
     coefficient = max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
     return float(torch.clamp(coefficient, max=1.0))
-
-
-def _header(update: int, settings: UpdateSettings, scale: float, *, skip: bool) -> UpdateHeader:
-    return UpdateHeader(update, settings.adam_step, settings.lr, scale, skip, settings.save)

@@ -19,7 +19,6 @@ from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.gradient_offloader import Departure, Transfer
 from megatrain_ray.engine.gradients.interfaces import GradientTaker, LayerSource
 from megatrain_ray.engine.gradients.muon_directions import Orthogonalizer
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import LayerCall
 from megatrain_ray.engine.layer_calls.part_memory import leaving, let_go, noting_saved, own_of_glue
@@ -30,10 +29,11 @@ from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.dropout_seed import dropout_seed
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Phase, Visit
-from megatrain_ray.engine.shards.device_shard import DeviceShard, UpdateGate
+from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.step.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
 from megatrain_ray.engine.weights_stream.bound_weights import Residents
@@ -108,7 +108,7 @@ class StepRunner:
         orthogonalizer: Orthogonalizer | None,
         transfer: Callable[[Transfer], None],
         device_shard: DeviceShard | None,
-        gate: UpdateGate | None,
+        gate: DeviceGate | None,
         ranks: Ranks,
         before_sums: Callable[[int], None] | None = None,
     ) -> None:
@@ -140,7 +140,7 @@ class StepRunner:
         self._closed: set[str] = set()  # paths of modules whose graphs were seen to end at their arguments and weights
         self.whereabouts = "between steps"  # read by other threads
 
-    def run(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> StepOutput:
+    def run(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateParams | None) -> StepOutput:
         """Run all visits; return when the loss and the norm are known on the host.
 
         header: of an update that does not wait for the norm; else None. With a header, layers on the device are updated
@@ -148,7 +148,7 @@ class StepRunner:
         """
         return self.read(self.submit(step, visits, header))
 
-    def submit(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateHeader | None) -> Submitted:
+    def submit(self, step: StepInput, visits: tuple[Visit, ...], header: UpdateParams | None) -> Submitted:
         """Submit all visits of a step, as `run` does, but do not wait for the results.
 
         None of the results is on the host yet on return. `read` waits for them.
@@ -211,7 +211,7 @@ class StepRunner:
         if self._orthogonalizer:
             self._orthogonalizer.run(scale)
 
-    def update_residents(self, header: UpdateHeader) -> None:
+    def update_residents(self, header: UpdateParams) -> None:
         """Submit the update of layers that live on the device, after the backward of a clipped step."""
         for layer in self._device_shard.updated if self._device_shard else ():
             self._update_resident(layer, header)
@@ -223,13 +223,13 @@ class StepRunner:
         """
         return [self._store.depart(layer) for layer in self._plan.departing_layers]
 
-    def _update_resident(self, layer: int, header: UpdateHeader) -> None:
+    def _update_resident(self, layer: int, header: UpdateParams) -> None:
         assert self._device_shard is not None  # the layer lives on the device
         if self._gate:
             self._gate.enter(layer, header.update)
         self._device_shard.update(layer, self._store.take(layer), header)
 
-    def _finish(self, layer: int, header: UpdateHeader | None) -> None:
+    def _finish(self, layer: int, header: UpdateParams | None) -> None:
         with self._device.timed(Op("norms", layer)):
             departure = self._store.finish(layer)
         if departure is None:
@@ -401,7 +401,7 @@ class _StepState:
     """Holds what a step remembers between visits."""
 
     def __init__(
-        self, step: StepInput, passes: list[ForwardPass], targets: list[torch.Tensor], header: UpdateHeader | None
+        self, step: StepInput, passes: list[ForwardPass], targets: list[torch.Tensor], header: UpdateParams | None
     ) -> None:
         self.step = step
         self.header = header

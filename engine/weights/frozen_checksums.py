@@ -19,7 +19,7 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.weights.saved_values import READ_ELEMENTS, bytes_of
 from megatrain_ray.engine.weights.weight_source import WeightSource
-from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry
+from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 
 CHUNK_BYTES = 1 << 20  # stays in a core's cache
 
@@ -47,14 +47,14 @@ def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]
 
     An entry is None if the save leaves out nothing of that layer.
     """
-
-    def of(layer: LayerEntry) -> int | None:
-        if layer.base_crc32 is None:
-            return None
-        parameters = [p for p in layer.parameters if p.start >= layer.num_trained and p.tied_to is None]
-        return _crc32_of_source(base, parameters, is_split="residual" in manifest.itemsize)
-
-    return [of(layer) for layer in manifest.layers]
+    frozen = [
+        [p for p in layer.parameters if p.start >= layer.num_trained and p.tied_to is None] for layer in manifest.layers
+    ]
+    is_split = "residual" in manifest.itemsize
+    return [
+        None if layer.base_crc32 is None else _crc32_of_source(base, parameters, is_split=is_split)
+        for layer, parameters in zip(manifest.layers, frozen, strict=True)
+    ]
 
 
 def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool) -> list[int | None]:
@@ -63,12 +63,8 @@ def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool)
     It is for runs in which no process holds all of a layer.
     is_split: whether the run's masters are split.
     """
-
-    def of(layer: FlatLayout) -> int | None:
-        frozen = [segment for segment in layer.owned if not segment.group.trained]
-        return _crc32_of_source(base, frozen, is_split=is_split) if frozen else None
-
-    return [of(layer) for layer in layout.layers]
+    frozen = [[segment for segment in layer.owned if not segment.group.trained] for layer in layout.layers]
+    return [_crc32_of_source(base, segments, is_split=is_split) if segments else None for segments in frozen]
 
 
 def _crc32_of_source(base: WeightSource, parameters: Sequence[ParameterEntry | Segment], *, is_split: bool) -> int:

@@ -120,7 +120,6 @@ def _own_surroundings(model: nn.Module, path: str) -> list[tuple[nn.Module, nn.M
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with the same parameters and submodules, which may be replaced in the copy."""
     own = type(module).__new__(type(module))
     own.__dict__ |= module.__dict__
     own.__dict__ |= {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}

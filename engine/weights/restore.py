@@ -8,15 +8,14 @@ parameter. Moments of another type than the state's are converted: to FP32 exact
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from megatrain_ray.engine.layout.expert_names import place_in_whole
 from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.weights.saved_values import saved_ranges
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.manifest import LayerEntry, Manifest
 from megatrain_ray.io.saves.save_folder import read_pieces
@@ -24,21 +23,6 @@ from megatrain_ray.io.saves.save_writer import Piece
 
 CONVERTED_BYTES = 64 << 20  # bytes of state that are converted at a time
 MOMENTS = {2: torch.bfloat16, 4: torch.float32}  # bytes of an element → type
-
-
-class _Place(NamedTuple):
-    """Locates elements of a parameter in a save.
-
-    first: first element within the parameter.
-    size: number of elements.
-    layer: name of the save's layer.
-    start: first element within that layer, in logical coordinates.
-    """
-
-    first: int
-    size: int
-    layer: str
-    start: int
 
 
 def restore_pieces(save_folder: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
@@ -63,12 +47,11 @@ def as_saved(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -
 
 
 def names_of(layers: Iterable[LayerEntry]) -> list[list[str]]:
-    """Return the names of each layer's parameters."""
     return [[parameter.name for parameter in layer.parameters] for layer in layers]
 
 
 def _found(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> Iterator[Piece]:
-    theirs = _places(manifest)
+    theirs = saved_ranges(manifest, with_left_out=True)
     ours = {layer.name: layer for layer in layout.layers}
     for piece in pieces:
         position = 0
@@ -79,24 +62,13 @@ def _found(pieces: Iterable[Piece], manifest: Manifest, layout: ModelLayout) -> 
                 missing = stop - start  # ranges of one parameter do not overlap
                 for place in theirs.get(name, ()):
                     shift = place.first - first + position  # from the parameter's elements to the piece's
-                    common = max(start, shift), min(stop, shift + place.size)
+                    common = max(start, shift), min(stop, shift + place.stop - place.first)
                     if common[0] < common[1]:
                         missing -= common[1] - common[0]
                         yield piece.part(*common, place.layer, place.start + common[0] - shift)
                 if missing:
                     raise MegatrainError(f"the save does not hold {missing} of the elements of {segment.name}")
             position += segment.numel
-
-
-def _places(manifest: Manifest) -> dict[str, list[_Place]]:
-    """Return the places of all parameters, by the names of whole parameters."""
-    found: dict[str, list[_Place]] = {}
-    for layer in manifest.layers:
-        for p in layer.parameters:
-            if not p.tied_to:
-                name, first = place_in_whole(p.name, p.shape)
-                found.setdefault(name, []).append(_Place(first, math.prod(p.shape), layer.name, p.start))
-    return found
 
 
 def _is_converted(piece: Piece, manifest: Manifest) -> bool:

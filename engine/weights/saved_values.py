@@ -35,14 +35,31 @@ class ExportValues(Protocol):
         """Return elements [start, stop) of the flattened parameter: 1-D, bf16 or fp32."""
 
 
-class _Place(NamedTuple):
+class SavedRange(NamedTuple):
     """Locates elements [first, stop) of a parameter in a save: from `start` of a layer on, in logical coordinates."""
 
     first: int
     stop: int
     layer: str
     start: int
-    trained: bool
+    is_trained: bool
+
+
+def saved_ranges(manifest: Manifest, *, with_left_out: bool) -> dict[str, list[SavedRange]]:
+    """Return where a save's parameters lie, by the names of whole parameters.
+
+    with_left_out: include frozen parameters that the save leaves out.
+    """
+    found: dict[str, list[SavedRange]] = {}
+    for layer in manifest.layers:
+        for p in layer.parameters:
+            is_trained = p.start < layer.num_trained
+            if p.tied_to is None and (with_left_out or is_trained or layer.base_crc32 is None):
+                name, first = place_in_whole(p.name, p.shape)
+                found.setdefault(name, []).append(
+                    SavedRange(first, first + math.prod(p.shape), layer.name, p.start, is_trained)
+                )
+    return found
 
 
 class SavedValues:
@@ -50,13 +67,7 @@ class SavedValues:
 
     def __init__(self, save_folder: Path, manifest: Manifest, runner: asyncio.Runner) -> None:
         self.is_split = "residual" in manifest.itemsize
-        self._places: dict[str, list[_Place]] = {}
-        for layer in manifest.layers:
-            for p in layer.parameters:
-                if p.tied_to is None and (layer.base_crc32 is None or p.start < layer.num_trained):
-                    name, first = place_in_whole(p.name, p.shape)
-                    place = _Place(first, first + math.prod(p.shape), layer.name, p.start, p.start < layer.num_trained)
-                    self._places.setdefault(name, []).append(place)
+        self._ranges = saved_ranges(manifest, with_left_out=False)
         self._reader = SaveReader(FileStore(save_folder), manifest)
         self._runner = runner
 
@@ -68,12 +79,11 @@ class SavedValues:
 
     @property
     def dtype(self) -> ExportDtype:
-        """Return the working copy's type."""
         return ExportDtype.BF16 if self.is_split else ExportDtype.FP32
 
     def holds(self, name: str) -> bool:
         """Return whether the save holds the parameter; False for a parameter that it leaves out."""
-        return name in self._places
+        return name in self._ranges
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
         """Return elements [start, stop) of the flattened parameter, 1-D, whatever the precision of the run.
@@ -82,7 +92,7 @@ class SavedValues:
         """
         read = self._working if dtype is ExportDtype.BF16 else self._master
         found = []
-        for place in self._places[name]:
+        for place in self._ranges[name]:
             first, last = max(start, place.first), min(stop, place.stop)
             if first < last:
                 found.append(read(place, place.start + first - place.first, place.start + last - place.first))
@@ -90,13 +100,13 @@ class SavedValues:
             raise MegatrainError(f"the save does not hold all of {name}, elements {start} to {stop}")
         return torch.cat(found) if len(found) > 1 else found[0]
 
-    def _working(self, place: _Place, start: int, stop: int) -> Tensor:
+    def _working(self, place: SavedRange, start: int, stop: int) -> Tensor:
         if self.is_split:
             return self._read(place.layer, "working", start, stop, torch.bfloat16)
         return to_working(self._master(place, start, stop))
 
-    def _master(self, place: _Place, start: int, stop: int) -> Tensor:
-        if self.is_split and not place.trained:
+    def _master(self, place: SavedRange, start: int, stop: int) -> Tensor:
+        if self.is_split and not place.is_trained:
             return self._working(place, start, stop).float()
         if self.is_split:
             residual = self._read(place.layer, "residual", start, stop, torch.int16)
@@ -120,5 +130,4 @@ def chunks(values: ExportValues, name: str, tensor: CheckpointTensor, dtype: Exp
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """Return the memory of a contiguous 1-D tensor."""
     return values.view(torch.uint8).numpy().data

@@ -56,7 +56,7 @@ def _versions() -> str:
 
 
 def _gpu() -> Finding:
-    from megatrain_ray.engine.device.cuda_device import device_name, total_memory_bytes
+    from megatrain_ray.engine.device.cuda_info import device_name, total_memory_bytes
 
     total = total_memory_bytes()
     if total is None:
@@ -65,7 +65,7 @@ def _gpu() -> Finding:
 
 
 def _rates() -> Finding:
-    from megatrain_ray.engine.device.cuda_device import num_gpus, total_memory_bytes
+    from megatrain_ray.engine.device.cuda_info import num_gpus, total_memory_bytes
     from megatrain_ray.profiling.profiles import cached, describe_profile, profile_file, this_machine
 
     machine = this_machine("cpu" if total_memory_bytes() is None else "cuda")
@@ -79,8 +79,8 @@ def _rates() -> Finding:
 
 def _kernel() -> Finding:
     from megatrain_ray.engine.optimizer.adamw import Hyper
-    from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
     from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
+    from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 
     kernel = open_kernel(1, Hyper(0.9, 0.95, 1e-8, 0.1))
     try:

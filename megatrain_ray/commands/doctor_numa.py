@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from megatrain_ray.commands.finding import Finding, State
-from megatrain_ray.engine.device.cuda_device import pci_addresses
+from megatrain_ray.engine.device.cuda_info import pci_addresses
 from megatrain_ray.io.arenas.arena import HUGE_PAGE
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from

@@ -12,7 +12,7 @@ from megatrain_ray.config.groups import LoraConfig, ModelConfig
 from megatrain_ray.engine.model.lora import A_END, B_END, is_adapter, is_transposed, module_of
 from megatrain_ray.engine.weights.export_save import export_tensors, owned, whole
 from megatrain_ray.engine.weights.frozen_checksums import source_checksums
-from megatrain_ray.engine.weights.merged_lora import MergedValues, Pair
+from megatrain_ray.engine.weights.lora_values import MergedValues, Pair
 from megatrain_ray.engine.weights.saved_values import SavedValues
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.checkpoints.hub import HUB_ID

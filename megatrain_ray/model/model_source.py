@@ -20,7 +20,7 @@ from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.expert_groups import GroupedFactory
 from megatrain_ray.engine.model.lora import AdaptedFactory, Lora, is_adapter
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure, build_empty
-from megatrain_ray.engine.weights.lora_source import LoraWeights
+from megatrain_ray.engine.weights.lora_values import LoraWeights
 from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSource
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub

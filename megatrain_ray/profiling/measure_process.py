@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.device.cuda_device import CudaDevice, PeerCopies
+from megatrain_ray.engine.device.cuda_device import CudaDevice
+from megatrain_ray.engine.device.cuda_info import PeerCopies
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.measure.measure_profile import measure, measure_link

@@ -19,7 +19,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.engine.device.cuda_device import device_name, num_gpus, pci_addresses, total_memory_bytes
+from megatrain_ray.engine.device.cuda_info import device_name, num_gpus, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.console.logs import say
-from megatrain_ray.engine.device.cuda_device import total_memory_bytes
+from megatrain_ray.engine.device.cuda_info import total_memory_bytes
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.shards.device_gate import DeviceGate
-from megatrain_ray.engine.shards.device_shard import DeviceShard
+from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shards.save_part import WrittenPart, write_gated_part
 from megatrain_ray.engine.shards.spare_memory import SpareMemory

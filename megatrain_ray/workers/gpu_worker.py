@@ -20,15 +20,15 @@ from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Place, RankGroup
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
-from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.host_state import Momenta, WorkingArena
 from megatrain_ray.engine.host.shared_host import SharedHost
-from megatrain_ray.engine.host.working_arena import WorkingArena
 from megatrain_ray.engine.layer_calls.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt
 from megatrain_ray.engine.shards.save_part import WrittenPart
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
@@ -264,13 +264,14 @@ class GpuWorker:
         assert self._engine is not None  # build came first
         words, step = self._words, progress.step
         waits = [layer for of_shard in self._prepared.plan.updated_layers for layer in of_shard]
-        if words.committed != step or not all(words.has_landed(layer, step) for layer in waits):
+        if words.updates.committed != step or not all(words.gradients.has_landed(layer, step) for layer in waits):
             raise LostProcessError(
-                f"update {words.committed} had begun when the GPU worker died, and step {step} was the last that ended"
+                f"update {words.updates.committed} had begun when the GPU worker died, and step {step} was the last "
+                "that ended"
             )
         await self._engine.drain(step)
         if self._host_rank == 0:
-            words.withdraw(step)
+            words.gradients.withdraw(step)
         self._begin(progress)
 
     def _begin(self, progress: Progress) -> None:
@@ -317,7 +318,8 @@ class GpuWorker:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
         self._moved.begin_step()
         with memory_explained(self._prepared.plan, f"step {step}"):
-            report = await engine.step(self._step_input(step, batch), self._settings(step, save))
+            params, clip = self._update_params(step, save), self._prepared.config.train.clip
+            report = await engine.step(self._step_input(step, batch), params, clip)
         engine.device.timeline.clear()  # nobody reads these records, which take 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
         row = self._rows.row(report, batch, data_s)
@@ -426,6 +428,5 @@ class GpuWorker:
         count = len(of_all) // self._prepared.plan.num_gpus
         return of_all[self._rank * count : (self._rank + 1) * count]
 
-    def _settings(self, step: int, save: bool) -> UpdateSettings:
-        train = self._prepared.config.train
-        return UpdateSettings(self._rows.learning_rate(step), self._progress.adam_step + 1, train.clip, save)
+    def _update_params(self, step: int, save: bool) -> UpdateParams:
+        return UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)

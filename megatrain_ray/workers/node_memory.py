@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatrain_ray.engine.device.cuda_device import pci_addresses
+from megatrain_ray.engine.device.cuda_info import pci_addresses
 from megatrain_ray.engine.device.numa_homes import Home, home_at, slab_nodes
 from megatrain_ray.engine.layout.flat_layout import round_up
 from megatrain_ray.engine.layout.shard_layout import ShardLayout

@@ -89,7 +89,7 @@ class ShardWorker:
         self._disk = DiskMeter()
         self._shard = self._make_shard()
         self._work = self._work_until(0)
-        # A save with no step after it needs no copies.
+        # The GPU worker has the rest, for the layers on its device.
         budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
         self._copy_bytes_per_s = math.inf
@@ -214,7 +214,7 @@ class ShardWorker:
         timeout_s = self._prepared.plan.update_deadline_s
         with suppress(MegatrainError):
             for layer in self._prepared.plan.layer_order:
-                self._words.wait_shard_generation(self._index, layer, last, timeout_s)
+                self._words.generations.wait(self._index, layer, last, timeout_s)
         return self._shard.spans.take()
 
     def stop(self) -> None:

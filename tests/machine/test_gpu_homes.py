@@ -17,8 +17,14 @@ import torch
 from megatrain_ray.commands import doctor_numa
 from megatrain_ray.commands.doctor_numa import examine_nodes
 from megatrain_ray.commands.finding import State
-from megatrain_ray.config.groups import HardwareConfig, NodeConfig
-from megatrain_ray.engine.device.cuda_device import device_name, pci_addresses, total_memory_bytes
+from megatrain_ray.config.groups import (
+    HardwareConfig,
+    NodeConfig,
+)
+from megatrain_ray.engine.device.cuda_device import (
+    total_memory_bytes,
+)
+from megatrain_ray.engine.device.cuda_info import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier

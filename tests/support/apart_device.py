@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.engine.device.block_checksum import host_checksum
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.io.storage.blob_store import Blob, Block
+from megatrain_ray.engine.device.device import host_checksum
+from megatrain_ray.io.storage.blob_store import (
+    Blob,
+    Block,
+)
 from tests.support.memory_store import MemoryStore
 
 

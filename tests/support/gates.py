@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.parameter_group import COMMON, FROZEN
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import GatedSave, SaveAttempt, SaveGate
 from megatrain_ray.engine.shards.spare_memory import PAGE_BYTES, SpareMemory
 from megatrain_ray.io.saves.save_writer import Piece
@@ -84,9 +84,9 @@ class Run:
 
     def update(self, layer: int, update: int) -> None:
         self.gate.enter(layer, update)
-        self.words.begin(0, layer, update)
+        self.words.generations.begin(0, layer, update)
         self.shard.write(layer, update)
-        self.words.finish(0, layer, update)
+        self.words.generations.finish(0, layer, update)
 
     def update_all(self, update: int, *, save: bool) -> None:
         self.commit(update, save=save)
@@ -94,9 +94,9 @@ class Run:
             self.update(layer, update)
 
     def commit(self, update: int, *, save: bool) -> None:
-        self.words.commit(UpdateHeader(update, update, 0.1, 1.0, skip=False, save=save))
+        self.words.updates.commit(UpdateParams(update, update, 0.1, 1.0, skip=False, save=save))
         for layer in range(NUM_LAYERS):
-            self.words.land(layer, update, 0)
+            self.words.gradients.land(layer, update, 0)
 
     def in_thread(self, function: Callable[[], object]) -> Future[object]:
         return self.pool.submit(function)

@@ -13,10 +13,10 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.host.gradient_slab import SlabPool
-from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease, UpdateHeader
-from megatrain_ray.engine.host.momenta import Momenta, MomentumPart
-from megatrain_ray.engine.host.working_arena import WorkingArena
+from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
+from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import serial_of
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
@@ -73,7 +73,7 @@ class LocalHost:
         self._windows = SimulatedWindows(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
         self._begun = contextvars.copy_context()  # when reading ahead began, on the virtual clock
         self._ready_at_s = [0.0] * len(layout.layers)
-        self._headers: dict[int, tuple[UpdateHeader, float]] = {}
+        self._headers: dict[int, tuple[UpdateParams, float]] = {}
         self._landed: dict[tuple[int, int], _Landing] = {}
         self._changed = asyncio.Condition()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="optimizer")
@@ -102,9 +102,11 @@ class LocalHost:
 
     async def _written(self, layer: int, generation: int) -> None:
         """Wait until the layer's working copy of this generation is on disk."""
+        assert self._disk is not None
         await self._reached(layer, generation)
-        for shard in self._shards:
-            await asyncio.to_thread(shard.settle, layer)
+        while not self._disk.are_written(layer):
+            self._check()
+            await asyncio.sleep(0.001)
 
     async def _reached(self, layer: int, generation: int) -> None:
         async with self._changed:
@@ -129,7 +131,7 @@ class LocalHost:
             self._landed[update, lease.layer] = _Landing(lease, direction, at_s)
             self._changed.notify_all()
 
-    async def commit(self, header: UpdateHeader, at_s: float) -> None:
+    async def commit(self, header: UpdateParams, at_s: float) -> None:
         if not self._order:
             return
         async with self._changed:
@@ -169,7 +171,7 @@ class LocalHost:
             await self._changed.wait_for(lambda: (update, layer) in self._landed)
             return self._landed.pop((update, layer))
 
-    async def _header(self, update: int) -> tuple[UpdateHeader, float]:
+    async def _header(self, update: int) -> tuple[UpdateParams, float]:
         async with self._changed:
             await self._changed.wait_for(lambda: update in self._headers)
             return self._headers[update]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.device.cuda_device import CudaDevice, num_gpus
+from megatrain_ray.engine.device.cuda_device import CudaDevice
+from megatrain_ray.engine.device.cuda_info import num_gpus
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.virtual_clock import Timeline
 

@@ -11,10 +11,9 @@ from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
-from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
 from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
-from megatrain_ray.engine.step.engine import UpdateSettings
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.io.batching.batch_stream import Batch
 from tests.support.reference import Recipe
@@ -61,7 +60,7 @@ def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed, objective)
 
 
-def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
+def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateParams:
     lr = learning_rate(
         step,
         peak=recipe.lr,
@@ -70,4 +69,4 @@ def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateSettings:
         warmup_steps=recipe.warmup_steps,
         schedule=recipe.schedule,  # type: ignore[arg-type]
     )
-    return UpdateSettings(lr, adam_step, recipe.clip)
+    return UpdateParams(step, adam_step, lr)

@@ -294,8 +294,10 @@ class Training:
 
     async def _step(self, step: int, batch: Batch) -> None:
         adam_step = 1 + sum(not report.skipped for report in self.result.reports)
-        settings = schedule(step, adam_step, self.recipe)
-        self.result.reports.append(await self.engine.step(step_input(step, batch, self.recipe), settings))
+        params = schedule(step, adam_step, self.recipe)
+        self.result.reports.append(
+            await self.engine.step(step_input(step, batch, self.recipe), params, self.recipe.clip)
+        )
 
     async def _evaluate(self, batches: Sequence[Batch], generation: int) -> None:
         if not batches:

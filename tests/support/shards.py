@@ -11,19 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.layout.split_master import join
-from megatrain_ray.engine.optimizer.adamw import Hyper
-from megatrain_ray.engine.optimizer.kernel_choice import NATIVE
+from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.optimizer.undo_log import Journal
-from megatrain_ray.engine.optimizer.update_kernel import Build
+from megatrain_ray.engine.optimizer.update_kernel import NATIVE, Build
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.weights.weight_source import WeightSource
 
@@ -133,7 +131,7 @@ class Shards(ShardedState):
 
     shards: Sequence[AdamShard]
 
-    def update(self, gradients: Sequence[Tensor], header: UpdateHeader) -> None:
+    def update(self, gradients: Sequence[Tensor], header: UpdateParams) -> None:
         directions = flat_directions(self.layout, header.update)
         for layer, gradient in enumerate(gradients):
             for shard in self.shards:
@@ -190,14 +188,14 @@ def open_shards(precision: Precision, num_shards: int, kernels: tuple[Build, ...
             shard.close()
 
 
-def headers(num: int) -> list[UpdateHeader]:
+def headers(num: int) -> list[UpdateParams]:
     """Return the headers of `num` updates: the third is skipped, some are scaled."""
     result, adam_step = [], 0
     for update in range(1, num + 1):
         skip = update == 3
         adam_step += not skip
         scale = float(torch.tensor(0.3 if update % 2 else 1.0))
-        result.append(UpdateHeader(update, adam_step, 1e-2 / update, scale, skip))
+        result.append(UpdateParams(update, adam_step, 1e-2 / update, scale, skip))
     return result
 
 
@@ -273,5 +271,5 @@ def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> 
     return words
 
 
-def header(update: int) -> UpdateHeader:
-    return UpdateHeader(update=update, adam_step=update, lr=0.1, scale=1.0, skip=False)
+def header(update: int) -> UpdateParams:
+    return UpdateParams(update=update, adam_step=update, lr=0.1, scale=1.0, skip=False)

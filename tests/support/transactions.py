@@ -11,16 +11,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS
-from megatrain_ray.engine.optimizer.kernel_choice import NATIVE
+from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, UpdateParams
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, Journal
-from megatrain_ray.engine.optimizer.update_kernel import Build
+from megatrain_ray.engine.optimizer.update_kernel import NATIVE, Build
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from tests.support.shards import shard_over
 
@@ -50,8 +48,8 @@ def one_layer(precision: Precision) -> ShardLayout:
     return ShardLayout(ModelLayout((layer,), tuple(shapes)), 0, 1)
 
 
-def header(update: int) -> UpdateHeader:
-    return UpdateHeader(update, update, 1e-2 / (1 + update % 7), float(torch.tensor(0.3 if update % 2 else 1.0)), False)
+def header(update: int) -> UpdateParams:
+    return UpdateParams(update, update, 1e-2 / (1 + update % 7), float(torch.tensor(0.3 if update % 2 else 1.0)), False)
 
 
 @dataclass(frozen=True)

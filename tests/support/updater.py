@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.layout.precision import Precision
-from megatrain_ray.engine.optimizer.kernel_choice import open_kernel
+from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from megatrain_ray.io.words.atomic_words import Words
 from tests.support.shards import hyper_for
 from tests.support.transactions import KERNELS, NUM_GRADIENTS, Memory, header, one_layer

@@ -17,7 +17,7 @@ import torch
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ByteCount
 from megatrain_ray.engine.planner.request import Machine
@@ -219,12 +219,12 @@ async def test_another_worker_makes_a_step_once_more(ready: Prepared, handles: H
                 await workers[0].close()
                 with closing(ArenaHolder.adopt([handles])) as holder:
                     words = HostWords(holder.map(WORDS).buffer, len(ready.plan.layers), len(shards))
-                    words.land(0, 2, 0)
+                    words.gradients.land(0, 2, 0)
                     await workers[1].build()
                     with pytest.raises(LostProcessError, match=r"^update 1 had begun when .* step 0 was the last"):
                         await workers[1].resume(Progress(0, 0))
                     await workers[1].resume(Progress(1, 1))
-                    assert not words.has_landed(0, 2)
+                    assert not words.gradients.has_landed(0, 2)
                 rows += [(await workers[1].step(step, save=False)).row for step in (2, 3)]
         finally:
             await workers[1].close()

@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.optimizer.adamw import Coefficients, Hyper, Move, Rates
-from megatrain_ray.engine.optimizer.undo_log import Part, Transaction
+from megatrain_ray.engine.optimizer.adamw import Coefficients, Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words.compile_c import declare, load_compiled
 
@@ -25,11 +25,11 @@ COPY_BYTES = 1 << 20  # size of a chunk, as in adamw_kernel.c
 VARIANTS = ("native", "native AVX2", "native AVX-512")
 
 
-class _Structure(ctypes.Structure):
+class _CStructure(ctypes.Structure):
     """Mirrors a C structure. It has 8-byte members only."""
 
 
-class _Part(_Structure):
+class _CPart(_CStructure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("gradient", "working", "residual", "m", "v", "direction")),
         *((name, ctypes.c_int64) for name in ("length", "first_unit", "counter")),
@@ -37,7 +37,7 @@ class _Part(_Structure):
     ]
 
 
-class _Rates(_Structure):
+class _CRates(_CStructure):
     _fields_: ClassVar = [
         *(
             (name, ctypes.c_double)
@@ -47,7 +47,7 @@ class _Rates(_Structure):
     ]
 
 
-class _Journal(_Structure):
+class _CJournal(_CStructure):
     _fields_: ClassVar = [
         ("serial", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("records", "marks", "rooms")),
@@ -55,7 +55,7 @@ class _Journal(_Structure):
     ]
 
 
-class _Copy(_Structure):
+class _CCopy(_CStructure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("to", "source")),
         *((name, ctypes.c_int64) for name in ("nbytes", "first_chunk")),
@@ -107,9 +107,9 @@ class NativeAdamW:
 
     def update(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ParamSlice],
         gradient: Tensor,
-        rates: Rates,
+        params: UpdateParams,
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
@@ -118,29 +118,26 @@ class NativeAdamW:
         self._library.update(
             self._pool,
             self._variant,
-            (_Part * len(parts))(*(self._part(part, gradient, rates, directions) for part in parts)),
+            (_CPart * len(parts))(*(self._part(part, gradient, params, directions) for part in parts)),
             len(parts),
             parts[-1].units.stop - parts[0].first_unit,
-            ctypes.byref(self._rates(rates, gradient.dtype)),
+            ctypes.byref(self._rates(params, gradient.dtype)),
             ctypes.byref(_journal(transaction)) if transaction else None,
         )
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         copies, num_chunks = [], 0
         for to, source in pairs:
-            copies.append(_Copy(to.data_ptr(), source.data_ptr(), source.nbytes, num_chunks))
+            copies.append(_CCopy(to.data_ptr(), source.data_ptr(), source.nbytes, num_chunks))
             num_chunks += -(-source.nbytes // COPY_BYTES)
-        self._library.copy(self._pool, (_Copy * len(copies))(*copies), num_chunks)
+        self._library.copy(self._pool, (_CCopy * len(copies))(*copies), num_chunks)
 
     def close(self) -> None:
         self._close()
 
-    def _part(self, part: Part, gradient: Tensor, rates: Rates, directions: Tensor | None) -> _Part:
-        state, move = part.state, Move.of(self._hyper, rates, part.weighting)
-        if part.by_muon:
-            move = move._replace(step_size=-(rates.lr * part.weighting.lr_scale * part.weighting.lr_ratio))
-        moved = directions if part.by_muon else None
-        return _Part(
+    def _part(self, part: ParamSlice, gradient: Tensor, params: UpdateParams, directions: Tensor | None) -> _CPart:
+        state, moved = part.state, directions if part.by_muon else None
+        return _CPart(
             gradient.data_ptr() + part.gradient_start * gradient.element_size(),
             state.working.data_ptr(),
             None if state.residual is None else state.residual.data_ptr(),
@@ -149,15 +146,15 @@ class NativeAdamW:
             None if moved is None else moved.data_ptr() + part.gradient_start * moved.element_size(),
             part.length,
             part.first_unit,
-            part.counter(self._hyper, rates),
-            **move._asdict(),
+            part.counter(self._hyper, params),
+            **part.coefficients(self._hyper, params)._asdict(),
         )
 
-    def _rates(self, rates: Rates, gradient_dtype: torch.dtype) -> _Rates:
+    def _rates(self, params: UpdateParams, gradient_dtype: torch.dtype) -> _CRates:
         muon = self._hyper.muon
-        return _Rates(
-            scale=rates.scale,
-            **Coefficients.of(self._hyper, rates)._asdict(),
+        return _CRates(
+            scale=params.scale,
+            **Coefficients.of(self._hyper, params)._asdict(),
             eps=self._hyper.eps,
             muon_weight=1 - muon.momentum if muon else 0.0,
             bf16_gradient=gradient_dtype == torch.bfloat16,
@@ -166,5 +163,5 @@ class NativeAdamW:
         )
 
 
-def _journal(transaction: Transaction) -> _Journal:
-    return _Journal(transaction.serial, *transaction.journal.addresses)
+def _journal(transaction: Transaction) -> _CJournal:
+    return _CJournal(transaction.serial, *transaction.journal.addresses)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.device.cuda_device import CudaDevice, num_gpus
+from megatrain_ray.engine.device.cuda_device import CudaDevice
+from megatrain_ray.engine.device.cuda_info import num_gpus
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import CaptureError

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.device.block_checksum import host_checksum
-from megatrain_ray.engine.device.cuda_device import CudaDevice, num_gpus
-from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.device.cuda_device import CudaDevice
+from megatrain_ray.engine.device.cuda_info import num_gpus
+from megatrain_ray.engine.device.device import Device, host_checksum
 from megatrain_ray.engine.layout.split_master import split
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
 from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
-from megatrain_ray.engine.optimizer.undo_log import Part
+from megatrain_ray.engine.optimizer.undo_log import ParamSlice
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
@@ -257,12 +257,12 @@ def test_an_update_on_the_device_is_torchs_on_the_cpu(
     working, residual = split(master) if is_split else (master, None)
     here = AdamState(working, residual, m.to(moments), v)
     there = AdamState(*(None if t is None else t.to(device.torch_device, copy=True) for t in here))  # type: ignore[arg-type]
-    rates = Rates(torch.tensor(7.0), 1e-3, 0.3)
+    params = UpdateParams(7, 7, 1e-3, 0.3)
     first = -2_999_000 - rounding_counter(5, 7, "w", 0)
     with closing(TorchBlocks(1, hyper)) as kernel:
-        kernel.update([Part(here, 0, weighting, 0, "w", first)], gradient, rates, None)
+        kernel.update([ParamSlice(here, 0, weighting, 0, "w", first)], gradient, params, None)
     with closing(device.open_update_kernel(hyper)) as kernel, device.activate():
-        kernel.update([Part(there, 0, weighting, 0, "w", first)], gradient.to(device.torch_device), rates, None)
+        kernel.update([ParamSlice(there, 0, weighting, 0, "w", first)], gradient.to(device.torch_device), params, None)
         for name, mine, theirs in zip(AdamState._fields, there, here, strict=True):
             assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name  # type: ignore[union-attr, arg-type]
 

@@ -23,7 +23,7 @@ from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.rank_group import Meeting, RankGroup, interface_of
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.host.gradient_slab import SlabPool
-from megatrain_ray.engine.host.signal_words import HostWords
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
@@ -186,9 +186,9 @@ def test_a_wait_for_nodes_says_which_there_are() -> None:
 def test_messages_number_the_shards_of_all_hosts() -> None:
     words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(1, 2))), 1, 2, first_shard=2)
     words.reset(0, [{0}, {0}])
-    words.commit(header(1))
-    words.land(0, 1, 0)
-    assert "optimizer shard 2, 3 is stuck" in str(words.late(0, 1, 1.0))
+    words.updates.commit(header(1))
+    words.gradients.land(0, 1, 0)
+    assert "optimizer shard 2, 3 is stuck" in str(words.generations.late(0, 1, 1.0))
     words.fail(1)
     with pytest.raises(ShardFailedError, match="optimizer shard 3 failed"):
         words.check()

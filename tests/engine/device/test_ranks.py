@@ -18,7 +18,8 @@ from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.host.gradient_slab import FollowedSlab
-from megatrain_ray.engine.host.signal_words import HostWords, Placed
+from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.signal_words import Placed
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec, Span
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from tests.support.reference import MuonRecipe, Recipe
@@ -145,34 +146,38 @@ def words_of(num_ranks: int) -> HostWords:
 
 def test_a_gradient_has_landed_when_all_ranks_have_landed_their_parts() -> None:
     words = words_of(3)
-    words.commit(header(5))
-    words.land(0, 5, 4096, rank=1)
-    words.land(0, 5, 0, rank=2)
-    assert not words.has_landed(0, 5)
-    assert not words.wait_landed(0, 5, 0.0)
-    words.land(0, 5, 8192)
-    assert words.wait_landed(0, 5, 0.0)
-    assert words.gradient_start(0) == 8192, "the first rank's word"
-    assert not words.has_landed(1, 5)
+    words.updates.commit(header(5))
+    words.gradients.land(0, 5, 4096, rank=1)
+    words.gradients.land(0, 5, 0, rank=2)
+    assert not words.gradients.has_landed(0, 5)
+    assert not words.gradients.wait_landed(0, 5, 0.0, committed=True)
+    words.gradients.land(0, 5, 8192)
+    assert words.gradients.wait_landed(0, 5, 0.0, committed=True)
+    assert words.gradients.start(Placed.GRADIENT, 0) == 8192, "the first rank's word"
+    assert not words.gradients.has_landed(1, 5)
 
 
 def test_what_part_of_the_ranks_has_landed_is_withdrawn() -> None:
     words = words_of(2)
-    words.place(Placed.GRADIENT, 0, 5, 128)
-    words.place(Placed.DIRECTIONS, 0, 5, 256)
-    words.land(0, 5, 128, rank=1)
-    words.withdraw(4)
-    assert words.placed_at(Placed.GRADIENT, 0, 5) is words.placed_at(Placed.DIRECTIONS, 0, 5) is None
-    words.land(0, 5, 128)
-    assert not words.has_landed(0, 5), "the other one's is to come again"
+    words.gradients.place(Placed.GRADIENT, 0, 5, 128)
+    words.gradients.place(Placed.DIRECTIONS, 0, 5, 256)
+    words.gradients.land(0, 5, 128, rank=1)
+    words.gradients.withdraw(4)
+    assert (
+        words.gradients.placed_at(Placed.GRADIENT, 0, 5) is words.gradients.placed_at(Placed.DIRECTIONS, 0, 5) is None
+    )
+    words.gradients.land(0, 5, 128)
+    assert not words.gradients.has_landed(0, 5), "the other one's is to come again"
 
 
 async def test_a_rank_leases_where_the_first_one_does() -> None:
     words = words_of(2)
-    slab = FollowedSlab(torch.arange(256, dtype=torch.uint8), [64, 32], partial(words.placed_at, Placed.GRADIENT))
+    slab = FollowedSlab(
+        torch.arange(256, dtype=torch.uint8), [64, 32], partial(words.gradients.placed_at, Placed.GRADIENT)
+    )
     leasing = asyncio.create_task(slab.lease(1, 5))
     await asyncio.sleep(0)
-    words.place(Placed.GRADIENT, 1, 5, 128)
+    words.gradients.place(Placed.GRADIENT, 1, 5, 128)
     await asyncio.sleep(0)
     assert not leasing.done(), "it looks when it is woken"
     await slab.wake()
@@ -183,8 +188,13 @@ async def test_a_rank_leases_where_the_first_one_does() -> None:
 
 def test_directions_have_a_place_of_their_own() -> None:
     words = words_of(2)
-    words.place(Placed.GRADIENT, 1, 5, 128)
-    assert words.placed_at(Placed.DIRECTIONS, 1, 5) is None
-    words.place(Placed.DIRECTIONS, 1, 5, 192)
-    assert (words.placed_at(Placed.GRADIENT, 1, 5), words.placed_at(Placed.DIRECTIONS, 1, 5)) == (128, 192)
-    assert words.placed_at(Placed.DIRECTIONS, 0, 5) is words.placed_at(Placed.DIRECTIONS, 1, 6) is None
+    words.gradients.place(Placed.GRADIENT, 1, 5, 128)
+    assert words.gradients.placed_at(Placed.DIRECTIONS, 1, 5) is None
+    words.gradients.place(Placed.DIRECTIONS, 1, 5, 192)
+    assert (words.gradients.placed_at(Placed.GRADIENT, 1, 5), words.gradients.placed_at(Placed.DIRECTIONS, 1, 5)) == (
+        128,
+        192,
+    )
+    assert (
+        words.gradients.placed_at(Placed.DIRECTIONS, 0, 5) is words.gradients.placed_at(Placed.DIRECTIONS, 1, 6) is None
+    )

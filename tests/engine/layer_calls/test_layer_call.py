@@ -17,9 +17,10 @@ from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layer_calls.template import Templates
 from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.errors import ConfigError, MegatrainError
 from tests.support.local_host import LocalHost
@@ -123,7 +124,7 @@ def engine_gradients(model: ToyModel, batches: list[MicroBatch], mode: Mode) -> 
         engine = Engine(make, structure, plan, device, host, poison=True)
         num_supervised = sum(b.targets.numel() for b in batches)
         step = StepInput(1, tuple(batches), World(num_supervised), 0)
-        report = await engine.step(step, UpdateSettings(1e-3, 1, None))
+        report = await engine.step(step, UpdateParams(1, 1, 1e-3), None)
         await host.drain(1)
         await host.close()
         await engine.close()

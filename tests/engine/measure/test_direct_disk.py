@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.device.cuda_device import num_gpus
+from megatrain_ray.engine.device.cuda_info import num_gpus
 from megatrain_ray.engine.measure.measure_direct_disk import measure_direct
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.storage.blob_store import Block

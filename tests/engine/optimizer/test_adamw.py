@@ -17,16 +17,9 @@ from torch import Tensor
 
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.split_master import join, split
-from megatrain_ray.engine.optimizer.adamw import (
-    BLOCK_ELEMENTS,
-    AdamState,
-    Hyper,
-    Rates,
-    Scratch,
-    Weighting,
-    adamw_block,
-)
-from megatrain_ray.engine.optimizer.block_pool import BlockPool
+from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.torch_blocks import Scratch, adamw_block
+from megatrain_ray.engine.optimizer.torch_kernel import BlockPool
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SCRATCH = Scratch(0)
@@ -87,9 +80,9 @@ def in_blocks(master: Tensor, case: Case, feed: Iterable[Tensor], spans: Iterabl
     state = new_state(master, case)
     spans, weighting = list(spans), Weighting(1.0, HYPER.weight_decay if case.decay else 0.0)
     for step, gradient in enumerate(feed, 1):
-        rates = Rates(torch.tensor(float(step)), case.lr(step), case.scale)
+        params = UpdateParams(step, step, case.lr(step), case.scale)
         for span in spans:
-            adamw_block(state.cut(span), gradient[slice(*span)], HYPER, rates, weighting, SCRATCH)
+            adamw_block(state.cut(span), gradient[slice(*span)], HYPER, params, weighting, SCRATCH)
     return state
 
 
@@ -154,11 +147,11 @@ def test_any_number_of_threads(num_threads: int) -> None:
     state = new_state(master, case)
     with closing(BlockPool(num_threads)) as pool:
         for step, gradient in enumerate(gradients(size, case), 1):
-            rates = Rates(torch.tensor(float(step)), case.lr(step), case.scale)
+            params = UpdateParams(step, step, case.lr(step), case.scale)
 
-            def job(span: Span, scratch: Scratch, gradient: Tensor = gradient, rates: Rates = rates) -> None:
+            def job(span: Span, scratch: Scratch, gradient: Tensor = gradient, params: UpdateParams = params) -> None:
                 weighting = Weighting(1.0, HYPER.weight_decay)
-                adamw_block(state.cut(span), gradient[slice(*span)], HYPER, rates, weighting, scratch)
+                adamw_block(state.cut(span), gradient[slice(*span)], HYPER, params, weighting, scratch)
 
             pool.run(partial(job, span) for span in blocks(size))
     assert_bit_equal(state, whole(master, case, gradients(size, case)))

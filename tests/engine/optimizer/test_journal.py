@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.precision import Precision
-from megatrain_ray.engine.optimizer.undo_log import BLOCK_UNITS, UNIT_ELEMENTS, Journal, Part
+from megatrain_ray.engine.optimizer.undo_log import BLOCK_UNITS, UNIT_ELEMENTS, Journal, ParamSlice
 from megatrain_ray.errors import MegatrainError
 from tests.support.transactions import KERNELS, MAX_THREADS, Memory, header, one_layer
 
@@ -47,7 +47,7 @@ def updated(precision: Precision) -> Memory:
     return after
 
 
-def parts_of(memory: Memory) -> list[Part]:
+def parts_of(memory: Memory) -> list[ParamSlice]:
     with memory.shard(KERNELS["native"]) as shard:
         return shard.parts(0, shard.hyper)
 

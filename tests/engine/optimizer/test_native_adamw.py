@@ -18,15 +18,14 @@ from torch import Tensor
 
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.split_master import join, split
-from megatrain_ray.engine.optimizer import kernel_choice
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Rates, Weighting
-from megatrain_ray.engine.optimizer.kernel_choice import NATIVE, open_kernel
+from megatrain_ray.engine.optimizer import update_kernel
+from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.optimizer.native import native_kernel
 from megatrain_ray.engine.optimizer.native.native_kernel import VARIANTS, NativeAdamW
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
-from megatrain_ray.engine.optimizer.undo_log import Part, Transaction, num_units
-from megatrain_ray.engine.optimizer.update_kernel import SIZES, UpdateKernel, check_kernel
+from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction, num_units
+from megatrain_ray.engine.optimizer.update_kernel import NATIVE, SIZES, UpdateKernel, check_kernel, open_kernel
 from megatrain_ray.errors import MegatrainError
 
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -43,13 +42,13 @@ def state_of(size: int, *, is_split: bool, is_narrow: bool = False) -> AdamState
     return AdamState(working, residual, m.to(dtype), v.abs_().to(dtype))
 
 
-def parts_of(state: AdamState, sizes: Sequence[int]) -> list[Part]:
+def parts_of(state: AdamState, sizes: Sequence[int]) -> list[ParamSlice]:
     """Parameters one after the other; every second one decays, every third one has another learning rate."""
     parts, start, unit = [], 0, 0
     for index, size in enumerate(sizes):
         weighting = Weighting(1.0 if index % 3 else 0.7, HYPER.weight_decay * (index % 2))
         own = state.cut(Span(start, start + size))
-        parts.append(Part(own, start, weighting, unit, f"parameter {index}", 1000 * index))
+        parts.append(ParamSlice(own, start, weighting, unit, f"parameter {index}", 1000 * index))
         start, unit = start + size, unit + num_units(size)
     return parts
 
@@ -64,8 +63,8 @@ def run(
     kernel: UpdateKernel, sizes: Sequence[int], gradients: Sequence[Tensor], scale: float, state: AdamState
 ) -> AdamState:
     for step, gradient in enumerate(gradients, 1):
-        rates = Rates(torch.tensor(float(step)), 1e-3 / step, float(torch.tensor(scale)))
-        kernel.update(parts_of(state, sizes), gradient, rates, None)
+        params = UpdateParams(step, step, 1e-3 / step, float(torch.tensor(scale)))
+        kernel.update(parts_of(state, sizes), gradient, params, None)
     return state
 
 
@@ -142,19 +141,19 @@ class Wrong(NativeAdamW):
 
     def update(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ParamSlice],
         gradient: Tensor,
-        rates: Rates,
+        params: UpdateParams,
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
-        super().update(parts, gradient, rates, transaction, directions)
+        super().update(parts, gradient, params, transaction, directions)
         state = parts[self.wrong].state
         (state.m if state.v is None else state.v).view(torch.int32)[-1] ^= 1
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == kernel_choice.log.name]
+    return [r.getMessage() for r in caplog.records if r.name == update_kernel.log.name]
 
 
 def test_a_kernel_that_is_wrong_by_a_bit_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -239,11 +238,13 @@ def test_muon_of_large_matrices_is_torchs(dtype: torch.dtype, is_split: bool) ->
         master = join(state.working[200:], state.residual[200:])
     m.lerp_(gradient[200:].float() * torch.tensor(0.3), 1 - MUON.momentum)
     master.mul_(1 - 0.7 * lr * decay).add_(directions[200:], alpha=-(0.7 * lr * 1.5))
-    norm = Part(state.cut(Span(0, 200)), 0, Weighting(1.0, 0.0), 0)
-    matrix = Part(state.cut(Span(200, 200 + size))._replace(v=None), 200, Weighting(0.7, decay, 1.5), norm.units.stop)
+    norm = ParamSlice(state.cut(Span(0, 200)), 0, Weighting(1.0, 0.0), 0)
+    matrix = ParamSlice(
+        state.cut(Span(200, 200 + size))._replace(v=None), 200, Weighting(0.7, decay, 1.5), norm.units.stop
+    )
     with closing(native(3, replace(HYPER, muon=MUON))) as kernel:
-        rates = Rates(torch.tensor(1.0), lr, float(torch.tensor(0.3)))
-        kernel.update([norm, matrix], gradient, rates, None, directions)
+        params = UpdateParams(1, 1, lr, float(torch.tensor(0.3)))
+        kernel.update([norm, matrix], gradient, params, None, directions)
     ours = matrix.state
     assert torch.equal(ours.m, m)
     assert torch.equal(ours.working if ours.residual is None else join(ours.working, ours.residual), master)
@@ -269,14 +270,14 @@ def test_threads_end_on_close_or_when_nobody_holds_the_kernel() -> None:
 
 def test_many_small_updates_with_more_threads_than_cores() -> None:
     """Helpers that wake up late find nothing to do, or the next update."""
-    sizes, rates = [100, 20_000, 77, 40_000], Rates(torch.tensor(3.0), 1e-3, 1.0)
+    sizes, params = [100, 20_000, 77, 40_000], UpdateParams(3, 3, 1e-3, 1.0)
     gradient = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
     got, want = (state_of(sum(sizes), is_split=True) for _ in range(2))
     with closing(native(8)) as many, closing(native(1)) as one:
         for _ in range(500):
-            many.update(parts_of(got, sizes), gradient, rates, None)
+            many.update(parts_of(got, sizes), gradient, params, None)
         for _ in range(500):
-            one.update(parts_of(want, sizes), gradient, rates, None)
+            one.update(parts_of(want, sizes), gradient, params, None)
     assert_same(got, want)
 
 

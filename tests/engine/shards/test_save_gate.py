@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import LayerState
 from megatrain_ray.engine.shards.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -16,7 +16,7 @@ def test_updates_that_no_save_wants_are_not_held_up() -> None:
     with running() as run:
         for update in range(1, 6):
             run.update_all(update, save=False)
-        assert run.words.generation(0) == 5
+        assert run.words.generations.of_layer(0) == 5
 
 
 def test_a_layer_is_overwritten_only_after_it_was_written() -> None:
@@ -166,13 +166,13 @@ def test_layers_that_no_update_changes_are_written_while_others_are_not_there() 
         save = run.gate.begin(attempt(1))
         pieces = run.gate.pieces(save)
         assert [next(pieces).layer for _ in KINDS] == ["layers.0"] * 2, "before the update that the save wants"
-        run.words.commit(UpdateHeader(1, 1, 0.1, 1.0, skip=False, save=True))
-        run.words.land(1, 1, 0)
+        run.words.updates.commit(UpdateParams(1, 1, 0.1, 1.0, skip=False, save=True))
+        run.words.gradients.land(1, 1, 0)
         run.update(1, 1)
         assert [next(pieces).layer for _ in KINDS] == ["layers.1"] * 2, "what updates may wait for goes first"
         assert [piece.layer for piece in pieces] == ["layers.2"] * 2
-        assert run.words.generation(0) > 1
-        assert run.words.torn(0) is None
+        assert run.words.generations.of_layer(0) > 1
+        assert run.words.generations.torn(0) is None
 
 
 def test_the_update_waits_for_a_save_that_has_not_begun() -> None:
@@ -180,7 +180,7 @@ def test_the_update_waits_for_a_save_that_has_not_begun() -> None:
         run.update_all(1, save=True)
         run.commit(2, save=False)
         ahead = run.in_thread(lambda: run.update(0, 2))
-        assert run.words.generation(0) == 1
+        assert run.words.generations.of_layer(0) == 1
         save = run.gate.begin(attempt(1))
         ahead.result(WAIT_S)
         assert read(run, save, run.gate.pieces(save), 2) == [1, 1]
@@ -271,7 +271,7 @@ def test_a_second_attempt_is_not_hit_by_what_ends_the_first() -> None:
         first = run.gate.begin(attempt(1, number=0))
         second = run.gate.begin(attempt(1, number=1))
         run.gate.abandon(attempt(1, number=0))
-        run.gate.leave(first)
+        run.gate.abandon(first.attempt)
         assert read(run, second, run.gate.pieces(second), 6) == [1] * 6
         assert first.abandoned and not second.abandoned
 

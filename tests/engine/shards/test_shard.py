@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import Journal
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.shard_state import LOAD_ELEMENTS
@@ -67,7 +67,7 @@ def test_a_skipped_update_changes_nothing() -> None:
     with open_shards(Precision.BF16, 2) as shards:
         shards.load(Dictionary(random_masters(shards.layout)))
         before = shards.all_bytes()
-        shards.update(flat_gradients(shards.layout, 1, torch.float32), UpdateHeader(1, 1, 0.1, float("nan"), skip=True))
+        shards.update(flat_gradients(shards.layout, 1, torch.float32), UpdateParams(1, 1, 0.1, float("nan"), skip=True))
         assert all(torch.equal(a, b) for a, b in zip(before, shards.all_bytes(), strict=True))
 
 

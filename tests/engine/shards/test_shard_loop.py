@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.signal_words import HostWords, TornLayer
+from megatrain_ray.engine.host.generations import TornLayer
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
@@ -51,7 +52,7 @@ PRECISION = Precision.BF16
 
 def wait_generation(words: HostWords, layer: int, generation: int, num_shards: int = 2) -> None:
     for shard in range(num_shards):
-        words.wait_shard_generation(shard, layer, generation, WAIT_S)
+        words.generations.wait(shard, layer, generation, WAIT_S)
 
 
 def gate_of(shard: AdamShard, words: HostWords, order: tuple[int, ...]) -> SaveGate:
@@ -74,18 +75,18 @@ class Worker:
         directions = flat_directions(self.layout, update)[layer]
         behind = 2 * self.layout.size + start
         self.slab[behind : behind + directions.nbytes].copy_(directions.view(torch.uint8))
-        self.words.land(layer, update, start, behind)
+        self.words.gradients.land(layer, update, start, behind)
 
     def run(self, num_updates: int, *, commit_first: bool) -> None:
         """Gradients land in backward order; the commit comes before them (no clipping) or after (clipping)."""
         for update_header in headers(num_updates):
             update = update_header.update
             if commit_first:
-                self.words.commit(update_header)
+                self.words.updates.commit(update_header)
             for layer in BACKWARD:
                 self.land(update, layer, flat_gradients(self.layout, update, torch.bfloat16)[layer])
             if not commit_first:
-                self.words.commit(update_header)
+                self.words.updates.commit(update_header)
         for layer in FORWARD:
             wait_generation(self.words, layer, num_updates)
 
@@ -119,13 +120,13 @@ def test_a_loop_goes_on_where_a_killed_one_stood() -> None:
     words, slab = new_words(), torch.zeros(4 * layout.size, dtype=torch.uint8)
     with closing(shard_over(part, PRECISION, working, own, 1, memory)) as killed:
         killed.load(Dictionary(random_masters(layout)))
-        words.commit(update_header)
+        words.updates.commit(update_header)
         for layer in FORWARD:
             Worker(layout, words, slab).land(1, layer, gradients[layer])
-        words.begin(0, 0, 1)
+        words.generations.begin(0, 0, 1)
         killed.update(0, gradients[0], update_header, serial_of(1, 0, 3))
-        words.finish(0, 0, 1)
-        words.begin(0, 1, 1)
+        words.generations.finish(0, 0, 1)
+        words.generations.begin(0, 1, 1)
         tear(killed, Journal(memory, part, PRECISION, 1), serial_of(1, 1, 3))
     with closing(shard_over(part, PRECISION, working, own, 1, memory)) as shard:
         loop = ShardLoop(shard, words, slab, torch.bfloat16, FORWARD, gate_of(shard, words, FORWARD))
@@ -158,7 +159,7 @@ def test_threads_serve_ten_updates_exactly(order: tuple[int, ...], commit_first:
             Worker(shards.layout, words, slab).run(10, commit_first=commit_first)
         for loop in loops:
             loop.join(WAIT_S)
-        assert [words.torn(shard) for shard in range(2)] == [None, None]
+        assert [words.generations.torn(shard) for shard in range(2)] == [None, None]
         assert_equal(shards, reference(shards.layout, 10, torch.bfloat16))
 
 
@@ -242,8 +243,8 @@ def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
         words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         failures = []
         with serving(shards, words, slab[:64], FORWARD) as loops:  # a slab that holds no whole gradient
-            words.commit(header(1))
-            words.land(0, 1, 0)
+            words.updates.commit(header(1))
+            words.gradients.land(0, 1, 0)
             with pytest.raises(MegatrainError, match=r"optimizer shard [01] failed"):
                 wait_generation(words, 0, 1)
         for loop in loops:
@@ -252,19 +253,19 @@ def test_a_failing_shard_is_flagged_and_leaves_its_layer_torn() -> None:
             except MegatrainError as error:
                 failures.append(error)
         assert failures  # of the second one only if it began before it was stopped
-        assert TornLayer(layer=0, update=1) in (words.torn(0), words.torn(1))
+        assert TornLayer(layer=0, update=1) in (words.generations.torn(0), words.generations.torn(1))
 
 
 def test_stop_ends_idle_shards_and_whoever_waits_for_them() -> None:
     with open_shards(PRECISION, 2) as shards:
         words, slab = new_words(), torch.zeros(4 * shards.layout.size, dtype=torch.uint8)
         with serving(shards, words, slab, FORWARD) as loops:
-            words.land(1, 1, 0)  # not the layer they wait for, nor is anything committed
+            words.gradients.land(1, 1, 0)  # not the layer they wait for, nor is anything committed
         for loop in loops:
             loop.join(WAIT_S)
         with pytest.raises(MegatrainError, match="were stopped"):
             wait_generation(words, 0, 1)
-        assert words.generation(1) == 0
+        assert words.generations.of_layer(1) == 0
 
 
 def test_a_loop_that_does_not_end_is_named() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.host_state import Momenta
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
-from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.optimizer.undo_log import serial_of
 from megatrain_ray.engine.plan.spill_layout import GRADIENT
@@ -55,7 +55,7 @@ def loop_of(shard: AdamShard, words: HostWords, slab: Tensor) -> ShardLoop:
 
 def wait_stored(words: HostWords, layer: int, update: int) -> None:
     seen = words.generation_bell()
-    while words.stored(layer) < update:
+    while words.gradients.stored(layer) < update:
         words.check()
         seen = words.wait_generation_bell(seen, WAIT_S)
 
@@ -109,7 +109,7 @@ def test_a_gradients_place_is_free_before_the_update() -> None:
                 if layer in STORED:
                     wait_stored(words, layer, number)
                     take_away(slab, layer)
-            words.commit(headers(number)[-1])
+            words.updates.commit(headers(number)[-1])
         end(words, loops, UPDATES)
         assert content(shards) == expected(UPDATES)
 
@@ -131,7 +131,7 @@ def test_a_shard_that_died_while_it_took_a_gradient_takes_it_again(num_extents: 
         for layer in (2, 1, 0):
             worker.land(1, layer, gradients[layer])
         first.store(2, gradients[2])
-        words.store_gradient(1, 2, 1)
+        words.gradients.store(1, 2, 1)
         wait_stored(words, 2, 1)
         take_away(slab, 2)
         numbers = memories[1].layout.gradients_of(0)[:num_extents]
@@ -141,7 +141,7 @@ def test_a_shard_that_died_while_it_took_a_gradient_takes_it_again(num_extents: 
             first._ring.bytes_of(number)[GRADIENT].fill_(7)
             if number != numbers[-1]:
                 first._ring.leave(number)
-        words.commit(headers(1)[-1])
+        words.updates.commit(headers(1)[-1])
         first.close()  # a process that died moves nothing any more
         with opened(memories[1:]) as (second,):
             again = loop_of(second, words, slab)
@@ -155,26 +155,25 @@ def test_a_shard_without_a_disk_takes_none() -> None:
         shards.shards[0].store(0, flat_gradients(model_layout(), 1, torch.bfloat16)[0])
 
 
-@pytest.mark.parametrize("signal", [HostWords.store_gradient, HostWords.finish], ids=["stored", "updated"])
-async def test_a_lease_ends_when_every_shard_has_the_gradient(
-    tmp_path: Path, signal: Callable[[HostWords, int, int, int], None]
-) -> None:
+@pytest.mark.parametrize("signal", ["stored", "updated"])
+async def test_a_lease_ends_when_every_shard_has_the_gradient(tmp_path: Path, signal: str) -> None:
     """This holds for a layer whose gradients wait on disk; else the lease ends when every shard has its update."""
     folder, mode = build_tiny(tmp_path), Mode(num_shards=2, stored=frozenset({1, 2}))
     structure, plan = plan_for(folder_source(folder).factory, Recipe(1), mode, (4, 32))
     layout, num_layers = structure.layout(), len(plan.layers)
     words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, 2))), num_layers, 2)
     words.reset(0, plan.updated_layers)
+    publish = words.gradients.store if signal == "stored" else words.generations.finish
     slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
     host = SharedHost(plan, layout, torch.empty(layout.size), slab, words, Momenta([], []))
     try:
-        layer = 2 if signal is HostWords.store_gradient else 3
+        layer = 2 if signal == "stored" else 3
         await host.land(await host.lease(layer, 1), 1, 0.0)
         again = asyncio.create_task(host.lease(layer, 1))
-        signal(words, 0, layer, 1)
+        publish(0, layer, 1)
         await asyncio.sleep(0.05)  # nothing wakes what must go on waiting
         assert not again.done()
-        signal(words, 1, layer, 1)
+        publish(1, layer, 1)
         await asyncio.wait_for(again, WAIT_S)
     finally:
         await host.close()
@@ -183,13 +182,13 @@ async def test_a_lease_ends_when_every_shard_has_the_gradient(
 def test_a_store_is_not_a_generation() -> None:
     words = new_words(num_shards=2)
     seen = words.generation_bell()
-    words.store_gradient(0, 1, 1)
+    words.gradients.store(0, 1, 1)
     assert words.generation_bell() > seen
-    assert (words.shard_stored(0, 1), words.shard_stored(1, 1), words.stored(1)) == (1, 0, 0)
-    assert words.generation(1) == 0
-    words.store_gradient(1, 1, 1)
-    assert words.stored(1) == 1
-    assert words.torn(0) is None
+    assert (words.gradients.stored_by(0, 1), words.gradients.stored_by(1, 1), words.gradients.stored(1)) == (1, 0, 0)
+    assert words.generations.of_layer(1) == 0
+    words.gradients.store(1, 1, 1)
+    assert words.gradients.stored(1) == 1
+    assert words.generations.torn(0) is None
 
 
 def test_an_error_of_a_shard_ends_a_step_that_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

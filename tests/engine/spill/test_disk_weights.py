@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.device.cpu_device import CpuEvent
-from megatrain_ray.engine.host.momenta import Momenta
+from megatrain_ray.engine.host.host_state import Momenta
+from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
-from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.plan.plan_shards import read_bytes, shard_layout, spill_layout
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.spill_layout import WORKING
@@ -162,7 +162,7 @@ async def test_nothing_is_read_before_the_files_have_it(rig: Rig) -> None:
     rig.expect(FragmentId(3, 0))
     taking = asyncio.create_task(rig.take(FragmentId(3, 0)))
     rig.stores[0].release("write")
-    await asyncio.to_thread(rig.rings[0].settle, rig.rings[0].layout.state_of(3)[-1])
+    await asyncio.to_thread(rig.rings[0].wait_written, rig.rings[0].layout.state_of(3)[-1])
     await rig._tell()
     assert not rig.disk.are_written(3)
     assert (rig.num_reads(), taking.done()) == (read, False)
@@ -191,7 +191,7 @@ async def test_a_damaged_block_is_told(rig: Rig) -> None:
     await asyncio.to_thread(rig.write, 2, 1)
     for ring in rig.rings:
         for number in ring.layout.state_of(2):
-            await asyncio.to_thread(ring.settle, number)
+            await asyncio.to_thread(ring.wait_written, number)
     extent = rig.rings[1].layout.extents[rig.rings[1].layout.state_of(2)[0]]
     rig.stores[1].content[extent.start] ^= 1
     rig.expect(FragmentId(2, 0))
@@ -209,7 +209,7 @@ async def test_a_published_generation_is_fetched_once_it_is_on_disk(rig: Rig) ->
     flat = await asyncio.to_thread(rig.write, 3, 1)
     host.expect([FragmentId(3, 0)], 1)
     for shard in range(2):
-        rig.words.finish(shard, 3, 1)
+        rig.words.generations.finish(shard, 3, 1)
     fetching = asyncio.create_task(host.fetch(FragmentId(3, 0), 1))
     try:
         await asyncio.sleep(0.05)  # nothing wakes what must go on waiting

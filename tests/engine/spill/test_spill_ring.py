@@ -22,7 +22,7 @@ from megatrain_ray.engine.optimizer.undo_log import Journal, serial_of
 from megatrain_ray.engine.plan.spill_layout import Extent, SpillLayout
 from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient
 from megatrain_ray.engine.shards.spilling_shard import SpillingShard
-from megatrain_ray.engine.spill.spill_ring import SlotState, SpillRing
+from megatrain_ray.engine.spill.spill_ring import SpillRing, SpillSlotState
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.files.disk_errors import UnreadableError
@@ -279,7 +279,7 @@ def fill_small(ring: SpillRing) -> None:
 
 
 def all_are_read(ring: SpillRing) -> bool:
-    return all(slot.state is SlotState.READY for slot in ring._slots)
+    return all(slot.state is SpillSlotState.READY for slot in ring._slots)
 
 
 def await_all_read(ring: SpillRing) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.optimizer import kernel_choice
+from megatrain_ray.engine.optimizer import update_kernel
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
@@ -56,7 +56,7 @@ def test_without_clipping_frozen_and_in_torch_blocks(tmp_path: Path, monkeypatch
     recipe = Recipe(STEPS, moments="bf16", clip=None, freeze=(r"layers\.1\.", "norm"))
     native = train_engine(tmp_path, tiny_batches(STEPS), recipe, LAYERS)
     assert_equal(native, train_reference(tmp_path, tiny_batches(STEPS), recipe))
-    monkeypatch.setattr(kernel_choice, "_proven", lambda hyper, candidates: TorchBlocks)
+    monkeypatch.setattr(update_kernel, "_proven", lambda hyper, candidates: TorchBlocks)
     assert_equal(train_engine(tmp_path, tiny_batches(STEPS), recipe, Mode()), as_result(native))
 
 
