@@ -16,7 +16,7 @@ import torch
 
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.ranks import OneRank
-from megatrain_ray.engine.gradients.gradient_offloader import Departure, Fetch
+from megatrain_ray.engine.gradients.gradient_offloader import LoadGradient, OffloadGradient
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.skeleton import Skeleton
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -132,32 +132,31 @@ class NoGradients:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._nothing = torch.zeros((), device=device.torch_device)
-        self.waits_on_host = False
         self.norms: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
         pass
 
-    def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]:
+    def open_sums(self, layer: int, names: Collection[str]) -> dict[str, OpenSum]:
         return {}
 
-    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
+    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, last: bool) -> None:
         pass
 
-    def suspend(self, layer: int) -> Departure:
-        return self.finish(layer)
+    def offload_partial(self, layer: int) -> OffloadGradient:
+        return self.finalize(layer)
 
-    def fetch(self, layer: int) -> Fetch:
-        return Fetch(layer, self._nothing, None, Future())
+    def load_partial(self, layer: int) -> LoadGradient:
+        return LoadGradient(layer, self._nothing, None, Future())
 
-    def finish(self, layer: int) -> Departure:
-        return Departure(layer, self._nothing, self._device.record(), Future(), final=True)
+    def finalize(self, layer: int) -> OffloadGradient:
+        return OffloadGradient(layer, self._nothing, self._device.record(), Future(), final=True)
 
-    def take(self, layer: int) -> torch.Tensor:
+    def pop_deferred(self, layer: int) -> torch.Tensor:
         return self._nothing
 
-    def depart(self, layer: int) -> Departure:
-        return self.finish(layer)
+    def offload_deferred(self, layer: int) -> OffloadGradient:
+        return self.finalize(layer)
 
     def total_norm(self) -> torch.Tensor:
         return self._nothing

@@ -25,7 +25,6 @@ from megatrain_ray.engine.device.task_failures import first_failure
 from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.gradients.muon_directions import Orthogonalizer
-from megatrain_ray.engine.gradients.step_gradients import StepGradients
 from megatrain_ray.engine.host.interfaces import Host, UpdateHeader
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.skeleton import Skeleton
@@ -123,7 +122,7 @@ class Engine:
         gathers = self._slot_gather() if plan.gathers_slots else None
         deadline_s = plan.update_deadline_s + DEADLINE_S
         self.streamer = LayerStreamer(device, ring, self._layout, host, deadline_s, gathers)
-        self._gradients = StepGradients(GradientOffloader(device, host))
+        self._gradients = GradientOffloader(device, host)
         self._visits = plan.visits(self._layout.lowest_trained)
         self._residency = self._residency_of(self._visits)
         model = build_empty(factory, plan.precision.working_dtype)
@@ -148,7 +147,7 @@ class Engine:
         orthogonalizer = None
         if muon is not None:
             orthogonalizer = Orthogonalizer(
-                plan, self._layout, device, store, muon, self._gradients.transfer, rank=self._ranks.rank, poison=poison
+                plan, self._layout, device, store, muon, self._gradients.submit, rank=self._ranks.rank, poison=poison
             )
         self._activations = self._activation_store(spill, poison=poison) if plan.moves_activations else None
         self.runner = StepRunner(
@@ -164,7 +163,7 @@ class Engine:
             store=store,
             activations=self._activations,
             orthogonalizer=orthogonalizer,
-            transfer=self._gradients.transfer,
+            transfer=self._gradients.submit,
             device_shard=device_shard,
             gate=gate,
             ranks=self._ranks,
@@ -207,10 +206,10 @@ class Engine:
         if settings.clip is None:
             header = _header(step.step, settings, 1.0, skip=False)
             await self._commit(header, 0.0)
-        moving = self._gradients.move(step.step)
+        moving = self._gradients.run(step.step)
         output = await self._stream(self._residency, step.step - 1, self._compute(step, settings, header), moving)
         self._end_on_timeline()
-        self._gradients.send_waiting(step.step)
+        self._gradients.offload_deferred(step.step)
         skip = output.bad_parameter is not None
         if settings.clip is None and skip:
             raise MegatrainError(
@@ -246,7 +245,7 @@ class Engine:
 
         Raises the error that kept a gradient from being offloaded.
         """
-        await self._gradients.all_left()
+        await self._gradients.join_deferred()
         await self._host.drain(generation)
 
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
@@ -327,7 +326,7 @@ class Engine:
         await self._commit(header, at_s)
 
         def run() -> None:
-            self._gradients.keep_waiting(self.runner.departures())
+            self._gradients.defer(self.runner.departures())
             self.runner.update_residents(header)
             self.runner.orthogonalize(scale)
 

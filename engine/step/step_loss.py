@@ -85,7 +85,7 @@ class StepLoss:
         hidden = forward_pass.final_hidden
         with self._bound() as named:
             with self._device.compute(Op("loss", self._head, j)):
-                result = self._chunked(hidden, targets, named, share, first=j == 0)
+                result = self._chunked(hidden, targets, named, share)
             auxiliary = self._skeleton.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
         losses = [*result.losses]
@@ -105,7 +105,7 @@ class StepLoss:
         targets: `[B, T]`.
         """
         with self._bound() as named:
-            self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1), first=True)
+            self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1))
         self._store.begin()
 
     @contextmanager
@@ -125,10 +125,8 @@ class StepLoss:
         targets: torch.Tensor,
         named: Sequence[tuple[Segment, torch.Tensor]],
         share: LossShare,
-        *,
-        first: bool,
     ) -> LossResult:
-        sums = self._open_sums(first=first)
+        sums = self._open_sums()
         return chunked_loss(
             partial(self._chunk_sums, share.objective),
             hidden,
@@ -140,11 +138,11 @@ class StepLoss:
             into=[sums.get(segment.name) for segment, _ in named],
         )
 
-    def _open_sums(self, *, first: bool) -> dict[str, OpenSum]:
+    def _open_sums(self) -> dict[str, OpenSum]:
         """Return the sums of the head's parameters to which each chunk's gradient is added at once.
 
         The result is empty if the plan adds chunks into a sum of their own (`Plan.chunks_add_to_sums`).
         """
         if not self._plan.chunks_add_to_sums:
             return {}
-        return self._store.open_sums(self._head, self._structure.loss_parameters, first=first)
+        return self._store.open_sums(self._head, self._structure.loss_parameters)

@@ -16,7 +16,7 @@ import torch
 from megatrain_ray.engine.activations.activation_store import ActivationStore
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.ranks import Ranks
-from megatrain_ray.engine.gradients.gradient_offloader import Departure, Transfer
+from megatrain_ray.engine.gradients.gradient_offloader import OffloadGradient, TransferRequest
 from megatrain_ray.engine.gradients.interfaces import GradientTaker, LayerSource
 from megatrain_ray.engine.gradients.muon_directions import Orthogonalizer
 from megatrain_ray.engine.host.interfaces import UpdateHeader
@@ -106,7 +106,7 @@ class StepRunner:
         store: GradientTaker,
         activations: ActivationStore | None,
         orthogonalizer: Orthogonalizer | None,
-        transfer: Callable[[Transfer], None],
+        transfer: Callable[[TransferRequest], None],
         device_shard: DeviceShard | None,
         gate: UpdateGate | None,
         ranks: Ranks,
@@ -165,7 +165,7 @@ class StepRunner:
             header,
         )
         for visit in visits:
-            if self._store.waits_on_host:
+            if self._plan.sums is Tier.HOST:
                 self._fetch_ahead(visits[visit.index + 1 : visit.index + 2])
             self.whereabouts = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
             with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
@@ -178,8 +178,8 @@ class StepRunner:
                 if visit.last:
                     self._before_sums(visit.index)
                     self._finish(visit.layer, state.header)
-                elif self._store.waits_on_host:
-                    self._transfer(self._store.suspend(visit.layer))
+                elif self._plan.sums is Tier.HOST:
+                    self._transfer(self._store.offload_partial(visit.layer))
         has_terms = len(state.losses) > len(state.cross_entropies) or not step.objective.is_cross_entropy
         self.whereabouts = f"after the backward of step {step.step}"
         plain, losses = self._of_all(state.cross_entropies), self._of_all(state.losses)
@@ -216,22 +216,22 @@ class StepRunner:
         for layer in self._device_shard.updated if self._device_shard else ():
             self._update_resident(layer, header)
 
-    def departures(self) -> list[Departure]:
+    def departures(self) -> list[OffloadGradient]:
         """Return requests to offload the complete gradients that waited on the device.
 
         Call after the backward of a clipped step. They are in the order in which the shards update layers.
         """
-        return [self._store.depart(layer) for layer in self._plan.departing_layers]
+        return [self._store.offload_deferred(layer) for layer in self._plan.departing_layers]
 
     def _update_resident(self, layer: int, header: UpdateHeader) -> None:
         assert self._device_shard is not None  # the layer lives on the device
         if self._gate:
             self._gate.enter(layer, header.update)
-        self._device_shard.update(layer, self._store.take(layer), header)
+        self._device_shard.update(layer, self._store.pop_deferred(layer), header)
 
     def _finish(self, layer: int, header: UpdateHeader | None) -> None:
         with self._device.timed(Op("norms", layer)):
-            departure = self._store.finish(layer)
+            departure = self._store.finalize(layer)
         if departure is None:
             if header is not None:
                 self._update_resident(layer, header)
@@ -244,7 +244,7 @@ class StepRunner:
         """Request the partial sum that the next visit will add to, if that sum is on the host."""
         for visit in coming:
             if self._has_gradient(visit) and visit.micro_batches[0] > 0:
-                self._transfer(self._store.fetch(visit.layer))
+                self._transfer(self._store.load_partial(visit.layer))
 
     def _has_gradient(self, visit: Visit) -> bool:
         return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
@@ -269,7 +269,7 @@ class StepRunner:
         self._keep_tied(visit.layer, gradients, state.tied[j])
         if self._has_gradient(visit):
             with self._device.timed(Op("accumulate", visit.layer, j)):
-                self._store.add(visit.layer, gradients, first=j == 0, last=j == len(state.passes) - 1)
+                self._store.add(visit.layer, gradients, last=j == len(state.passes) - 1)
         if not forward_pass.calls:
             forward_pass.free()
 
