@@ -51,7 +51,8 @@ from megatrain_ray.engine.layer_calls.compiled_call import compiler_options, kee
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.build_engine import build_engine
+from megatrain_ray.engine.step.engine import UpdateSettings
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
@@ -130,7 +131,7 @@ class Run:
         if self._resident:
             self._resident.shard.load(Constant())
         self._host = SharedHost(plan, layout, working, slab, words, Momenta([], []))
-        self._engine = Engine(
+        self._engine = build_engine(
             ready.source.factory, ready.structure, plan, device, self._host,
             device_shard=self._resident.shard if self._resident else None,
             gate=self._resident.gate if self._resident else None,

@@ -87,7 +87,7 @@ class ActivationStore:
             numbers = self._numbers.items()
             self._wanted = {e: i for stop, i in numbers for e in self._needed(stop) if self._is_on_disk(e)}
 
-    def leave(
+    def offload(
         self,
         layer: int,
         micro_batch: int,
@@ -97,12 +97,12 @@ class ActivationStore:
     ) -> None:
         """Offload the activations of one micro-batch, after its forward through `layer`.
 
-        Nobody reads what is offloaded until `bring_back`, or until a replay of the layer if that is earlier. This call
+        Nobody reads what is offloaded until `reload`, or until a replay of the layer if that is earlier. This call
         also releases the device memory of what the previous call offloaded: the compute stream waits for those copies,
         which run under this layer's forward.
 
         entered: tensors that entered the layer.
-        kept: tensors that were saved for the layer's backward (Residents.saving).
+        kept: tensors that were saved for the layer's backward (WeightBindings.saving).
         between: storages saved by the forward of the block that the layer is a part of.
         """
         plan = self._plan.layers[layer]
@@ -121,7 +121,7 @@ class ActivationStore:
             self._let_go()
             self._leaving = leaving
 
-    def bring_back(self, stop: Stop) -> None:
+    def reload(self, stop: Stop) -> None:
         """Make the activations needed by `stop` resident, and start the transfers for the stop after it.
 
         Work that is submitted next may read them: the compute stream waits for their copies.
@@ -145,7 +145,7 @@ class ActivationStore:
             if self._file:
                 self._file.clear()
 
-    def check_there(self, tensor: torch.Tensor) -> None:
+    def check_resident(self, tensor: torch.Tensor) -> None:
         """Raise RuntimeError if `tensor` is offloaded, because a reader would get arbitrary values."""
         if any(tensor.untyped_storage()._cdata in storages for storages in self._absent.values()):
             raise RuntimeError("a backward reads what has not come back: this is a defect of the plan")

@@ -17,7 +17,7 @@ def owned_storages(saved: Sequence[torch.Tensor], most_bytes: int) -> list[torch
     This leaves out what entered the layer, what it returned, weights, buffers, and what a module put aside. It compares
     the storage's own reference count, so any view of it is noticed, wherever it is held.
 
-    saved: tensors that nobody but the graph holds (Residents.saving).
+    saved: tensors that nobody but the graph holds (WeightBindings.saving).
     most_bytes: limit for the sum of the returned storages.
     """
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}

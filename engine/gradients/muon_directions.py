@@ -7,7 +7,7 @@ wait on the host and are reloaded layer by layer in the order of the update; the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,15 +23,18 @@ from megatrain_ray.engine.gradients.gradient_offloader import (
 )
 from megatrain_ray.engine.gradients.gradient_slots import GradientSlots, wait_for
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
+from megatrain_ray.engine.gradients.interfaces import StepHooks
+from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.optimizer.matrix_parts import largest_part
 from megatrain_ray.engine.optimizer.muon import Muon, direction, matrices
 from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.schedule import Visit
 from megatrain_ray.virtual_clock import Op
 
 
-class Orthogonalizer:
-    """Computes Muon's directions for one plan.
+class Orthogonalizer(StepHooks):
+    """Computes and offloads Muon's directions, and offloads the gradients that they complete.
 
     None of it is state: the directions are discarded once every shard has the update.
     """
@@ -70,44 +73,34 @@ class Orthogonalizer:
         self._directions = slots(plan.direction_slot_bytes, DIRECTION_BYTES)
         self._loads: dict[int, LoadMomentum] = {}
 
-    def begin(self) -> None:
-        """Prepare for a step."""
+    def begin_step(self, visits: Sequence[Visit]) -> None:
         self._momenta.reset()
         self._directions.reset()
         self._loads.clear()
 
-    def expect(self, layer: int) -> None:
-        """Request the momenta of a layer whose gradient the work submitted next will complete.
+    def before_visit(self, visit: Visit) -> None:
+        """Without clipping, request the momenta of a layer whose gradient the visit completes."""
+        if visit.last and self._in_backward and self._layout.layers[visit.layer].num_muon:
+            self._load_momenta(visit.layer)
 
-        Does nothing with clipping: `run` requests them then.
-        """
-        if self._in_backward and self._layout.layers[layer].num_muon:
-            self._load_momenta(layer)
-
-    def complete(self, gradient: OffloadGradient) -> None:
-        """Submit the offload of a complete gradient.
-
-        Without clipping, also compute and offload the directions of a layer that Muon trains something of.
-        """
-        if gradient.final or not self._in_backward:
-            self._transfer(gradient)
+    def gradient_ready(self, layer: int, offload: OffloadGradient | None, header: UpdateHeader | None) -> None:
+        """Offload a gradient that Muon trains something of; without clipping, compute its directions first."""
+        if offload is None or offload.final:
             return
-        directions = self._compute(gradient.layer, gradient.flat, 1.0)
-        self._transfer(replace(gradient, after=self._device.record()))  # the directions read the gradient until here
+        if not self._in_backward:
+            self._transfer(offload)
+            return
+        directions = self._compute(layer, offload.flat, 1.0)
+        self._transfer(replace(offload, after=self._device.record()))  # the directions read the gradient until here
         self._transfer(directions)
 
-    def run(self, scale: float) -> None:
-        """Compute and offload all directions of a clipped step, after its backward.
-
-        Does nothing without clipping.
-
-        scale: clip scale of the update.
-        """
-        for layer in () if self._in_backward else self._layout.with_muon:
+    def scale_known(self, header: UpdateHeader) -> None:
+        """Compute and offload all directions of a clipped step."""
+        for layer in self._layout.with_muon:
             self._transfer(self._store.reload_final(layer))
             self._load_momenta(layer)
             with self._store.reloaded(layer) as gradient:
-                directions = self._compute(layer, gradient, scale)
+                directions = self._compute(layer, gradient, header.scale)
             self._transfer(directions)
 
     def _load_momenta(self, layer: int) -> None:

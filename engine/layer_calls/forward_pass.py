@@ -208,7 +208,7 @@ class ForwardPass:
         handed = self._handed.get(id(tensor))
         return handed.leaf if handed is not None and handed.node is tensor.grad_fn else None
 
-    def settle(self, call: LayerCall) -> None:
+    def flush_glue(self, call: LayerCall) -> None:
         """Run the backward of the glue between this call and later ones.
 
         Afterwards the gradients of its leaves are complete.
@@ -222,7 +222,7 @@ class ForwardPass:
     def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
         """Run the backward of the last remaining call: send gradients to its inputs, return those of its parameters.
 
-        `settle` must have been called for it, and it must have a graph. Its leaves and arguments are released.
+        `flush_glue` must have been called for it, and it must have a graph. Its leaves and arguments are released.
         """
         ports = call.ports
         gradients, of_parameters = call.backward([self._pending(port.tensor) for port in ports])

@@ -36,7 +36,7 @@ def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor]
         yield
 
 
-def leaving(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
+def inputs_to_offload(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
     """Return tensors that entered calls of the block and that its forward no longer reads after this part.
 
     They may be offloaded.
@@ -48,7 +48,7 @@ def leaving(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
     return found
 
 
-def let_go(forward_pass: ForwardPass, part: Part) -> None:
+def release_spent(forward_pass: ForwardPass, part: Part) -> None:
     """Release the memory of call outputs that nothing reads after this part's forward.
 
     The memory can be reused by the work submitted next. Their leaves stay, because gradients are still sent to them,
@@ -60,7 +60,7 @@ def let_go(forward_pass: ForwardPass, part: Part) -> None:
             call.leaves[number].untyped_storage().resize_(0)
 
 
-def own_of_glue(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
+def glue_storages(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
     """Return the storages that the block's own forward saved and that no call received as an argument.
 
     saved: tensors saved by the operations between the calls of parts.

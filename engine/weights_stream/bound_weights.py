@@ -33,7 +33,7 @@ class SavedWeight(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Residents:
+class WeightBindings:
     """Maps fragments to the device memory that holds them now. Compute thread only."""
 
     def __init__(self, layout: ModelLayout, dtype: torch.dtype, memory: torch.Tensor) -> None:
@@ -46,10 +46,10 @@ class Residents:
         self._memories = [_Bytes.of(memory)]
         self._regions: dict[FragmentId, torch.Tensor] = {}
         self._visiting: Mapping[FragmentId, torch.Tensor] = {}
-        self._settled: list[tuple[int, FragmentId]] = []  # sorted by address
-        self._living: frozenset[FragmentId] = frozenset()  # on the device for the whole run
+        self._resident: list[tuple[int, FragmentId]] = []  # sorted by address
+        self._resident_ids: frozenset[FragmentId] = frozenset()  # on the device for the whole run
 
-    def settle(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
+    def register_resident(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
         """Register the fragments that live on the device. They are bound from now on.
 
         memory: their own allocation.
@@ -57,8 +57,8 @@ class Residents:
         """
         self._memories.append(_Bytes.of(memory))
         self._regions.update(regions)
-        self._living = frozenset(regions)
-        self._settled = sorted((region.data_ptr(), fragment) for fragment, region in regions.items())
+        self._resident_ids = frozenset(regions)
+        self._resident = sorted((region.data_ptr(), fragment) for fragment, region in regions.items())
 
     @contextmanager
     def bound(self, regions: Mapping[FragmentId, torch.Tensor]) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Residents:
         """
         if kept is not None:
             return torch.autograd.graph.saved_tensors_hooks(partial(self._pack_own, kept), self._unpack)
-        if self._living.issuperset(fragments):
+        if self._resident_ids.issuperset(fragments):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -147,9 +147,9 @@ class Residents:
 
     def _place_of(self, address: int) -> tuple[FragmentId, int]:
         """Return the fragment that holds this address, and the byte offset in it."""
-        before = bisect_right(self._settled, (address, _LAST)) - 1
-        settled = [self._settled[before][1]] if before >= 0 else []
-        for fragment in (*self._visiting, *settled):
+        before = bisect_right(self._resident, (address, _LAST)) - 1
+        resident = [self._resident[before][1]] if before >= 0 else []
+        for fragment in (*self._visiting, *resident):
             region = self._regions[fragment]
             start = address - region.data_ptr()
             if 0 <= start < region.nbytes:

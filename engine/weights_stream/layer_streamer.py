@@ -40,11 +40,14 @@ class Arrival(NamedTuple):
 Gathers = Callable[[int, torch.Tensor, Event], Event]  # (layer, its flat as 1-D uint8, event of the own part)
 
 
-class NoStreamer:
+class AllResidentSource:
     """Is a LayerSource that loads and releases nothing, for plans in which every layer lives on the device."""
 
     def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
         return nullcontext({})
+
+    def sync_collective_order(self, visit: int) -> None:
+        pass
 
 
 class LayerStreamer:
@@ -122,12 +125,14 @@ class LayerStreamer:
             self._device.wait(arrival.event, "h2d")
         return {arrival.fragment: arrival.region for arrival in arrivals}
 
-    def await_submitted(self, visit: int) -> None:
-        """Wait until all loads are submitted that do not depend on this visit or a later one.
+    def sync_collective_order(self, visit: int) -> None:
+        """Wait until all loads are submitted that do not depend on this visit or a later one, if loads are gathered.
 
         So all-gathers of loads have the same place on every device, among the collectives that the compute thread
         submits. Compute thread only, within the visit. Raises as `wait` does.
         """
+        if self._gathers is None:
+            return
         count = bisect.bisect_left(self._behind, visit)
         if count:
             self._arrived(self._submissions[count - 1], visit)

@@ -28,6 +28,7 @@ from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt
 from megatrain_ray.engine.shards.save_part import WrittenPart
+from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine, UpdateSettings
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
@@ -218,7 +219,7 @@ class GpuWorker:
             self._group = await asyncio.to_thread(self._meet, self._seat)
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
-            self._engine = Engine(
+            self._engine = build_engine(
                 self._prepared.source.factory, structure, plan, device, host,
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,

@@ -19,7 +19,8 @@ from megatrain_ray.engine.layer_calls.template import Templates
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.step.engine import Engine, UpdateSettings
+from megatrain_ray.engine.step.build_engine import build_engine
+from megatrain_ray.engine.step.engine import UpdateSettings
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.errors import ConfigError, MegatrainError
 from tests.support.local_host import LocalHost
@@ -120,7 +121,7 @@ def engine_gradients(model: ToyModel, batches: list[MicroBatch], mode: Mode) -> 
     async def main() -> float:
         device = CpuDevice(num_threads=1)
         host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
-        engine = Engine(make, structure, plan, device, host, poison=True)
+        engine = build_engine(make, structure, plan, device, host, poison=True)
         num_supervised = sum(b.targets.numel() for b in batches)
         step = StepInput(1, tuple(batches), World(num_supervised), 0)
         report = await engine.step(step, UpdateSettings(1e-3, 1, None))

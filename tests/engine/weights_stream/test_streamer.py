@@ -189,7 +189,7 @@ async def test_all_gathers_have_one_place_among_sums(num_slots: int, turns: int)
         for visit, layer in enumerate(rig.order):
             with rig.streamer.layer(visit):
                 if visit >= LAYERS - 1:
-                    rig.streamer.await_submitted(visit)
+                    rig.streamer.sync_collective_order(visit)
                     log.append(f"sum {layer}")
 
     try:
