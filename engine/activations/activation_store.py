@@ -6,12 +6,13 @@ host memory or disk. Instead, a layer's boundary may be dropped and computed aga
 The tensor objects stay the same for the model and for autograd. Only their storage is emptied, after the copy has left
 if there is one, and filled again later. That is safe if nothing reads them in between. For boundaries the trial forward
 finds that out (discovery/private_inputs.py). For what is kept, the storage's own reference count tells
-(owned_storages.py). A reader in between would find no memory.
+(`owned_storages`). A reader in between would find no memory.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,13 +20,15 @@ import torch
 
 from megatrain_ray.engine.activations.disk_activations import ActivationFile, OnDisk
 from megatrain_ray.engine.activations.host_activations import HostPlaces, OnHost
-from megatrain_ray.engine.activations.owned_storages import owned_storages
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.activation_moves import Activations, Stop, away, is_on_disk, needed, stops
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.schedule import Visit
 from megatrain_ray.virtual_clock import Op
+
+# Smaller storages stay on the device: all of a model's together are a few megabytes, and each would cost a copy.
+SMALL_BYTES = 4096
 
 
 class Entry(NamedTuple):
@@ -203,3 +206,24 @@ class ActivationStore:
 def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of the tensors, each once."""
     return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+
+
+def owned_storages(saved: Sequence[torch.Tensor], most_bytes: int) -> list[torch.UntypedStorage]:
+    """Return the storages that only the tensors in `saved` reference, largest first, as many as fit.
+
+    This leaves out what entered the layer, what it returned, weights, buffers, and what a module put aside. It compares
+    the storage's own reference count, so any view of it is noticed, wherever it is held.
+
+    saved: tensors that nobody but the graph holds (WeightBindings.saving).
+    most_bytes: limit for the sum of the returned storages.
+    """
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
+    num_saved = Counter(tensor.untyped_storage()._cdata for tensor in saved)
+    owned = []
+    for key, storage in sorted(storages.items(), key=lambda item: -item[1].nbytes()):
+        # The extra reference is `storage` itself.
+        is_owned = torch._C._storage_Use_Count(key) == num_saved[key] + 1
+        if is_owned and SMALL_BYTES <= storage.nbytes() <= most_bytes:
+            owned.append(storage)
+            most_bytes -= storage.nbytes()
+    return owned

@@ -59,22 +59,6 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-class Templates:
-    """Provides one template for each structure."""
-
-    def __init__(self) -> None:
-        self._by_structure: dict[object, Template] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_structure)
-
-    def get(self, module: nn.Module, names: Sequence[str]) -> Template:
-        key = (structure(module), tuple(names))
-        if key not in self._by_structure:
-            self._by_structure[key] = Template(module, names)
-        return self._by_structure[key]
-
-
 def structure(module: nn.Module) -> object:
     """Return a hashable description of all that a module's forward may depend on, except its weights and its position.
 

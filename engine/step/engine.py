@@ -74,39 +74,36 @@ class StepReport:
     memory: MemoryStatistics
 
 
+@dataclass
 class Engine:
     """Runs steps one after the other. Use it on one event loop. `close` frees everything. Made by `build_engine`."""
 
-    def __init__(
-        self, *, plan: Plan, device: Device, host: Host, ranks: Ranks, model: BoundModel, streamer: LayerStreamer,
-        gradients: GradientOffloader, activations: ActivationStore | None, runner: StepRunner, evaluator: Evaluator,
-        warm_up: WarmUp, captured_step: CapturedStep | None,
-    ) -> None:  # fmt: skip
-        """Start the compute thread."""
-        self.device = device
-        self._plan = plan
-        self._host = host
-        self._ranks = ranks
-        self._model = model
-        self._streamer = streamer
-        self._gradients = gradients
-        self._activations = activations
-        self._runner = runner
-        self._evaluator = evaluator
-        self._warm_up = warm_up
-        self._captured_step = captured_step
+    plan: Plan
+    device: Device
+    host: Host
+    ranks: Ranks
+    model: BoundModel
+    streamer: LayerStreamer
+    gradients: GradientOffloader
+    activations: ActivationStore | None
+    runner: StepRunner
+    evaluator: Evaluator
+    warm_up: WarmUp
+    captured_step: CapturedStep | None
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._residency = self._residency_of(plan.visits(model.layout.lowest_trained))
+        self._residency = self._residency_of(self.plan.visits(self.model.layout.lowest_trained))
 
     async def rehearse(self, coming: Coming) -> None:
         """Compile what steps like `coming` need, and capture them if the plan says so.
 
         Call before the first step.
         """
-        await self.on_compute_thread(lambda: self._warm_up.run(coming))
-        if self._captured_step:
-            captured_step = self._captured_step
+        await self.on_compute_thread(lambda: self.warm_up.run(coming))
+        if self.captured_step:
+            captured_step = self.captured_step
             await self.on_compute_thread(lambda: captured_step.capture(coming))
 
     async def step(self, step: StepInput, settings: UpdateSettings) -> StepReport:
@@ -121,15 +118,15 @@ class Engine:
             header = _header(step.step, settings, 1.0, skip=False)
             await self._commit(header, 0.0)
         async with self._streaming(self._residency, step.step - 1) as tasks:
-            tasks.create_task(self._gradients.run(step.step))
+            tasks.create_task(self.gradients.run(step.step))
             try:
                 output = await self.on_compute_thread(lambda: self._compute(step, header))
                 if settings.clip is not None:
                     await self._clip(step.step, output, settings, settings.clip)
             finally:
-                self._gradients.end_step()
+                self.gradients.end_step()
         self._end_on_timeline()
-        self._gradients.offload_deferred(step.step)
+        self.gradients.offload_deferred(step.step)
         skip = output.bad_parameter is not None
         if settings.clip is None and skip:
             raise MegatrainError(
@@ -152,11 +149,11 @@ class Engine:
 
     def _compute(self, step: StepInput, header: UpdateHeader | None) -> StepOutput:
         """Run the step and wait for its results; with a header, all of its work is submitted then."""
-        if self._captured_step:
-            return self._captured_step.run(step)
-        output = self._runner.read(self._runner.submit(step, header))
+        if self.captured_step:
+            return self.captured_step.run(step)
+        output = self.runner.read(self.runner.submit(step, header))
         if header is not None:
-            self._runner.end(step.step)
+            self.runner.end(step.step)
         return output
 
     async def _clip(self, update: int, output: StepOutput, settings: UpdateSettings, clip: float) -> None:
@@ -170,14 +167,14 @@ class Engine:
         await self._commit(header, at_s)
 
         def run() -> None:
-            self._runner.apply_scale(header)
-            self._runner.end(update)
+            self.runner.apply_scale(header)
+            self.runner.end(update)
 
         await self.on_compute_thread(run)
 
     async def _commit(self, header: UpdateHeader, at_s: float) -> None:
         with self.device.spans.span(Row.STEPS, "commit"):
-            await self._host.commit(header, at_s)
+            await self.host.commit(header, at_s)
 
     def _end_on_timeline(self) -> None:
         """Advance the virtual clock to the end of the step.
@@ -194,8 +191,8 @@ class Engine:
 
         Raises the error that kept a gradient from being offloaded.
         """
-        await self._gradients.join_deferred()
-        await self._host.drain(generation)
+        await self.gradients.join_deferred()
+        await self.host.drain(generation)
 
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
         """Return the cross-entropy of this generation's weights, summed over the supervised tokens of all ranks.
@@ -204,12 +201,12 @@ class Engine:
         first until every layer has its update.
         """
         await self.drain(generation)
-        order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
+        order = forward_visits(len(self.plan.layers), len(micro_batches), self.plan.order)
 
         def run() -> float:
-            own = self._evaluator.run(micro_batches, order)
+            own = self.evaluator.run(micro_batches, order)
             found = torch.tensor([own], dtype=torch.float64, device=self.device.torch_device)
-            return float(sum(self._ranks.gather(found).tolist()))
+            return float(sum(self.ranks.gather(found).tolist()))
 
         async with self._streaming(self._residency_of(order), generation):
             total = await self.on_compute_thread(run)
@@ -217,7 +214,7 @@ class Engine:
         return total
 
     def _residency_of(self, visits: Sequence[Visit]) -> Residency:
-        return residency_of(visits, self._model.structure, self._model.layout, self._plan)
+        return residency_of(visits, self.model.structure, self.model.layout, self.plan)
 
     @asynccontextmanager
     async def _streaming(self, residency: Residency, generation: int) -> AsyncIterator[asyncio.TaskGroup]:
@@ -225,20 +222,20 @@ class Engine:
 
         The first failure, of a task or of the block, cancels the others and is raised.
         """
-        self._streamer.begin(residency, generation)
+        self.streamer.begin(residency, generation)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._streamer.finish(), name="streamer")
+                group.create_task(self.streamer.finish(), name="streamer")
                 yield group
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
         finally:
-            await self._streamer.cancel()
+            await self.streamer.cancel()
 
     @property
     def whereabouts(self) -> str:
         """Return what the compute thread is doing, for the message about a step that does not end."""
-        return self._evaluator.whereabouts or self._runner.whereabouts
+        return self.evaluator.whereabouts or self.runner.whereabouts
 
     async def on_compute_thread(self, function: Callable[[], T]) -> T:
         """Run `function` on the compute thread, where every torch call that computes runs; return its result."""
@@ -251,13 +248,13 @@ class Engine:
 
     async def close(self) -> None:
         """Stop the compute thread and the device, and cancel gradient transfers. Idempotent."""
-        await self._gradients.cancel()
+        await self.gradients.cancel()
         self._thread.shutdown()
-        if self._activations:
-            self._activations.close()
+        if self.activations:
+            self.activations.close()
         self.device.close()
-        if self._captured_step:
-            self._captured_step.close()
+        if self.captured_step:
+            self.captured_step.close()
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

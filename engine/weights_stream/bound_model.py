@@ -15,7 +15,8 @@ from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import Function
 from megatrain_ray.engine.layer_calls.skeleton import Skeleton
-from megatrain_ray.engine.layer_calls.template import Positions, Template, Templates
+from megatrain_ray.engine.layer_calls.template import Positions, Template
+from megatrain_ray.engine.layer_calls.template import structure as structure_of
 from megatrain_ray.engine.layout.flat_layout import Segment
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.model.chunked_loss import ChunkSums, chunk_sums
@@ -89,13 +90,14 @@ class BoundModel:
         structure, chunk_tokens = self.structure, self._plan.mlp_chunk_tokens
         run = self.proxied.recorder.run
         modules: dict[str, _Module] = {}
-        templates = Templates()
+        templates: dict[object, Template] = {}
         calls: dict[tuple[Template, float], CompiledCall] = {}
         mlps: dict[Template, tuple[str, CompiledCall | None]] = {}  # MLPs that compute in chunks: path, compiled chunk
         for path, module in self.proxied.modules.items():
             segments, layer = self.segments[path], structure.layer_of(path)
             plan, mlp = self._plan.layers[layer], structure.layers[layer].mlp
-            template = templates.get(module, [segment.local for segment in segments])
+            names = tuple(segment.local for segment in segments)
+            template = templates.setdefault((structure_of(module), names), Template(module, names))
             function: Function = partial(run, template.module)
             if chunk_tokens and path in structure.norms:
                 function = partial(run, ChunkedMlp(template.module, chunk_tokens))

@@ -14,8 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray import virtual_clock
-from megatrain_ray.engine.activations.activation_store import ActivationStore
-from megatrain_ray.engine.activations.owned_storages import SMALL_BYTES, owned_storages
+from megatrain_ray.engine.activations.activation_store import SMALL_BYTES, ActivationStore, owned_storages
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.discovery.discover import discover

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.layer_calls.template import Templates
+from megatrain_ray.engine.layer_calls.template import structure
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
@@ -188,14 +188,12 @@ def test_structure_of_the_toy() -> None:
     assert activations.boundary[2] == 2 * 8 * (WIDTH + 1) * 4
 
 
-def test_layers_of_one_structure_share_a_template() -> None:
+def test_layers_of_one_structure_are_described_alike() -> None:
     model = make(torch.float32)
-    templates = Templates()
-    names = [name for name, _ in model.model.layers[0].named_parameters()]
     model.model.layers[2].factor = 3
-    chosen = [templates.get(layer, names) for layer in model.model.layers]
-    assert chosen[0] is chosen[1]
-    assert chosen[2] is not chosen[0], "another attribute may be another function"
+    described = [structure(layer) for layer in model.model.layers]
+    assert described[0] == described[1]
+    assert described[2] != described[0], "another attribute may be another function"
 
 
 class StrayBase(ToyBase):
