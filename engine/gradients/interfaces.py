@@ -22,7 +22,7 @@ from megatrain_ray.engine.plan.schedule import Visit
 
 
 class LayerSource(Protocol):
-    """Provides the layers of each visit. Implemented by LayerStreamer, AllResidentSource and ResidentLayers."""
+    """Provides the layers of each visit. Implemented by LayerStreamer and AllResidentSource."""
 
     def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
         """Return a context that yields the visit's fragments on the device.

@@ -104,7 +104,7 @@ class ForwardPass:
 
     def start(self) -> None:
         """Run the forward up to its first call."""
-        self._switch()
+        self.answer()
 
     def resume(self, outcome: Outcome) -> None:
         """Give the model the outcome of the pending call, and run the forward to the next call or to its end."""
@@ -119,7 +119,7 @@ class ForwardPass:
         for key, values in outcome.recorded.items():
             self._recorded.setdefault(key, []).extend(values)
         call.stores.write(outcome.added)
-        self._switch(outcome.result)
+        self.answer(outcome.result)
         if self.pending is None:
             for key, values in self._recorded.items():
                 self.result[key] = tuple(values)
@@ -128,10 +128,6 @@ class ForwardPass:
     def last_call(self, path: str) -> LayerCall | None:
         """Return the latest call of the module at `path` that has a backward, or None."""
         return next((call for call in reversed(self.calls) if call.path == path), None)
-
-    def answer(self, result: Any) -> None:
-        """Give the model `result` for the pending call. The call is not kept and has no backward."""
-        self._switch(result)
 
     @property
     def final_hidden(self) -> torch.Tensor:
@@ -144,8 +140,12 @@ class ForwardPass:
         hidden: torch.Tensor = self.result.last_hidden_state
         return hidden
 
-    def _switch(self, *values: Any) -> None:
-        answer = self._greenlet.switch(*values)
+    def answer(self, *result: Any) -> None:
+        """Give the model the result of the pending call, and run the forward to the next call or to its end.
+
+        The call is not kept and has no backward.
+        """
+        answer = self._greenlet.switch(*result)
         finished = self._greenlet.dead
         self.pending = None if finished else answer
         if finished:

@@ -7,7 +7,6 @@ optimizer, and gradients are dropped layer by layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -20,11 +19,11 @@ from megatrain_ray.engine.model.chunked_loss import Objective, OpenSum
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.plan.step_residency import needed_fragments
 from megatrain_ray.engine.step.step_loss import StepLoss
 from megatrain_ray.engine.step.step_runner import StepRunner
 from megatrain_ray.engine.step.warm_up import Coming, WarmUp
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
+from megatrain_ray.engine.weights_stream.layer_streamer import AllResidentSource
 
 # Standard deviation of the matrices. With zeros a GPU needs less power, and so runs faster, than with other values.
 WEIGHT_STD = 0.02
@@ -47,6 +46,13 @@ class ResidentModel:
         self._layout = layout = structure.layout(plan.num_fragments)
         self._memory = device.allocate(layout.size * plan.precision.working_dtype.itemsize)
         self._model = BoundModel(factory, structure, layout, _resident_plan(plan, 1), device, self._memory)
+        itemsize = plan.precision.working_dtype.itemsize
+        regions = {
+            FragmentId(i, f): self._memory[(start + span.start) * itemsize : (start + span.stop) * itemsize]
+            for i, (start, layer) in enumerate(zip(layout.starts, layout.layers, strict=True))
+            for f, span in enumerate(layer.fragments)
+        }
+        self._model.weights.register_resident(self._memory, regions)
 
     def with_micro_batch(self, size: int, objective: Objective) -> StepRunner:
         """Return a runner for steps of one micro-batch of `size` sequences. What they need compiled is compiled first.
@@ -57,32 +63,7 @@ class ResidentModel:
         step_loss = StepLoss(plan, self.device, self._model, gradients)
         WarmUp(plan, self._memory, self._model, step_loss).run(Coming(objective))  # runs on weights of zeros
         _fill(self._memory.view(plan.precision.working_dtype), self._layout)
-        source = ResidentLayers(plan, self._layout, self._memory)
-        return StepRunner(plan, self.device, self._model, source, step_loss, gradients, OneRank())
-
-
-class ResidentLayers:
-    """Provides the weights of each visit's layer. They are always on the device, at a fixed place."""
-
-    def __init__(self, plan: Plan, layout: ModelLayout, memory: torch.Tensor) -> None:
-        """Find the region of every fragment.
-
-        memory: 1-D uint8, with every layer's working copy at `layout.starts` (in elements).
-        """
-        itemsize = plan.precision.working_dtype.itemsize
-        regions = {
-            FragmentId(i, f): memory[(start + span.start) * itemsize : (start + span.stop) * itemsize]
-            for i, (start, layer) in enumerate(zip(layout.starts, layout.layers, strict=True))
-            for f, span in enumerate(layer.fragments)
-        }
-        layers = [{f: regions[f] for f in needed_fragments(layout, layer)} for layer in range(len(layout.layers))]
-        self._of_visits = [layers[visit.layer] for visit in plan.visits(layout.lowest_trained)]
-
-    def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
-        return nullcontext(self._of_visits[visit])
-
-    def sync_collective_order(self, visit: int) -> None:
-        pass
+        return StepRunner(plan, self.device, self._model, AllResidentSource(), step_loss, gradients, OneRank())
 
 
 class NoGradients:
@@ -123,8 +104,7 @@ def _fill(weights: torch.Tensor, layout: ModelLayout) -> None:
 def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
     """Return the plan changed for resident steps of one micro-batch.
 
-    All activations are kept on the device for the backward, and each row is one document. Layers count as streaming
-    (tier host), because all weights lie where a plan has its slots.
+    All weights live on the device, all activations are kept there for the backward, and each row is one document.
     """
     return replace(
         plan,
@@ -133,7 +113,7 @@ def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
                 layer,
                 activations=ActivationPolicy.KEEP,
                 activation_budget=1.0,
-                weights=Tier.HOST,
+                weights=Tier.HBM,
                 boundary=Tier.HBM,
                 kept=Tier.HBM,
             )

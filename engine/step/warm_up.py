@@ -6,16 +6,16 @@ What is compiled on first use is compiled then, so no step and no deadline waits
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome
+from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall, Outcome
 from megatrain_ray.engine.model.attention import Attention
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
@@ -23,6 +23,8 @@ from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.step_residency import needed_fragments, streamed
 from megatrain_ray.engine.step.step_loss import StepLoss
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class WarmUp:
             if kind in results:
                 forward_pass.answer(results[kind])
                 continue
-            outcome = self._forward_and_backward(call)
+            outcome = self._run(call, self._forward_and_backward)
             if not any(outcome.added):  # not reused if the layer added to a container: that belongs to this layer only
                 results[kind] = outcome.result
             forward_pass.resume(outcome)
@@ -99,19 +101,19 @@ class WarmUp:
             while (call := forward_pass.pending) is not None:
                 kind = self._model.graph_of(call.path), call.kind
                 if kind not in results or call.stores:
-                    results[kind] = self._infer(call)
+                    results[kind] = self._run(call, lambda call, function, _: call.infer(function))
                 forward_pass.answer(results[kind])
 
-    def _forward_and_backward(self, call: LayerCall) -> Outcome:
+    def _run(self, call: LayerCall, work: Callable[[LayerCall, Function, list[torch.Tensor]], T]) -> T:
+        """Do `work` with the call, whose layer is bound; before that with a twin of it, if its function compiles."""
         with self._model.weights.bound(self._placed(call.path)), self._model.bound(call.path) as (function, parameters):
             compiled = self._model.compiled(call.path)
             if compiled is not None and compiled.problem is None:
                 twin = call.twin()
-                _compile(compiled, lambda: self._once(twin, function, parameters))
-            return self._once(call, function, parameters)
+                _compile(compiled, lambda: work(twin, function, parameters))
+            return work(call, function, parameters)
 
-    def _once(self, call: LayerCall, function: Any, parameters: list[torch.Tensor]) -> Outcome:
-        """Run the call forward and backward as a step does."""
+    def _forward_and_backward(self, call: LayerCall, function: Function, parameters: list[torch.Tensor]) -> Outcome:
         policy = self._plan.layers[self._model.structure.layer_of(call.path)].activations
         keeps = policy is ActivationPolicy.KEEP and self._model.keeps(call.path)
         outcome = call.forward(function, parameters, self._model.saving(call.path) if keeps else None)
@@ -123,14 +125,6 @@ class WarmUp:
             call.backward([None] * len(call.ports))
         call.free()
         return outcome
-
-    def _infer(self, call: LayerCall) -> Any:
-        with self._model.weights.bound(self._placed(call.path)), self._model.bound(call.path) as (function, _):
-            compiled = self._model.compiled(call.path)
-            if compiled is not None and compiled.problem is None:
-                twin = call.twin()
-                _compile(compiled, lambda: twin.infer(function))
-            return call.infer(function)
 
     def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
         run = partial(self._step_loss.rehearse, hidden, targets, objective)
@@ -155,7 +149,7 @@ class WarmUp:
         return regions
 
 
-def _compile(call: CompiledCall, run: Any) -> None:
+def _compile(call: CompiledCall, run: Callable[[], object]) -> None:
     """Call `run` in a rehearsal of `call`, so that it compiles; run uncompiled from then on if it fails.
 
     Raises torch.OutOfMemoryError.

@@ -43,7 +43,7 @@ class WeightBindings:
         """
         self._layout = layout
         self._dtype = dtype
-        self._memories = [_Bytes.of(memory)]
+        self._memories = [_addresses(memory)]
         self._regions: dict[FragmentId, torch.Tensor] = {}
         self._visiting: Mapping[FragmentId, torch.Tensor] = {}
         self._resident: list[tuple[int, FragmentId]] = []  # sorted by address
@@ -55,7 +55,7 @@ class WeightBindings:
         memory: their own allocation.
         regions: their memory in it.
         """
-        self._memories.append(_Bytes.of(memory))
+        self._memories.append(_addresses(memory))
         self._regions.update(regions)
         self._resident_ids = frozenset(regions)
         self._resident = sorted((region.data_ptr(), fragment) for fragment, region in regions.items())
@@ -133,9 +133,8 @@ class WeightBindings:
         if isinstance(tensor, FakeTensor):
             return tensor  # a compiler is tracing: it saves no real memory
         address = tensor.data_ptr()
-        for start, stop in self._memories:
-            if start <= address < stop:
-                return SavedWeight(*self._place_of(address), tensor.dtype, tensor.size(), tensor.stride())
+        if any(address in addresses for addresses in self._memories):
+            return SavedWeight(*self._locate(address), tensor.dtype, tensor.size(), tensor.stride())
         return tensor
 
     def _pack_own(self, kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
@@ -145,7 +144,7 @@ class WeightBindings:
         kept.append(saved.data)  # a new tensor object on the same memory: others may hold the old one
         return kept[-1]
 
-    def _place_of(self, address: int) -> tuple[FragmentId, int]:
+    def _locate(self, address: int) -> tuple[FragmentId, int]:
         """Return the fragment that holds this address, and the byte offset in it."""
         before = bisect_right(self._resident, (address, _LAST)) - 1
         resident = [self._resident[before][1]] if before >= 0 else []
@@ -167,13 +166,6 @@ class WeightBindings:
 _LAST = FragmentId(1 << 62, 0)  # sorts after every other
 
 
-class _Bytes(NamedTuple):
-    """Holds the address range of an allocation."""
-
-    start: int
-    stop: int
-
-    @staticmethod
-    def of(memory: torch.Tensor) -> _Bytes:
-        storage = memory.untyped_storage()
-        return _Bytes(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+def _addresses(memory: torch.Tensor) -> range:
+    storage = memory.untyped_storage()
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
