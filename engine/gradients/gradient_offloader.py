@@ -108,7 +108,7 @@ class GradientOffloader:
         self._requests: asyncio.Queue[TransferRequest | None] = asyncio.Queue()
         self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue(maxsize=64)
         self._incomplete: dict[int, _InFlight] = {}  # on the host: partial sums, and gradients without directions
-        self._deferred: list[OffloadGradient] = []
+        self._deferred: list[OffloadGradient] = []  # for `offload_deferred`
         self._offloading_deferred: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
 
@@ -117,13 +117,10 @@ class GradientOffloader:
         self._loop.call_soon_threadsafe(self._enqueue, request)
 
     def defer(self, requests: Iterable[OffloadGradient]) -> None:
-        """Store these requests for `offload_deferred`. Call from the compute thread."""
         self._deferred = list(requests)
 
     async def run(self, update: int) -> None:
-        """Serve one step, after all deferred offloads of the step before.
-
-        Returns when every gradient has landed, after `end_step`.
+        """Serve one step until all its gradients have landed, after the deferred offloads of the step before.
 
         update: number of the update that consumes the gradients.
         """
@@ -150,7 +147,6 @@ class GradientOffloader:
             raise first_failure(failures) from None
 
     async def cancel(self) -> None:
-        """Cancel the offload of deferred gradients. Idempotent."""
         if self._offloading_deferred is not None:
             self._offloading_deferred.cancel()
             await asyncio.gather(self._offloading_deferred, return_exceptions=True)

@@ -52,10 +52,7 @@ class GradientSlots:
         return kind(layer, self._regions[index][:num_bytes], self._empty[index], Future())
 
     def release(self, layer: int) -> Future[Event]:
-        """Say that the layer's gradient may leave its region.
-
-        The caller sets the result of the returned future: the event after which the region is empty.
-        """
+        """Let the layer's region be reused. The caller sets the future to the event after which it is empty."""
         future: Future[Event] = Future()
         self._empty[self._index[layer]] = future
         return future
@@ -68,10 +65,9 @@ class GradientSlots:
 def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float) -> None:
     """Block the compute thread until a transfer is submitted, and the compute stage until it has ended.
 
-    Raises DeadlineError after `timeout_s`.
-
-    future: gets the event of the transfer.
     cause: cause of the exposed time.
+
+    Raises DeadlineError after `timeout_s`.
     """
     with device.exposed(cause):
         try:

@@ -60,10 +60,7 @@ class LayerGradient:
         self._layer_name = layer_name
 
     def expect(self, action: str, *states: GradientState) -> None:
-        """Raise GradientStateError unless the gradient is in one of these states.
-
-        action: what needs them, for the message: "offload it".
-        """
+        """Raise GradientStateError unless the gradient is in one of the states that the action needs."""
         if self.state not in states:
             expected = " or ".join(state.name for state in states)
             raise GradientStateError(

@@ -30,11 +30,7 @@ Gradients = Mapping[str, torch.Tensor | None]  # by parameter; None: no gradient
 
 
 class Completed(NamedTuple):
-    """Holds what a backward leaves for the update.
-
-    deferred: complete gradients that wait on the device, by layer.
-    norms: gradient norms by parameter.
-    """
+    """Holds what a backward leaves for the update: deferred gradients by layer, norms by parameter."""
 
     deferred: Mapping[int, Accumulator]
     norms: Mapping[str, torch.Tensor]
@@ -50,10 +46,6 @@ class GradientStore:
     def __init__(
         self, plan: Plan, layout: ModelLayout, device: Device, ranks: Ranks | None = None, *, poison: bool
     ) -> None:
-        """Allocate the gradient slots that the plan asks for.
-
-        ranks: the ranks of the run; None: there is one.
-        """
         self._plan = plan
         self._layout = layout
         self._device = device
@@ -136,10 +128,7 @@ class GradientStore:
         *,
         begins: bool,
     ) -> None:
-        """Compute out = total + one or two contributions, for each parameter.
-
-        begins: whether there is no total yet.
-        """
+        """Compute out = total + one or two contributions, for each parameter; without total if the sum `begins`."""
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, target in out.items():
             values = [value for gradients in contributions if (value := gradients.get(name)) is not None]
@@ -204,20 +193,14 @@ class GradientStore:
         return Completed(sums, dict(self.norms))
 
     def restore(self, completed: Completed) -> None:
-        """Put the store into the state in which a backward left it, as returned by `completed`.
-
-        The tensors are the same as when it was made. Their values may be those of another step.
-        """
+        """Put the store into the state in which a backward left it. Tensors are the same; their values may be newer."""
         for layer, accumulator in completed.deferred.items():
             self._layers[layer].state = GradientState.DEFERRED
             self._layers[layer].accumulator = accumulator
         self.norms = dict(completed.norms)
 
     def pop_deferred(self, layer: int) -> torch.Tensor:
-        """Return the complete gradient of a layer whose gradient waits on the device: 1-D, padded.
-
-        It is valid for work that is submitted next.
-        """
+        """Return the complete gradient of a layer that the device updates next: 1-D, padded."""
         gradient = self._layers[layer]
         gradient.to(GradientState.RELEASED, "update the layer on the device", GradientState.DEFERRED)
         return gradient.pop_flat()
@@ -241,10 +224,7 @@ class GradientStore:
         self.norms.update(zip(views, norms, strict=True))
 
     def reload_final(self, layer: int) -> LoadGradient:
-        """Return a request to load this rank's part of the layer's complete gradient from the host.
-
-        Call when no sum is on the device any more.
-        """
+        """Return a request to load this rank's part of the complete gradient, when no sum is on the device any more."""
         gradient = self._layers[layer]
         gradient.to(GradientState.RELOADING, "reload it", GradientState.OFFLOADED)
         num_bytes = self._parts.gradient_span(layer).size * self._offload_dtype.itemsize
@@ -272,10 +252,7 @@ class GradientStore:
         return total
 
     def _add_norms(self) -> None:
-        """Combine the norms of all ranks' parts into norms of whole parameters.
-
-        Squares are added in FP64, which can hold the square of every FP32 number.
-        """
+        """Combine the norms of all ranks' parts, in FP64, which can hold the square of every FP32 number."""
         names = self._layout.parameter_order
         nothing = torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         squares = torch.stack([self.norms.get(name, nothing) for name in names]).double().square()
@@ -306,13 +283,11 @@ class GradientStore:
         return Accumulator(flat, self._layout.layers[layer].trained_views(flat))
 
     def _memory_of_sum(self, layer: int) -> torch.Tensor:
-        """Allocate uint8 memory for a new sum."""
         if layer in self._deferred_layers and layer not in self._moved_layers:
             return self._memory_of_deferred(layer)
         return self._sum_slots.allocate(layer, self._num_bytes(layer))
 
     def _memory_of_deferred(self, layer: int) -> torch.Tensor:
-        """Allocate uint8 memory in which a gradient waits for the scale of its update."""
         memory = self._deferred_memory.get(layer)
         if memory is None:
             memory = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
@@ -338,10 +313,7 @@ class GradientStore:
 
 
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first.
-
-    Small ones are copied together: with a launch for each, launches would take most of a small layer's time.
-    """
+    """Copy the second tensor of each pair into the first. Small ones are copied in one launch."""
     targets, sources = [], []
     for target, source in pairs:
         if source.numel() < SMALL_ELEMENTS:

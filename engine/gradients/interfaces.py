@@ -25,10 +25,7 @@ class LayerSource(Protocol):
     """Provides the layers of each visit. Implemented by LayerStreamer and AllResidentSource."""
 
     def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
-        """Return a context that yields the visit's fragments on the device.
-
-        They are in use until the context ends. Compute thread only.
-        """
+        """Yield the visit's fragments on the device, in use until the context ends. Compute thread only."""
 
     def sync_collective_order(self, visit: int) -> None:
         """Give collectives one order on all ranks. The step calls it in a visit, before the ranks sum a gradient."""

@@ -131,10 +131,7 @@ class ForwardPass:
 
     @property
     def final_hidden(self) -> torch.Tensor:
-        """Return the last hidden state, [B, T, D], of a finished forward.
-
-        Raises MegatrainError if a call is pending.
-        """
+        """Return the last hidden state, [B, T, D]. Raises MegatrainError if a call is pending."""
         if self.pending is not None:
             raise MegatrainError(f"the forward called {self.pending.path} after its last layer")
         hidden: torch.Tensor = self.result.last_hidden_state
@@ -190,7 +187,6 @@ class ForwardPass:
         self._put(tensor, gradient if before is None else before + gradient)
 
     def _pending(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient sent to the tensor so far, or None."""
         leaf = self._leaf(tensor)
         if leaf is not None:
             return leaf.grad
@@ -211,10 +207,7 @@ class ForwardPass:
         return alias.leaf if alias is not None and alias.node is tensor.grad_fn else None
 
     def flush_glue(self, call: LayerCall) -> None:
-        """Run the backward of the glue between this call and later ones.
-
-        Afterwards the gradients of its leaves are complete.
-        """
+        """Run the backward of the glue after this call, so that the gradients of its leaves are complete."""
         ready = [key for key, (_, _, latest) in self._waiting.items() if latest >= call.index]
         entries = [self._waiting.pop(key) for key in ready]
         if entries:

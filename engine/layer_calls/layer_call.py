@@ -30,16 +30,11 @@ class Port:
 
 
 class Outcome(NamedTuple):
-    """Holds what a call produced.
+    """Holds what a call produced."""
 
-    result: what the layer returned.
-    added: what the layer added to containers among its arguments (Stores.added).
-    recorded: recorded outputs of inner modules, by key.
-    """
-
-    result: Any
-    added: list[dict[Any, Any]]
-    recorded: dict[str, list[torch.Tensor]]
+    result: Any  # what the layer returned
+    added: list[dict[Any, Any]]  # what it added to containers among its arguments (Stores.added)
+    recorded: dict[str, list[torch.Tensor]]  # outputs of inner modules, by key
 
 
 @dataclass
@@ -79,10 +74,7 @@ class LayerCall:
         self.aliases: list[torch.Tensor] = []  # for each leaf the alias of it that the model receives
 
     def twin(self) -> LayerCall:
-        """Return another call with the same arguments.
-
-        Valid only before anything is written to containers among them.
-        """
+        """Return another call with the same arguments, before anything is written to containers among them."""
         return LayerCall(self.index, self.path, *self.stores.given)
 
     @property
@@ -119,10 +111,7 @@ class LayerCall:
         return Outcome(*tree_unflatten(values, spec))
 
     def infer(self, function: Function) -> Any:
-        """Run the layer without gradients and return its result.
-
-        What the call adds to containers is written to the model's own containers.
-        """
+        """Run the layer without gradients, write what it adds to the model's own containers, and return its result."""
         with torch.no_grad():
             outcome = self._call(function, [port.tensor for port in self.ports])
         self.stores.write(outcome.added)
@@ -186,10 +175,7 @@ class LayerCall:
         return [of.get(id(t)) for t in graph.inputs], [of.get(id(t)) for t in graph.parameters]
 
     def check_closed(self) -> None:
-        """Raise MegatrainError if the call's graph reaches a tensor that was not an argument.
-
-        Its gradient would be lost.
-        """
+        """Raise MegatrainError if the graph reaches a tensor that was no argument: its gradient would be lost."""
         graph = self._graph
         if graph is None:
             return
@@ -202,7 +188,6 @@ class LayerCall:
                 )
 
     def free(self) -> None:
-        """Release graph, arguments and outputs."""
         self._graph = None
         self.arguments = []
         self.ports = []
@@ -212,7 +197,6 @@ class LayerCall:
     def _traced(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> tuple[list[Any], TreeSpec, _Graph]:
-        """Run the layer and return the flattened outcome and its graph."""
         inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
         with torch.enable_grad(), saving:
             entries = [tensor.view_as(tensor) for tensor in inputs]

@@ -37,10 +37,7 @@ def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor]
 
 
 def inputs_to_offload(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
-    """Return tensors that entered calls of the block and that its forward no longer reads after this part.
-
-    They may be offloaded.
-    """
+    """Return tensors that entered calls of the block and that its forward no longer reads after this part."""
     found = []
     for path, position in part.leaving:
         call = forward_pass.last_call(path)
@@ -49,10 +46,9 @@ def inputs_to_offload(forward_pass: ForwardPass, part: Part) -> list[torch.Tenso
 
 
 def release_spent(forward_pass: ForwardPass, part: Part) -> None:
-    """Release the memory of call outputs that nothing reads after this part's forward.
+    """Release the memory of call outputs that nothing reads after this part, for work that is submitted next.
 
-    The memory can be reused by the work submitted next. Their leaves stay, because gradients are still sent to them,
-    and a leaf's elements are not read for that.
+    Their leaves stay: gradients are still sent to them, and a leaf's elements are not read for that.
     """
     for path, number in part.spent:
         call = forward_pass.last_call(path)

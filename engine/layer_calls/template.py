@@ -23,10 +23,7 @@ class Template:
     """Wraps a module on the meta device whose parameters are replaced for the duration of a call."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Wrap `module`.
-
-        names: names of its parameters, relative to the module, in the order in which `bound` takes them.
-        """
+        """Wrap `module`, whose parameters have these `names`. `bound` takes them in this order."""
         self.module = module
         self.names = tuple(names)
         self._places = [_place(module, name) for name in names]

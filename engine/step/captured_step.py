@@ -32,22 +32,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _StaticInput(MicroBatch):
-    """Holds a micro-batch in the device memory that a capture reads.
+    """Holds a micro-batch in the device memory that a capture reads."""
 
-    packed: whether rows of the captured steps have positions.
-    """
-
-    packed: bool = False
+    packed: bool = False  # whether rows of the captured steps have positions
 
     @property
     def is_packed(self) -> bool:
         return self.packed  # does not look at the values: the next step has others
 
     def fill(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Copy a micro-batch of the same shapes from host memory into this one.
-
-        upload: `Device.upload`.
-        """
+        """Copy a micro-batch of the same shapes from host memory into this one."""
         self.input_ids.copy_(upload(micro_batch.input_ids))
         self.targets.copy_(upload(micro_batch.targets))
         if self.positions is not None and micro_batch.positions is not None:

@@ -97,10 +97,7 @@ class Engine:
         self._residency = self._residency_of(self.plan.visits(self.model.layout.lowest_trained))
 
     async def rehearse(self, coming: Coming) -> None:
-        """Compile what steps like `coming` need, and capture them if the plan says so.
-
-        Call before the first step.
-        """
+        """Compile what steps like `coming` need, and capture them if the plan says so. Call before the first step."""
         await self.on_compute_thread(lambda: self.warm_up.run(coming))
         if self.captured_step:
             captured_step = self.captured_step
@@ -177,20 +174,14 @@ class Engine:
             await self.host.commit(header, at_s)
 
     def _end_on_timeline(self) -> None:
-        """Advance the virtual clock to the end of the step.
-
-        The next step begins when this step has computed and its gradients have landed.
-        """
+        """Advance the virtual clock to when the step has computed and its gradients have landed."""
         timeline = self.device.timeline
         end_s = max(timeline.now(Stage.COMPUTE), timeline.now(Stage.D2H))
         timeline.host_waits(end_s)
         timeline.stage_waits(Stage.COMPUTE, end_s)
 
     async def drain(self, generation: int) -> None:
-        """Wait between steps until every layer has this generation.
-
-        Raises the error that kept a gradient from being offloaded.
-        """
+        """Wait between steps until every layer has this generation. Raises what kept a gradient from landing."""
         await self.gradients.join_deferred()
         await self.host.drain(generation)
 

@@ -84,9 +84,7 @@ class StepLoss:
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
     def rehearse(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        """Compute the loss of a step's first micro-batch, in the memory that it takes in a step.
-
-        Call between steps. Leaves nothing in the gradient store.
+        """Compute the loss of a step's first micro-batch in the same memory, leaving nothing in the gradient store.
 
         hidden: `[B, T, D]`.
         targets: `[B, T]`.
@@ -113,7 +111,9 @@ class StepLoss:
         named: Sequence[tuple[Segment, torch.Tensor]],
         share: LossShare,
     ) -> LossResult:
-        sums = self._open_sums()
+        sums: dict[str, OpenSum] = {}
+        if self._plan.chunks_add_to_sums:  # otherwise chunks are added into a sum of their own
+            sums = self._gradients.open_sums(self._head, self._model.structure.loss_parameters)
         return chunked_loss(
             partial(self._model.chunk_sums, share.objective),
             hidden,
@@ -124,12 +124,3 @@ class StepLoss:
             add=self._device.add,
             into=[sums.get(segment.name) for segment, _ in named],
         )
-
-    def _open_sums(self) -> dict[str, OpenSum]:
-        """Return the sums of the head's parameters to which each chunk's gradient is added at once.
-
-        The result is empty if the plan adds chunks into a sum of their own (`Plan.chunks_add_to_sums`).
-        """
-        if not self._plan.chunks_add_to_sums:
-            return {}
-        return self._gradients.open_sums(self._head, self._model.structure.loss_parameters)

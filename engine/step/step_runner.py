@@ -232,12 +232,9 @@ class StepRunner:
             release_spent(forward_pass, part)
 
     def _noting(self, call: LayerCall, layer: int, between: list[torch.Tensor]) -> AbstractContextManager[None]:
-        """Collect what a block's own forward saves after a call of one of its parts.
+        """Return a context that collects in `between` what a divided block's own forward saves after a call of a part.
 
-        Returns a context that does nothing if those tensors stay on the device. After the block's last call the model's
-        own forward runs too, and what it saves stays on the device.
-
-        between: list that receives the saved tensors.
+        After the block's last call the model's own forward runs too, and what it saves stays on the device.
         """
         spec = self._model.structure.layers[layer]
         is_last = spec.part is None or (spec.part.is_last and call.path == spec.modules[-1])
@@ -268,17 +265,13 @@ class StepRunner:
     def _saving(
         self, call: LayerCall, layer: int, kept: list[torch.Tensor] | None = None
     ) -> AbstractContextManager[None] | None:
-        """Return the context for a forward of the call; None if that forward keeps no graph.
-
-        kept: list that receives the tensors saved for the backward, if they are to leave the device.
-        """
+        """Return the context for a forward of the call; None if that forward keeps no graph."""
         plan = self._plan.layers[layer]
         if plan.activations is not ActivationPolicy.KEEP or not self._model.keeps(call.path):
             return None
         return self._model.saving(call.path, kept=None if plan.kept is Tier.HBM else kept)
 
     def _loss(self, j: int, state: _StepState) -> Gradients:
-        """Compute the loss of one micro-batch; return the gradients of the head."""
         step = state.step
         share = LossShare(step.objective, step.world.num_supervised, len(state.passes) * step.world.size)
         found = self._step_loss.run(j, state.passes[j], state.targets[j], share)

@@ -47,10 +47,7 @@ class WarmUp:
     """
 
     def __init__(self, plan: Plan, memory: torch.Tensor, model: BoundModel, step_loss: StepLoss) -> None:
-        """Keep the components of a step.
-
-        memory: the allocation that all slots are cut from.
-        """
+        """Keep the components of a step; `memory` is the allocation that all slots are cut from."""
         self._plan = plan
         self._memory = memory
         self._model = model
@@ -134,10 +131,7 @@ class WarmUp:
             run()
 
     def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
-        """Return regions of slot memory for the layer of a module and the layers it shares parameters with.
-
-        The regions lie one after the other. Fragments that live on the device are left out: they stay where they are.
-        """
+        """Return slot memory for the layer of a module and for layers it shares parameters with, unless in HBM."""
         regions: dict[FragmentId, torch.Tensor] = {}
         start = 0
         needed = needed_fragments(self._model.layout, self._model.structure.layer_of(path))
@@ -150,10 +144,7 @@ class WarmUp:
 
 
 def _compile(call: CompiledCall, run: Callable[[], object]) -> None:
-    """Call `run` in a rehearsal of `call`, so that it compiles; run uncompiled from then on if it fails.
-
-    Raises torch.OutOfMemoryError.
-    """
+    """Call `run` in a rehearsal of `call`, so that it compiles; if it fails, run uncompiled from then on."""
     try:
         with call.rehearsal():
             run()

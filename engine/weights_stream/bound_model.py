@@ -126,10 +126,7 @@ class BoundModel:
 
     @contextmanager
     def bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:
-        """Yield the module as a function, and its parameters in the order of `segments`.
-
-        The module's layer must be on the device.
-        """
+        """Yield the module as a function, and its parameters in the order of `segments`. Its layer is on the device."""
         module = self._modules[path]
         addresses = self.weights.addresses(module.fragments)
         parameters = module.parameters.get(addresses)

@@ -50,7 +50,7 @@ class WeightBindings:
         self._resident_ids: frozenset[FragmentId] = frozenset()  # on the device for the whole run
 
     def register_resident(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
-        """Register the fragments that live on the device. They are bound from now on.
+        """Bind the fragments that live on the device from now on.
 
         memory: their own allocation.
         regions: their memory in it.
@@ -72,10 +72,7 @@ class WeightBindings:
                 del self._regions[fragment]
 
     def addresses(self, fragments: Sequence[FragmentId]) -> tuple[int, ...]:
-        """Return the addresses at which these fragments begin.
-
-        As long as they are the same, a parameter in these fragments is the same view.
-        """
+        """Return where these fragments begin. While that stays the same, their parameters are the same views."""
         return tuple([self._region(fragment).data_ptr() for fragment in fragments])
 
     def fragments_of(self, layer: int, segments: Sequence[Segment]) -> tuple[FragmentId, ...]:

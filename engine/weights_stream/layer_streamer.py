@@ -202,7 +202,6 @@ class LayerStreamer:
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
 
     def _num_bytes(self, fragment: FragmentId, weights: HostWeights) -> int:
-        """Return the size of the whole fragment in bytes."""
         itemsize = weights.parts[0].values.itemsize
         return self._layout.layers[fragment.layer].fragments[fragment.index].size * itemsize
 

@@ -211,7 +211,7 @@ def test_memory_that_is_aliased_is_taken_in_turn(device: CpuDevice) -> None:
     with pytest.raises(MegatrainError, match="take 320 bytes of host memory, the plan has 256"):
         store.offload(0, 0, [entering(4.0)], [])
     device.close()
-    assert store._places._memory.view(torch.float32)[[0, 16]].tolist() == [2.0, 3.0]
+    assert store._buffer._memory.view(torch.float32)[[0, 16]].tolist() == [2.0, 3.0]
 
 
 SIZE = 2 * SMALL_BYTES
