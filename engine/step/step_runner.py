@@ -224,7 +224,7 @@ class StepRunner:
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)), self._noting(call, layer, done.between):
                 forward_pass.resume(outcome)
-            done.entered.extend(port.tensor for port in call.ports)
+            done.entered.extend([port.tensor for port in call.ports])
         for hook in self._hooks:
             hook.after_forward(done)
         part = self._model.structure.layers[layer].part

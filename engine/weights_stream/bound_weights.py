@@ -130,8 +130,9 @@ class WeightBindings:
         if isinstance(tensor, FakeTensor):
             return tensor  # a compiler is tracing: it saves no real memory
         address = tensor.data_ptr()
-        if any(address in addresses for addresses in self._memories):
-            return SavedWeight(*self._locate(address), tensor.dtype, tensor.size(), tensor.stride())
+        for addresses in self._memories:  # not any(...): this runs for every saved tensor
+            if address in addresses:
+                return SavedWeight(*self._locate(address), tensor.dtype, tensor.size(), tensor.stride())
         return tensor
 
     def _pack_own(self, kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
