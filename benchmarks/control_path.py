@@ -52,7 +52,7 @@ from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
@@ -131,7 +131,7 @@ class Run:
         if self._resident:
             self._resident.shard.load(Constant())
         self._host = SharedHost(plan, layout, working, slab, words, Momenta([], []))
-        self._engine = Engine(
+        self._engine = build_engine(
             ready.source.factory, ready.structure, plan, device, self._host,
             device_shard=self._resident.shard if self._resident else None,
             gate=self._resident.gate if self._resident else None,

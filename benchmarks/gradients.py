@@ -26,7 +26,7 @@ from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
-from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.planning.prepare import Prepared, prepare
@@ -60,7 +60,7 @@ async def engine_gradients(
     recorder = Recorder(layers)
     device = make_device(plan, deterministic=True)
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
-    engine = Engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
+    engine = build_engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
     step = StepInput(1, micro_batches_of(batch, prepared.plan.micro_batch_size), World(batch.num_supervised), 0)
     report = await engine.step(step, UpdateParams(1, 1, 1e-4), 1.0)
     await host.drain(1)

@@ -24,7 +24,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Tier
-from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
@@ -98,7 +98,7 @@ async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorde
     device = make_device(plan, deterministic=ready.config.train.deterministic)
     device.pin(working)
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
-    engine = Engine(ready.source.factory, ready.structure, plan, device, host)
+    engine = build_engine(ready.source.factory, ready.structure, plan, device, host)
     start_s = time.perf_counter()
     await engine.rehearse(Coming(packed=True))
     rehearsal_s = time.perf_counter() - start_s

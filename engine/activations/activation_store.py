@@ -6,20 +6,20 @@ host memory or disk. Instead, a layer's boundary may be dropped and computed aga
 The tensor objects stay the same for the model and for autograd. Only their storage is emptied, after the copy has left
 if there is one, and filled again later. That is safe if nothing reads them in between. For boundaries the trial forward
 finds that out (discovery/private_inputs.py). For what is kept, the storage's own reference count tells
-(owned_storages.py). A reader in between would find no memory.
+(`owned_storages`). A reader in between would find no memory.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from megatrain_ray.engine.activations.disk_activations import ActivationFile, OnDisk
-from megatrain_ray.engine.activations.host_activations import HostPlaces, OnHost
-from megatrain_ray.engine.activations.owned_storages import owned_storages
+from megatrain_ray.engine.activations.host_activations import HostBuffer, OnHost
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.activation_moves import Activations, Stop, away, is_on_disk, needed, stops
@@ -27,9 +27,12 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.schedule import Visit
 from megatrain_ray.virtual_clock import Op
 
+# Smaller storages stay on the device: all of a model's together are a few megabytes, and each would cost a copy.
+SMALL_BYTES = 4096
+
 
 class Entry(NamedTuple):
-    """Identifies the activations of one kind that one micro-batch left in one layer."""
+    """Identifies activations."""
 
     kind: Activations
     layer: int
@@ -37,10 +40,7 @@ class Entry(NamedTuple):
 
 
 def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
-    """Return the host memory to allocate for offloaded activations, in bytes.
-
-    That is the planned amount, or less if the layout aliases host memory.
-    """
+    """Return the host memory to allocate: as planned, or less if the layout aliases host memory."""
     if layout.aliased_size is None:
         return plan.host_activation_bytes
     largest = max(max(layer.boundary_bytes, layer.kept_bytes) for layer in plan.layers)
@@ -49,10 +49,7 @@ def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
 
 
 class ActivationStore:
-    """Tracks offloaded activations by layer and micro-batch, and reloads them before their backward.
-
-    They are in host memory or on disk.
-    """
+    """Tracks activations offloaded to host memory or disk, by layer and micro-batch, and reloads them."""
 
     def __init__(self, plan: Plan, device: Device, held_bytes: int, file: ActivationFile | None = None) -> None:
         """Allocate the host memory for offloaded activations.
@@ -62,7 +59,7 @@ class ActivationStore:
         """
         self._plan = plan
         self._device = device
-        self._places = HostPlaces(device, plan.host_activation_bytes, held_bytes)
+        self._buffer = HostBuffer(device, plan.host_activation_bytes, held_bytes)
         self._file = file
         self._next: dict[Stop, Stop] = {}
         self._away: dict[Entry, OnHost | OnDisk] = {}
@@ -81,13 +78,13 @@ class ActivationStore:
         self._leaving.clear()
         self._absent.clear()
         self._unread.clear()
-        self._places.clear()
+        self._buffer.clear()
         if self._file:
             self._file.begin()
             numbers = self._numbers.items()
             self._wanted = {e: i for stop, i in numbers for e in self._needed(stop) if self._is_on_disk(e)}
 
-    def leave(
+    def offload(
         self,
         layer: int,
         micro_batch: int,
@@ -97,12 +94,12 @@ class ActivationStore:
     ) -> None:
         """Offload the activations of one micro-batch, after its forward through `layer`.
 
-        Nobody reads what is offloaded until `bring_back`, or until a replay of the layer if that is earlier. This call
+        Nobody reads what is offloaded until `reload`, or until a replay of the layer if that is earlier. This call
         also releases the device memory of what the previous call offloaded: the compute stream waits for those copies,
         which run under this layer's forward.
 
         entered: tensors that entered the layer.
-        kept: tensors that were saved for the layer's backward (Residents.saving).
+        kept: tensors that were saved for the layer's backward (WeightBindings.saving).
         between: storages saved by the forward of the block that the layer is a part of.
         """
         plan = self._plan.layers[layer]
@@ -111,21 +108,18 @@ class ActivationStore:
                 storage.resize_(0)  # work that is submitted next may use the memory
         leaving: list[OnHost | OnDisk] = []
         for kind in away(plan):
-            of_kind = _storages(entered)
+            storages = _storages(entered)
             if kind is Activations.KEPT:
                 room = plan.kept_bytes - sum(storage.nbytes() for storage in between)
-                of_kind = [*between, *owned_storages(kept, room)]
-            if of_kind:
-                leaving.append(self._send(Entry(kind, layer, micro_batch), of_kind))
+                storages = [*between, *owned_storages(kept, room)]
+            if storages:
+                leaving.append(self._send(Entry(kind, layer, micro_batch), storages))
         if leaving:
             self._let_go()
             self._leaving = leaving
 
-    def bring_back(self, stop: Stop) -> None:
-        """Make the activations needed by `stop` resident, and start the transfers for the stop after it.
-
-        Work that is submitted next may read them: the compute stream waits for their copies.
-        """
+    def reload(self, stop: Stop) -> None:
+        """Make activations needed by `stop` resident for work submitted next, and start transfers for the next stop."""
         if self._unread and stop in self._numbers:  # the head needs nothing back
             self._read_ahead()
         now = self._entries(stop)
@@ -141,11 +135,11 @@ class ActivationStore:
             self._device.wait(self._away.pop(entry).back(), "h2d")
             del self._absent[entry]
         if not self._away:  # so that the next micro-batch reuses the same memory, if they run one after the other
-            self._places.clear()
+            self._buffer.clear()
             if self._file:
                 self._file.clear()
 
-    def check_there(self, tensor: torch.Tensor) -> None:
+    def check_resident(self, tensor: torch.Tensor) -> None:
         """Raise RuntimeError if `tensor` is offloaded, because a reader would get arbitrary values."""
         if any(tensor.untyped_storage()._cdata in storages for storages in self._absent.values()):
             raise RuntimeError("a backward reads what has not come back: this is a defect of the plan")
@@ -156,12 +150,11 @@ class ActivationStore:
             self._file.close()
 
     def _entries(self, stop: Stop) -> list[Entry]:
-        """Return the offloaded entries that `stop` needs."""
         return [entry for entry in self._needed(stop) if entry in self._away]
 
     def _needed(self, stop: Stop) -> list[Entry]:
-        of_stop = needed(self._plan, stop.phase, stop.layer)
-        return [Entry(kind, layer, stop.micro_batch) for kind, layer in of_stop]
+        pairs = needed(self._plan, stop.phase, stop.layer)
+        return [Entry(kind, layer, stop.micro_batch) for kind, layer in pairs]
 
     def _is_on_disk(self, entry: Entry) -> bool:
         return is_on_disk(self._plan.layers[entry.layer], entry.kind)
@@ -172,10 +165,10 @@ class ActivationStore:
         op = Op(entry.kind.value, entry.layer, entry.micro_batch, num_bytes=num_bytes)
         if self._file and self._is_on_disk(entry):
             self._unread.append(entry)
-            self._away[entry] = sent = self._file.send(op, storages)
-            return sent
-        self._away[entry] = kept = self._places.send(op, storages)
-        return kept
+            self._away[entry] = self._file.send(op, storages)
+        else:
+            self._away[entry] = self._buffer.send(op, storages)
+        return self._away[entry]
 
     def _read_ahead(self) -> None:
         """Start to read activations from disk, in the order of the stops that need them.
@@ -189,10 +182,7 @@ class ActivationStore:
         self._unread.clear()
 
     def _let_go(self) -> None:
-        """Release the device memory of what was offloaded last; work submitted next may use it.
-
-        The compute stream waits for the copies first.
-        """
+        """Release the device memory of what was offloaded last, for work that is submitted next."""
         for left in self._leaving:
             self._device.wait(left.gone(), "d2h")
             for storage in left.storages:
@@ -203,3 +193,24 @@ class ActivationStore:
 def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of the tensors, each once."""
     return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
+
+
+def owned_storages(saved: Sequence[torch.Tensor], most_bytes: int) -> list[torch.UntypedStorage]:
+    """Return the storages that only the tensors in `saved` reference, largest first, as many as fit.
+
+    This leaves out what entered the layer, what it returned, weights, buffers, and what a module put aside. It compares
+    the storage's own reference count, so any view of it is noticed, wherever it is held.
+
+    saved: tensors that nobody but the graph holds (WeightBindings.saving).
+    most_bytes: limit for the sum of the returned storages.
+    """
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
+    num_saved = Counter(tensor.untyped_storage()._cdata for tensor in saved)
+    owned = []
+    for key, storage in sorted(storages.items(), key=lambda item: -item[1].nbytes()):
+        # The extra reference is `storage` itself.
+        is_owned = torch._C._storage_Use_Count(key) == num_saved[key] + 1
+        if is_owned and SMALL_BYTES <= storage.nbytes() <= most_bytes:
+            owned.append(storage)
+            most_bytes -= storage.nbytes()
+    return owned

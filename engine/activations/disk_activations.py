@@ -39,14 +39,10 @@ POISON = 0xFF  # bytes that are a NaN in bf16 and in fp32
 
 
 class _Copying(NamedTuple):
-    """Describes the copies of all blocks of one entry.
+    """Describes the copies of all blocks of one entry."""
 
-    after: events that must come before the copies.
-    end_s: when the copies end on the virtual clock.
-    """
-
-    after: tuple[Event, ...]
-    end_s: float
+    after: tuple[Event, ...]  # what must come before the copies
+    end_s: float  # when they end on the virtual clock
 
 
 @dataclass(eq=False)
@@ -70,10 +66,7 @@ class OnDisk:
     is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def gone(self) -> Event:
-        """Return the event after which nothing reads its storages.
-
-        The host waits until all copies out of the device are submitted.
-        """
+        """Wait until all copies out are submitted; return the event after which nothing reads its storages."""
         return self.file.wait(lambda: self.last_out, "d2h", f"{self} to be written")
 
     def fetch(self) -> None:
@@ -84,10 +77,7 @@ class OnDisk:
             self.file.want(self)
 
     def back(self) -> Event:
-        """Return the event after which its storages have their contents again.
-
-        The host waits until all copies back are submitted.
-        """
+        """Wait until all copies back are submitted; return the event after which its storages have their contents."""
         return self.file.wait(lambda: self.last_in, "h2d", f"{self} to be read")
 
     def __str__(self) -> str:
@@ -95,7 +85,7 @@ class OnDisk:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the size of each storage in bytes."""
+        """Bytes of each storage."""
         sizes = [0] * len(self.storages)
         for block in self.blocks:
             for part in block.parts:
@@ -139,7 +129,6 @@ class ActivationFile:
         self._transfers.open()
 
     def begin(self) -> None:
-        """Prepare for a step."""
         self.clear()
         self._clock.begin()
 
@@ -166,10 +155,7 @@ class ActivationFile:
             self._transfers.submit(self._read(each))
 
     def want(self, coming: OnDisk) -> None:
-        """Let blocks of an entry be copied to the device: its storages have memory again.
-
-        The copies are ordered after all work submitted so far, which may still use that memory.
-        """
+        """Copy blocks of an entry, whose storages have memory again, to the device after all work submitted so far."""
         after = self._device.record()
         assert coming.last_out is not None  # it was offloaded
         coming.memory = [bytes_of(storage) for storage in coming.storages]
@@ -243,7 +229,6 @@ class ActivationFile:
         await self._let_go(window, Stage.H2D, coming.op, event)
 
     def _span(self, name: str, moved: OnDisk, block: Block) -> AbstractContextManager[None]:
-        """Trace one disk transfer of one block of `moved`, for as long as the context lasts."""
         op = moved.op
         return self._device.spans.span(Row.DISK, f"{name} {op.name}", op.layer, op.micro_batch, block.extent.nbytes)
 
@@ -251,11 +236,7 @@ class ActivationFile:
         coming.is_wanted.set()
 
     async def _reached(self, stage: Stage, event: Event) -> None:
-        """Wait until the event has come.
-
-        One thread for each stage is enough, because copies of a stage end one after the other. So no thread that moves
-        blocks has to wait.
-        """
+        """Wait for the event in the stage's one thread: copies of a stage end one after the other."""
         await asyncio.get_running_loop().run_in_executor(self._waiters[stage], event.synchronize)
 
     def _copy(self, stage: Stage, moved: OnDisk, block: Block, window: int, copying: _Copying) -> Event:
@@ -270,10 +251,7 @@ class ActivationFile:
         return self._device.block(self._windows[window][: block.extent.nbytes])
 
     async def _let_go(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
-        """Return a window to the free ones, after poisoning it if that is on.
-
-        copied: the last copy of the stage out of the window, or into it.
-        """
+        """Return a window to the free ones after its last copy, `copied`. Poison it first if that is on."""
         if self._poison is not None:
             pair = self._windows[window], self._poison
             await self._reached(stage, self._device.copy_part(stage, [pair], op, (copied,), copied.at_s))

@@ -47,7 +47,7 @@ class OnHost:
         return self.event
 
 
-class HostPlaces:
+class HostBuffer:
     """Allocates pinned host memory from its start on, until `clear` frees all of it at once."""
 
     def __init__(self, device: Device, planned_bytes: int, held_bytes: int) -> None:
@@ -67,16 +67,13 @@ class HostPlaces:
         self._taken_bytes = self._end = 0
 
     def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnHost:
-        """Offload `storages` to the host.
-
-        The copy is ordered after all work submitted to the compute stream so far.
-        """
-        places = [self._take(storage.nbytes()) for storage in storages]
+        """Offload `storages` to the host, after all work submitted to the compute stream so far."""
+        places = [self._allocate(storage.nbytes()) for storage in storages]
         pairs = [(place, bytes_of(storage)) for storage, place in zip(storages, places, strict=True)]
         event = self._device.copy_all(Stage.D2H, pairs, op, [self._device.record()])
         return OnHost(self._device, op, storages, places, event)
 
-    def _take(self, num_bytes: int) -> torch.Tensor:
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate 1-D uint8 memory. Raises MegatrainError if it exceeds the planned bytes."""
         self._taken_bytes += num_bytes
         if self._taken_bytes > self._planned_bytes:

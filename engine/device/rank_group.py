@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 # several tenants share its switches.
 SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
 # Makes NCCL start operations of different groups on the device in the order of submission, which is the same in every
-# process (LayerStreamer.await_submitted). Otherwise they may deadlock.
+# process (LayerStreamer.sync_collective_order). Otherwise they may deadlock.
 OF_TWO_GROUPS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 REACH_S = 120.0  # seconds within which an open port answers
 

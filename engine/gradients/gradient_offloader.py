@@ -1,13 +1,15 @@
 """Moves gradients between device slots and the host's slab, on the event loop.
 
 A gradient is offloaded when its sum is complete, and then goes to the sink. Where sums do not fit on the device,
-partial sums are offloaded after each micro-batch too, and reloaded before the next one adds to them. The slab holds
-them in between.
+partial sums are offloaded after each micro-batch too, and loaded before the next one adds to them. The slab holds them
+in between. Gradients that waited on the device for the scale of a clipped update are offloaded after the step,
+concurrently with the next forward.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.device.device import Device, Event
+from megatrain_ray.engine.device.task_failures import first_failure
 from megatrain_ray.engine.host.interfaces import Host, Lease
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.spans import Row
@@ -23,24 +26,41 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 
 @dataclass(frozen=True)
-class Departure:
+class _Offload:
     """Requests to copy `flat` to the host once `after` is reached.
 
     done: gets the event after which `flat` may be written again.
-    final: whether the gradient is complete and goes to the sink. Otherwise it stays in its lease until it is fetched,
-        or until Muon's directions complete it.
     """
 
     layer: int
     flat: torch.Tensor
     after: Event
     done: Future[Event]
+
+
+@dataclass(frozen=True)
+class OffloadGradient(_Offload):
+    """Requests to offload a layer's gradient.
+
+    final: whether the gradient is complete and goes to the sink. Otherwise it stays in its lease until it is loaded, or
+        until Muon's directions complete it.
+    """
+
     final: bool
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Requests to copy a layer's partial sum from the host back into `region`.
+class OffloadDirections(_Offload):
+    """Requests to offload a layer's Muon directions, and to hand its gradient to the sink with them.
+
+    The gradient is on the host already, from a request that was not final. There is one direction for each element of
+    the gradient.
+    """
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Requests a copy from the host into `region`.
 
     after: gets the event after which `region` is empty; None: it is empty already.
     done: gets the event of the copy.
@@ -52,35 +72,15 @@ class Fetch:
     done: Future[Event]
 
 
-@dataclass(frozen=True)
-class MomentumFetch:
-    """Requests to copy a layer's first moments into the region of the request `of`."""
-
-    of: Fetch
-
-    @property
-    def done(self) -> Future[Event]:
-        return self.of.done
+class LoadGradient(_Load):
+    """Requests what the host has of a layer's gradient: a partial sum, or this rank's part of a complete one."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """Requests to copy a layer's Muon directions to the host, and to hand its gradient to the sink with them.
-
-    The gradient is on the host already, from a `Departure` that was not final.
-
-    flat: the directions, one element for each element of the gradient.
-    after: event after which `flat` may be read.
-    done: gets the event after which `flat` may be written again.
-    """
-
-    layer: int
-    flat: torch.Tensor
-    after: Event
-    done: Future[Event]
+class LoadMomentum(_Load):
+    """Requests a layer's first moments."""
 
 
-Transfer = Departure | Fetch | MomentumFetch | Completion
+TransferRequest = OffloadGradient | OffloadDirections | LoadGradient | LoadMomentum
 
 
 class _InFlight(NamedTuple):
@@ -91,27 +91,74 @@ class _InFlight(NamedTuple):
 
 
 class GradientOffloader:
-    """Runs transfer requests in the order of submission.
+    """Runs the transfer requests of one step after the other, in the order of submission.
 
-    A fetch never blocks the queue, because the offload it depends on was submitted first.
+    `run` serves a step, concurrently with its compute, until `end_step`. Then comes `offload_deferred`. A load never
+    blocks the queue, because the offload it depends on was submitted first. Event loop only, except `submit` and
+    `defer`.
     """
 
     def __init__(self, device: Device, host: Host) -> None:
         self._device = device
         self._host = host
+        self._loop = asyncio.get_running_loop()
         # No maxsize: a region is reused only after its last contents have left. So at most one transfer out and one in
-        # for each region (those of momenta and directions too) are queued. If the queue were full, submit_nowait could
-        # not wait.
-        self._transfers: asyncio.Queue[Transfer | None] = asyncio.Queue()
+        # for each region (those of momenta and directions too) are queued. If the queue were full, `submit` could not
+        # wait.
+        self._requests: asyncio.Queue[TransferRequest | None] = asyncio.Queue()
         self._in_flight: asyncio.Queue[_InFlight | None] = asyncio.Queue(maxsize=64)
-        self._unfinished: dict[int, _InFlight] = {}
+        self._incomplete: dict[int, _InFlight] = {}  # on the host: partial sums, and gradients without directions
+        self._deferred: list[OffloadGradient] = []  # for `offload_deferred`
+        self._offloading_deferred: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
 
+    def submit(self, request: TransferRequest) -> None:
+        """Queue a request. Call from the compute thread."""
+        self._loop.call_soon_threadsafe(self._enqueue, request)
+
+    def defer(self, requests: Iterable[OffloadGradient]) -> None:
+        self._deferred = list(requests)
+
     async def run(self, update: int) -> None:
-        """Serve one step. Return when every gradient has landed, after `submit_nowait(None)`.
+        """Serve one step until all its gradients have landed, after the deferred offloads of the step before.
 
         update: number of the update that consumes the gradients.
         """
+        await self.join_deferred()
+        await self._serve(update)
+
+    def end_step(self) -> None:
+        """Say that the step submits no more requests."""
+        self._enqueue(None)
+
+    def offload_deferred(self, update: int) -> None:
+        """Start to offload the gradients that waited on the device. Call after `run` has returned."""
+        if self._deferred:
+            self._offloading_deferred = self._loop.create_task(self._offload_deferred(update), name="waiting gradients")
+
+    async def join_deferred(self) -> None:
+        """Wait until all deferred gradients have been offloaded. Raises the error that kept one from that."""
+        task, self._offloading_deferred = self._offloading_deferred, None
+        if task is None:
+            return
+        try:
+            await task
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+
+    async def cancel(self) -> None:
+        if self._offloading_deferred is not None:
+            self._offloading_deferred.cancel()
+            await asyncio.gather(self._offloading_deferred, return_exceptions=True)
+
+    async def _offload_deferred(self, update: int) -> None:
+        """Offload the deferred gradients one by one, as the shards make room for them."""
+        while self._deferred:  # pop: no other reference may keep the memory of an offloaded gradient
+            self._enqueue(self._deferred.pop(0))
+        self._enqueue(None)
+        await self._serve(update)
+
+    async def _serve(self, update: int) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump(update), name="gradient pump")
@@ -120,95 +167,93 @@ class GradientOffloader:
             self._fail(error)
             raise
 
-    def submit_nowait(self, transfer: Transfer | None) -> None:
-        """Queue a transfer; None says that the step has no more. Event loop only."""
-        self._transfers.put_nowait(transfer)
+    def _enqueue(self, request: TransferRequest | None) -> None:
+        """Queue a request; None says that there are no more."""
+        self._requests.put_nowait(request)
         if self._error is not None:
             self._fail(self._error)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all queued transfers, so that nobody waits for a pump that has ended."""
+        """Fail all queued requests, so that nobody waits for a pump that has ended."""
         self._error = error
-        while not self._transfers.empty():
-            transfer = self._transfers.get_nowait()
-            if transfer is not None:
-                transfer.done.set_exception(MegatrainError(f"gradients no longer move: {error!r}"))
+        while not self._requests.empty():
+            request = self._requests.get_nowait()
+            if request is not None:
+                request.done.set_exception(MegatrainError(f"gradients no longer move: {error!r}"))
 
     async def _pump(self, update: int) -> None:
-        while (transfer := await self._transfers.get()) is not None:
+        while (request := await self._requests.get()) is not None:
             try:
-                await self._move(transfer, update)
+                await self._transfer(request, update)
             except BaseException as error:
-                if not transfer.done.done():
-                    transfer.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
+                if not request.done.done():
+                    request.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
                 raise
-            del transfer  # drops the last reference to the memory of an offloaded gradient
+            del request  # drops the last reference to the memory of an offloaded gradient
         await self._in_flight.put(None)
 
-    async def _move(self, transfer: Transfer, update: int) -> None:
-        match transfer:
-            case Departure():
-                await self._depart(transfer, update)
-            case Fetch():
-                self._fetch(transfer)
-            case MomentumFetch(of=fetch):
-                await self._fetch_momentum(fetch, update - 1)
-            case Completion():
-                await self._complete(transfer, update)
+    async def _transfer(self, request: TransferRequest, update: int) -> None:
+        match request:
+            case OffloadGradient():
+                await self._offload(request, update)
+            case OffloadDirections():
+                await self._offload_directions(request, update)
+            case LoadGradient():
+                self._load(request)
+            case LoadMomentum():
+                await self._load_momentum(request, update - 1)
 
-    async def _depart(self, departure: Departure, update: int) -> None:
-        unfinished = self._unfinished.pop(departure.layer, None)
-        if unfinished:
-            lease = unfinished.lease
+    async def _offload(self, request: OffloadGradient, update: int) -> None:
+        partial = self._incomplete.pop(request.layer, None)
+        if partial:
+            lease = partial.lease
         else:
-            with self._waiting("room", departure.layer):
-                lease = await self._host.lease(departure.layer, update)
+            with self._waiting("room", request.layer):
+                lease = await self._host.lease(request.layer, update)
             self._device.timeline.stage_waits(Stage.D2H, lease.free_at_s)
-        op = Op("offload", departure.layer, num_bytes=departure.flat.nbytes)
-        source = departure.flat.view(torch.uint8)
-        done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [departure.after])
-        departure.done.set_result(done)
-        if departure.final:
-            await self._in_flight.put(_InFlight(lease, done, flat=departure.flat))
+        op = Op("offload", request.layer, num_bytes=request.flat.nbytes)
+        source = request.flat.view(torch.uint8)
+        done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [request.after])
+        request.done.set_result(done)
+        if request.final:
+            await self._in_flight.put(_InFlight(lease, done, flat=request.flat))
         else:
-            self._unfinished[departure.layer] = _InFlight(lease, done)
+            self._incomplete[request.layer] = _InFlight(lease, done)
 
-    async def _complete(self, completion: Completion, update: int) -> None:
-        gradient = self._unfinished.pop(completion.layer)
-        with self._waiting("room", completion.layer):
-            lease = await self._host.lease_direction(completion.layer, update)
-        op = Op("complete", completion.layer, num_bytes=completion.flat.nbytes)
-        source = completion.flat.view(torch.uint8)
+    async def _offload_directions(self, request: OffloadDirections, update: int) -> None:
+        gradient = self._incomplete.pop(request.layer)
+        with self._waiting("room", request.layer):
+            lease = await self._host.lease_direction(request.layer, update)
+        op = Op("complete", request.layer, num_bytes=request.flat.nbytes)
+        source = request.flat.view(torch.uint8)
         # Copies of a stage run in order, and after one fails so do all later ones. So the gradient is there first.
-        done = self._device.copy(Stage.D2H, lease.region, source, op, [gradient.done, completion.after])
-        completion.done.set_result(done)
+        done = self._device.copy(Stage.D2H, lease.region, source, op, [gradient.done, request.after])
+        request.done.set_result(done)
         await self._in_flight.put(_InFlight(gradient.lease, done, lease))
 
-    async def _fetch_momentum(self, fetch: Fetch, generation: int) -> None:
-        after = [] if fetch.after is None else [fetch.after.result()]
-        with self._waiting("generation", fetch.layer):
-            momentum = await self._host.momentum(fetch.layer, generation)
+    async def _load_momentum(self, request: LoadMomentum, generation: int) -> None:
+        after = [] if request.after is None else [request.after.result()]
+        with self._waiting("generation", request.layer):
+            momentum = await self._host.momentum(request.layer, generation)
         for start, values in momentum:
-            op = Op("momentum", fetch.layer, num_bytes=values.nbytes)
-            region = fetch.region[values.itemsize * start :][: values.nbytes]
+            op = Op("momentum", request.layer, num_bytes=values.nbytes)
+            region = request.region[values.itemsize * start :][: values.nbytes]
             after = [self._device.copy(Stage.H2D, region, values.view(torch.uint8), op, after)]
-        fetch.done.set_result(after[0])
+        request.done.set_result(after[0])
 
-    def _fetch(self, fetch: Fetch) -> None:
-        gradient = self._unfinished[fetch.layer]
-        lease, stored = gradient.lease, gradient.done
-        after = [stored] if fetch.after is None else [stored, fetch.after.result()]
-        op = Op("fetch", fetch.layer, num_bytes=fetch.region.nbytes)
-        source = lease.region[: fetch.region.nbytes]
-        fetch.done.set_result(self._device.copy(Stage.H2D, fetch.region, source, op, after))
+    def _load(self, request: LoadGradient) -> None:
+        lease, stored, *_ = self._incomplete[request.layer]
+        after = [stored] if request.after is None else [stored, request.after.result()]
+        op = Op("fetch", request.layer, num_bytes=request.region.nbytes)
+        source = lease.region[: request.region.nbytes]
+        request.done.set_result(self._device.copy(Stage.H2D, request.region, source, op, after))
 
     def _waiting(self, what: str, layer: int) -> AbstractContextManager[None]:
         return self._device.spans.span(Row.GRADIENTS, f"wait {what}", layer, waits=True)
 
     async def _land(self, update: int) -> None:
-        loop = asyncio.get_running_loop()
         while (flight := await self._in_flight.get()) is not None:
-            await loop.run_in_executor(None, flight.done.synchronize)
+            await self._loop.run_in_executor(None, flight.done.synchronize)
             with self._device.spans.span(Row.LANDINGS, "land", flight.lease.layer):
                 await self._host.land(flight.lease, update, flight.done.at_s, flight.directions)
             del flight

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
 
 import torch
 
 from megatrain_ray.engine.device.device import Device, Event
-from megatrain_ray.engine.gradients.gradient_offloader import Fetch
+from megatrain_ray.engine.gradients.gradient_offloader import LoadGradient, LoadMomentum
 from megatrain_ray.engine.plan.gradient_slots import regions_of
 from megatrain_ray.errors import DeadlineError
+
+Load = TypeVar("Load", LoadGradient, LoadMomentum)
 
 
 class GradientSlots:
@@ -33,7 +36,7 @@ class GradientSlots:
         self._index = regions_of(list(needed), list(needed.values()), sizes_bytes)
         self._empty: list[Future[Event] | None] = [None] * len(self._regions)
 
-    def take(self, layer: int, num_bytes: int) -> torch.Tensor:
+    def allocate(self, layer: int, num_bytes: int) -> torch.Tensor:
         """Return the layer's region for writing. Waits until the gradient that was there has left."""
         index = self._index[layer]
         future = self._empty[index]
@@ -43,16 +46,13 @@ class GradientSlots:
             self._regions[index].fill_(0xFF)
         return self._regions[index][:num_bytes]
 
-    def fetch(self, layer: int, num_bytes: int) -> Fetch:
-        """Return a request to fill the layer's region from the host."""
+    def load(self, kind: type[Load], layer: int, num_bytes: int) -> Load:
+        """Return a request of this kind that fills the layer's region from the host."""
         index = self._index[layer]
-        return Fetch(layer, self._regions[index][:num_bytes], self._empty[index], Future())
+        return kind(layer, self._regions[index][:num_bytes], self._empty[index], Future())
 
-    def leave(self, layer: int) -> Future[Event]:
-        """Say that the layer's gradient may leave its region.
-
-        The caller sets the result of the returned future: the event after which the region is empty.
-        """
+    def release(self, layer: int) -> Future[Event]:
+        """Let the layer's region be reused. The caller sets the future to the event after which it is empty."""
         future: Future[Event] = Future()
         self._empty[self._index[layer]] = future
         return future
@@ -65,10 +65,9 @@ class GradientSlots:
 def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float) -> None:
     """Block the compute thread until a transfer is submitted, and the compute stage until it has ended.
 
-    Raises DeadlineError after `timeout_s`.
-
-    future: gets the event of the transfer.
     cause: cause of the exposed time.
+
+    Raises DeadlineError after `timeout_s`.
     """
     with device.exposed(cause):
         try:

@@ -5,8 +5,9 @@ gradient_offloader.py moves gradients between these slots and the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ import torch
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.device.ranks import OneRank, RankParts, Ranks
-from megatrain_ray.engine.gradients.gradient_offloader import Departure, Fetch
+from megatrain_ray.engine.gradients.gradient_offloader import LoadGradient, OffloadGradient
 from megatrain_ray.engine.gradients.gradient_slots import GradientSlots, wait_for
+from megatrain_ray.engine.gradients.gradient_state import Accumulator, GradientState, LayerGradient
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import OpenSum
@@ -24,138 +26,113 @@ from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op
 
 SMALL_ELEMENTS = 1 << 20  # a guess: a GPU should copy fewer elements in less time than the launch takes
 
-
-class _Sum(NamedTuple):
-    """Holds a layer's gradient as a padded 1-D tensor, and a view of it for each parameter, by name."""
-
-    flat: torch.Tensor
-    views: Mapping[str, torch.Tensor]
+Gradients = Mapping[str, torch.Tensor | None]  # by parameter; None: no gradient flowed
 
 
 class Completed(NamedTuple):
-    """Holds what a backward leaves for the update.
+    """Holds what a backward leaves for the update: deferred gradients by layer, norms by parameter."""
 
-    sums: complete gradients that wait on the device, by layer.
-    norms: gradient norms by parameter.
-    """
-
-    sums: Mapping[int, _Sum]
+    deferred: Mapping[int, Accumulator]
     norms: Mapping[str, torch.Tensor]
 
 
 class GradientStore:
-    """Holds one flat sum for each layer that trains something.
+    """Holds one gradient for each layer that trains something, from its first contribution until its update.
 
-    A sum exists from the first contribution until the gradient is offloaded or taken by the update.
+    `GradientState` says where a layer's gradient is. Each method raises GradientStateError if it is not in the state
+    that the method needs.
     """
 
     def __init__(
         self, plan: Plan, layout: ModelLayout, device: Device, ranks: Ranks | None = None, *, poison: bool
     ) -> None:
-        """Allocate the gradient slots that the plan asks for.
-
-        ranks: the ranks of the run; None: there is one.
-        """
-        self._ranks = ranks or OneRank()
-        self._parts = RankParts(layout, self._ranks.rank, self._ranks.size)
-        self._sums_whole = plan.sums_whole
-        # Longer than the transfer's own limit: that error names what is stuck, so it should come first.
-        self._timeout_s = plan.update_deadline_s + DEADLINE_S
-
-        leaving = [layer for layer in layout.updated if layer not in plan.waiting_layers]
-
-        self.waits_on_host = plan.sums is Tier.HOST
-        of_sums = layout.updated if self.waits_on_host else leaving
-
-        def slots(sizes: Sequence[int], layers: Sequence[int], dtype: torch.dtype) -> GradientSlots:
-            needed = {i: layout.layers[i].trained.size * dtype.itemsize for i in reversed(layers)}
-            return GradientSlots(device, sizes, needed, self._timeout_s, poison=poison)
-
+        self._plan = plan
         self._layout = layout
         self._device = device
-        self._sums = slots(plan.gradient_slot_bytes, of_sums, plan.accumulation_dtype)
-        self._sum_dtype = plan.accumulation_dtype
-        self._leaving = slots(plan.leaving_slot_bytes, leaving, plan.wire_dtype) if plan.leaving_slot_bytes else None
-        self._wire_dtype = plan.wire_dtype
-        self._waiting = plan.waiting_layers
-        # Of these, layers whose partial sums are offloaded between micro-batches. The last contribution moves the sum
-        # to the memory in which it waits for the update.
-        self._moving = self._waiting if self.waits_on_host else frozenset()
-        # Sums that stay on the device between micro-batches get memory for the whole run. Others are allocated in the
-        # last visit, from memory that activations have released.
-        self._places: dict[int, torch.Tensor] = {}
-        if not plan.gradients_are_brief:
-            self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
+        self._ranks = ranks or OneRank()
+        self._parts = RankParts(layout, self._ranks.rank, self._ranks.size)
         self._poison = poison
-        self._open: dict[int, _Sum] = {}
-        self._added: frozenset[str] = frozenset()
-        self._paired = plan.paired_layers
-        self._earlier: list[Mapping[str, torch.Tensor | None]] = []  # held back for the next micro-batch's
-        self._begins = False  # whether the sum begins with `_earlier`
-        self._fetched: dict[int, Fetch] = {}
-        self.norms: dict[str, torch.Tensor] = {}
+        # Longer than the transfer's own limit: that error names what is stuck, so it should come first.
+        self._timeout_s = plan.update_deadline_s + DEADLINE_S
+        self._sum_dtype, self._offload_dtype = plan.accumulation_dtype, plan.wire_dtype
+        self._deferred_layers = plan.waiting_layers
+        offloaded = [layer for layer in layout.updated if layer not in self._deferred_layers]
+        # Deferred layers whose partial sums are offloaded between micro-batches. The last contribution moves the sum
+        # to the memory in which it waits for the update.
+        self._moved_layers = self._deferred_layers if plan.sums is Tier.HOST else frozenset()
+        self._sum_slots = self._slots(
+            plan.gradient_slot_bytes, layout.updated if plan.sums is Tier.HOST else offloaded, self._sum_dtype
+        )
+        self._rounded_slots = (  # where complete sums are rounded to; None: they are offloaded as they are
+            self._slots(plan.leaving_slot_bytes, offloaded, self._offload_dtype) if plan.leaving_slot_bytes else None
+        )
+        # Deferred gradients whose sums stay on the device between micro-batches have memory for the whole run. Others
+        # are allocated in the last visit, from memory that activations have released.
+        self._deferred_memory: dict[int, torch.Tensor] = {}
+        if not plan.gradients_are_brief:
+            self._deferred_memory = {i: device.allocate(self._num_bytes(i)) for i in sorted(self._deferred_layers)}
+        self.begin()
+
+    def _slots(self, sizes: Sequence[int], layers: Sequence[int], dtype: torch.dtype) -> GradientSlots:
+        needed = {i: self._layout.layers[i].trained.size * dtype.itemsize for i in reversed(layers)}
+        return GradientSlots(self._device, sizes, needed, self._timeout_s, poison=self._poison)
 
     def begin(self) -> None:
-        self._sums.reset()
-        if self._leaving is not None:
-            self._leaving.reset()
-        self._open.clear()
-        self._added = frozenset()
-        self._earlier, self._begins = [], False
-        self._fetched.clear()
-        self.norms.clear()
+        """Prepare for a step: all gradients are EMPTY."""
+        self._sum_slots.reset()
+        if self._rounded_slots is not None:
+            self._rounded_slots.reset()
+        self._layers = [LayerGradient(layer.name) for layer in self._layout.layers]
+        self._added_by_caller: frozenset[str] = frozenset()
+        self._held_back: Gradients | None = None  # the first of a pair of micro-batches, of the layer that is visited
+        self.norms: dict[str, torch.Tensor] = {}
 
-    def fetch(self, layer: int) -> Fetch:
-        """Return a request to reload the layer's partial sum. Call before `add`."""
-        self._fetched[layer] = self._sums.fetch(layer, self._num_bytes(layer))
-        return self._fetched[layer]
-
-    def open_sums(self, layer: int, names: Collection[str], *, first: bool) -> dict[str, OpenSum]:
+    def open_sums(self, layer: int, names: Collection[str]) -> dict[str, OpenSum]:
         """Return the sums of these parameters of the layer, for a caller that adds to them itself.
 
         Call before `add`, which then leaves the sums of these parameters as they are.
         """
-        views = self._total(layer).views
-        self._added = frozenset(names)
-        return {name: OpenSum(views[name], first) for name in names}
+        total = self._accumulator(layer)
+        self._added_by_caller = frozenset(names)
+        begins = self._layers[layer].state is GradientState.ALLOCATED
+        return {name: OpenSum(total.views[name], begins) for name in names}
 
-    def add(self, layer: int, gradients: Mapping[str, torch.Tensor | None], *, first: bool, last: bool) -> None:
+    def add(self, layer: int, gradients: Gradients, *, last: bool) -> None:
         """Add one micro-batch's gradients of a layer. A parameter without a gradient contributes zeros.
 
         For paired layers, one micro-batch's gradients may be held back and added together with the next one's.
 
-        first: whether the sum begins here.
         last: whether the sum ends here.
         """
-        if layer in self._paired and not last and not self._earlier:
-            self._earlier, self._begins = [gradients], first
+        if layer in self._plan.paired_layers and not last and self._held_back is None:
+            self._held_back = gradients
             return
-        contributions, begins = [*self._earlier, gradients], first or self._begins
-        self._earlier, self._begins = [], False
-        total = self._total(layer)
-        moves = last and layer in self._moving
-        out = self._begin_waiting(layer) if moves else total
-        self._add(total.views, contributions, out.views, begins=begins)
-        self._added = frozenset()
+        contributions = [gradients] if self._held_back is None else [self._held_back, gradients]
+        self._held_back = None
+        gradient = self._layers[layer]
+        total = out = self._accumulator(layer)
+        moves = last and layer in self._moved_layers
         if moves:
-            self._sums.leave(layer).set_result(self._device.record())
+            gradient.accumulator = out = self._views(layer, self._memory_of_deferred(layer))
+        self._add(total.views, contributions, out.views, begins=gradient.state is GradientState.ALLOCATED)
+        gradient.state = GradientState.ACCUMULATING
+        self._added_by_caller = frozenset()
+        if moves:
+            self._sum_slots.release(layer).set_result(self._device.record())
 
     def _add(
         self,
         total: Mapping[str, torch.Tensor],
-        contributions: Sequence[Mapping[str, torch.Tensor | None]],
+        contributions: Sequence[Gradients],
         out: Mapping[str, torch.Tensor],
         *,
         begins: bool,
     ) -> None:
-        """Compute out = total + one or two contributions, for each parameter.
-
-        begins: whether there is no total yet.
-        """
+        """Compute out = total + one or two contributions, for each parameter; without total if the sum `begins`."""
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, target in out.items():
-            values = [value for of_one in contributions if (value := of_one.get(name)) is not None]
-            if name in self._added or not (values or begins):
+            values = [value for gradients in contributions if (value := gradients.get(name)) is not None]
+            if name in self._added_by_caller or not (values or begins):
                 if target is not total[name]:
                     copied.append((target, total[name]))
             elif len(values) == 2:
@@ -168,58 +145,76 @@ class GradientStore:
                 target.zero_()
         _copy(copied)
 
-    def suspend(self, layer: int) -> Departure:
-        """Return a request to offload the layer's partial sum to the host, where it stays until `fetch`."""
-        flat = self._open.pop(layer).flat
-        return Departure(layer, flat, self._device.record(), self._sums.leave(layer), final=False)
+    def offload_partial(self, layer: int) -> OffloadGradient:
+        """Return a request to offload the layer's partial sum to the host, where it stays until `load_partial`."""
+        gradient = self._layers[layer]
+        gradient.to(GradientState.PARTIAL_OFFLOADED, "offload its partial sum", GradientState.ACCUMULATING)
+        after, done = self._device.record(), self._sum_slots.release(layer)
+        return OffloadGradient(layer, gradient.pop_flat(), after, done, final=False)
 
-    def finish(self, layer: int) -> Departure | None:
+    def load_partial(self, layer: int) -> LoadGradient:
+        """Return a request to load the layer's partial sum. Call before `add`."""
+        gradient = self._layers[layer]
+        gradient.to(GradientState.LOADING_PARTIAL, "load its partial sum", GradientState.PARTIAL_OFFLOADED)
+        gradient.load = self._sum_slots.load(LoadGradient, layer, self._num_bytes(layer))
+        return gradient.load
+
+    def finalize(self, layer: int) -> OffloadGradient | None:
         """Complete a layer's gradient; return a request to offload this rank's part of it.
 
         Sums the gradient over the ranks and rounds it if the plan says so. Measures each parameter's norm, in FP32, of
-        the values that the optimizer receives. Returns None if the gradient waits on the device: `take` or `depart`
-        gets it later.
+        the values that the optimizer receives. Returns None if the gradient waits on the device: `pop_deferred` or
+        `offload_deferred` gets it later.
         """
-        own, flat, layout = self._parts.gradient_span(layer), self._open[layer].flat, self._layout.layers[layer]
+        gradient, layout = self._layers[layer], self._layout.layers[layer]
+        is_deferred = layer in self._deferred_layers
+        after = GradientState.DEFERRED if is_deferred else GradientState.OFFLOADED
+        gradient.to(after, "complete it", GradientState.ACCUMULATING)
+        total = gradient.accumulator
+        assert total is not None  # by its state
+        own = self._parts.gradient_span(layer)
         if self._ranks.size > 1:
-            with self._device.compute(Op(SUM_OVER_GPUS, layer, num_bytes=flat.nbytes)):
-                self._ranks.sum_part(flat, layout.trained if self._sums_whole(layer) else own)
-        if layer in self._waiting:
-            self._round_in_place(layer)
-            self._measure(layer, flat)
+            with self._device.compute(Op(SUM_OVER_GPUS, layer, num_bytes=total.flat.nbytes)):
+                self._ranks.sum_part(total.flat, layout.trained if self._plan.sums_whole(layer) else own)
+        if is_deferred:
+            if self._offload_dtype is not self._sum_dtype:  # round, in the dtype of the sum: updates compute the same
+                for view in total.views.values():
+                    view.copy_(view.to(self._offload_dtype))
+            self._measure(layer, total.flat)
             return None
-        total, done = self._rounded(layer)
-        self._measure(layer, total)
-        leaving = total[own.start : own.stop]
-        return Departure(layer, leaving, self._device.record(), done, final=not layout.num_muon)
+        flat, done = self._rounded(layer, gradient.pop_flat())
+        self._measure(layer, flat)
+        leaving = flat[own.start : own.stop]
+        return OffloadGradient(layer, leaving, self._device.record(), done, final=not layout.num_muon)
 
     def completed(self) -> Completed:
         """Return what the last backward has left, for `restore`."""
-        return Completed(dict(self._open), dict(self.norms))
+        sums = {i: layer.accumulator for i, layer in enumerate(self._layers) if layer.accumulator is not None}
+        return Completed(sums, dict(self.norms))
 
     def restore(self, completed: Completed) -> None:
-        """Put the store into the state in which a backward left it, as returned by `completed`.
+        """Put the store into the state in which a backward left it. Tensors are the same; their values may be newer."""
+        for layer, accumulator in completed.deferred.items():
+            self._layers[layer].state = GradientState.DEFERRED
+            self._layers[layer].accumulator = accumulator
+        self.norms = dict(completed.norms)
 
-        The tensors are the same as when it was made. Their values may be those of another step.
-        """
-        self._open, self.norms = dict(completed.sums), dict(completed.norms)
+    def pop_deferred(self, layer: int) -> torch.Tensor:
+        """Return the complete gradient of a layer that the device updates next: 1-D, padded."""
+        gradient = self._layers[layer]
+        gradient.to(GradientState.RELEASED, "update the layer on the device", GradientState.DEFERRED)
+        return gradient.pop_flat()
 
-    def take(self, layer: int) -> torch.Tensor:
-        """Return the complete gradient of a layer whose gradient waits on the device: 1-D, padded.
-
-        It is valid for work that is submitted next.
-        """
-        return self._open.pop(layer).flat
-
-    def depart(self, layer: int) -> Departure:
+    def offload_deferred(self, layer: int) -> OffloadGradient:
         """Return a request to offload a complete gradient that waited on the device.
 
         No event protects its memory. That memory is reused in the next step's backward at the earliest, and by then
         every update has run, because a forward needs every update.
         """
-        own = self._parts.gradient_span(layer)
-        flat = self._open.pop(layer).flat[own.start : own.stop]
-        return Departure(layer, flat, self._device.record(), Future(), final=True)
+        gradient, own = self._layers[layer], self._parts.gradient_span(layer)
+        gradient.to(GradientState.OFFLOADED, "offload it after the backward", GradientState.DEFERRED)
+        flat = gradient.pop_flat()[own.start : own.stop]
+        return OffloadGradient(layer, flat, self._device.record(), Future(), final=True)
 
     def _measure(self, layer: int, flat: torch.Tensor) -> None:
         """Record the norms of this rank's part of the layer's gradient. `total_norm` adds up all ranks."""
@@ -228,36 +223,22 @@ class GradientStore:
         norms = torch._foreach_norm(list(views.values()), 2.0, dtype=torch.float32) if views else ()
         self.norms.update(zip(views, norms, strict=True))
 
-    def _round_in_place(self, layer: int) -> None:
-        """Round the layer's sum to values of the offload dtype, and keep the dtype of the sum.
+    def reload_final(self, layer: int) -> LoadGradient:
+        """Return a request to load this rank's part of the complete gradient, when no sum is on the device any more."""
+        gradient = self._layers[layer]
+        gradient.to(GradientState.RELOADING, "reload it", GradientState.OFFLOADED)
+        num_bytes = self._parts.gradient_span(layer).size * self._offload_dtype.itemsize
+        gradient.load = self._sum_slots.load(LoadGradient, layer, num_bytes)
+        return gradient.load
 
-        An update computes the same from both.
-        """
-        if self._wire_dtype is not self._sum_dtype:
-            for view in self._open[layer].views.values():
-                view.copy_(view.to(self._wire_dtype))
-
-    def recall(self, layer: int) -> Fetch:
-        """Return a request to reload this rank's part of the layer's complete gradient from the host.
-
-        Call when no sum is on the device any more.
-        """
-        num_bytes = self._parts.gradient_span(layer).size * self._wire_dtype.itemsize
-        self._fetched[layer] = self._sums.fetch(layer, num_bytes)
-        return self._fetched[layer]
-
-    def recalled(self, layer: int) -> torch.Tensor:
-        """Return the gradient requested by `recall` as a 1-D tensor.
-
-        It stays valid until `let_go(layer)`.
-        """
-        fetch = self._fetched.pop(layer)
-        wait_for(self._device, fetch.done, "h2d", self._timeout_s)
-        return fetch.region.view(self._wire_dtype)
-
-    def let_go(self, layer: int) -> None:
-        """Release the recalled gradient after the work submitted so far, which is the last to read it."""
-        self._sums.leave(layer).set_result(self._device.record())
+    @contextmanager
+    def reloaded(self, layer: int) -> Iterator[torch.Tensor]:
+        """Yield the gradient requested by `reload_final`, 1-D. Only work submitted in the block may read it."""
+        gradient = self._layers[layer]
+        gradient.to(GradientState.RELOADED, "read it", GradientState.RELOADING)
+        yield self._loaded(gradient, "h2d").view(self._offload_dtype)
+        gradient.to(GradientState.RELEASED, "release it", GradientState.RELOADED)
+        self._sum_slots.release(layer).set_result(self._device.record())
 
     def total_norm(self) -> torch.Tensor:
         """Return the norm of the parameters' norms, in the order of `model.parameters()`, as torch does.
@@ -271,70 +252,68 @@ class GradientStore:
         return total
 
     def _add_norms(self) -> None:
-        """Combine the norms of all ranks' parts into norms of whole parameters.
-
-        Squares are added in FP64, which can hold the square of every FP32 number.
-        """
+        """Combine the norms of all ranks' parts, in FP64, which can hold the square of every FP32 number."""
         names = self._layout.parameter_order
         nothing = torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         squares = torch.stack([self.norms.get(name, nothing) for name in names]).double().square()
         self._ranks.sum(squares)
         self.norms = dict(zip(names, squares.sqrt().float(), strict=True))
 
-    def _total(self, layer: int) -> _Sum:
-        """Return the layer's sum. If there is none, reload the requested one or begin a new one."""
-        if layer in self._waiting and layer not in self._moving and layer not in self._open:
-            return self._begin_waiting(layer)
-        if layer not in self._open:
-            fetch = self._fetched.pop(layer, None)
-            if fetch is None:
-                region = self._sums.take(layer, self._num_bytes(layer))
-            else:
-                wait_for(self._device, fetch.done, "host_accumulation", self._timeout_s)
-                region = fetch.region
-            self._open[layer] = self._sum(layer, region.view(self._sum_dtype))
-        return self._open[layer]
+    def _accumulator(self, layer: int) -> Accumulator:
+        """Return the layer's device memory. Allocate it, or wait until its partial sum is loaded, if need be."""
+        gradient = self._layers[layer]
+        if gradient.state is GradientState.EMPTY:
+            gradient.state = GradientState.ALLOCATED
+            gradient.accumulator = self._views(layer, self._memory_of_sum(layer))
+        elif gradient.state is GradientState.LOADING_PARTIAL:
+            gradient.state = GradientState.ACCUMULATING
+            gradient.accumulator = self._views(layer, self._loaded(gradient, "host_accumulation"))
+        gradient.expect("add to it", GradientState.ALLOCATED, GradientState.ACCUMULATING)
+        assert gradient.accumulator is not None  # by its state
+        return gradient.accumulator
 
-    def _sum(self, layer: int, flat: torch.Tensor) -> _Sum:
-        return _Sum(flat, self._layout.layers[layer].trained_views(flat))
+    def _loaded(self, gradient: LayerGradient, cause: str) -> torch.Tensor:
+        """Return the region that the gradient's last request loads, uint8, and order the load before what is next."""
+        assert gradient.load is not None  # by its state
+        wait_for(self._device, gradient.load.done, cause, self._timeout_s)
+        return gradient.load.region
 
-    def _begin_waiting(self, layer: int) -> _Sum:
-        """Begin a sum in the memory where the gradient waits for its update. It holds no values yet."""
-        self._open[layer] = self._sum(layer, self._place(layer).view(self._sum_dtype))
-        return self._open[layer]
+    def _views(self, layer: int, region: torch.Tensor) -> Accumulator:
+        flat = region.view(self._sum_dtype)
+        return Accumulator(flat, self._layout.layers[layer].trained_views(flat))
 
-    def _place(self, layer: int) -> torch.Tensor:
-        """Return uint8 memory for a sum that waits on the device."""
-        place = self._places.get(layer)
-        if place is None:
-            place = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
-        return place.fill_(0xFF) if self._poison else place
+    def _memory_of_sum(self, layer: int) -> torch.Tensor:
+        if layer in self._deferred_layers and layer not in self._moved_layers:
+            return self._memory_of_deferred(layer)
+        return self._sum_slots.allocate(layer, self._num_bytes(layer))
+
+    def _memory_of_deferred(self, layer: int) -> torch.Tensor:
+        memory = self._deferred_memory.get(layer)
+        if memory is None:
+            memory = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
+        return memory.fill_(0xFF) if self._poison else memory
 
     def _num_bytes(self, layer: int) -> int:
         return self._layout.layers[layer].trained.size * self._sum_dtype.itemsize
 
-    def _rounded(self, layer: int) -> tuple[torch.Tensor, Future[Event]]:
-        """Return the padded 1-D gradient to offload, and the future that is to get the event of its departure.
+    def _rounded(self, layer: int, total: torch.Tensor) -> tuple[torch.Tensor, Future[Event]]:
+        """Return the padded 1-D gradient to offload, and the future that is to get the event of its offload.
 
         With several ranks only this rank's part of the tensor has meaningful values.
         """
-        total = self._open.pop(layer).flat
-        if self._leaving is None:
-            return total, self._sums.leave(layer)
-        num_bytes = total.numel() * self._wire_dtype.itemsize
-        leaving = self._leaving.take(layer, num_bytes).view(self._wire_dtype)
+        if self._rounded_slots is None:
+            return total, self._sum_slots.release(layer)
+        num_bytes = total.numel() * self._offload_dtype.itemsize
+        rounded = self._rounded_slots.allocate(layer, num_bytes).view(self._offload_dtype)
         # Copy views, not the whole tensor: the padding was never written.
         views = self._parts.views
-        _copy(zip(views(layer, leaving).values(), views(layer, total).values(), strict=True))
-        self._sums.leave(layer).set_result(self._device.record())  # a fetch into this region waits for it
-        return leaving, self._leaving.leave(layer)
+        _copy(zip(views(layer, rounded).values(), views(layer, total).values(), strict=True))
+        self._sum_slots.release(layer).set_result(self._device.record())  # a load into this region waits for it
+        return rounded, self._rounded_slots.release(layer)
 
 
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first.
-
-    Small ones are copied together: with a launch for each, launches would take most of a small layer's time.
-    """
+    """Copy the second tensor of each pair into the first. Small ones are copied in one launch."""
     targets, sources = [], []
     for target, source in pairs:
         if source.numel() < SMALL_ELEMENTS:

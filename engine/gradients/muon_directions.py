@@ -7,7 +7,7 @@ wait on the host and are reloaded layer by layer in the order of the update; the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,18 +15,26 @@ import torch
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.gradients.gradient_offloader import Completion, Departure, Fetch, MomentumFetch, Transfer
+from megatrain_ray.engine.gradients.gradient_offloader import (
+    LoadMomentum,
+    OffloadDirections,
+    OffloadGradient,
+    TransferRequest,
+)
 from megatrain_ray.engine.gradients.gradient_slots import GradientSlots, wait_for
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
+from megatrain_ray.engine.gradients.interfaces import StepHooks
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.matrix_parts import largest_part
 from megatrain_ray.engine.optimizer.muon import Muon, direction, matrices
 from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.schedule import Visit
 from megatrain_ray.virtual_clock import Op
 
 
-class Orthogonalizer:
-    """Computes Muon's directions for one plan.
+class Orthogonalizer(StepHooks):
+    """Computes and offloads Muon's directions, and offloads the gradients that they complete.
 
     None of it is state: the directions are discarded once every shard has the update.
     """
@@ -38,7 +46,7 @@ class Orthogonalizer:
         device: Device,
         store: GradientStore,
         muon: Muon,
-        transfer: Callable[[Transfer], None],
+        transfer: Callable[[TransferRequest], None],
         *,
         rank: int = 0,
         poison: bool,
@@ -63,69 +71,59 @@ class Orthogonalizer:
         self._in_backward = plan.update_order is UpdateOrder.BACKWARD
         self._momenta = slots(plan.momentum_slot_bytes, torch.float32.itemsize)
         self._directions = slots(plan.direction_slot_bytes, DIRECTION_BYTES)
-        self._asked: dict[int, Fetch] = {}
+        self._loads: dict[int, LoadMomentum] = {}
 
-    def begin(self) -> None:
-        """Prepare for a step."""
+    def begin_step(self, visits: Sequence[Visit]) -> None:
         self._momenta.reset()
         self._directions.reset()
-        self._asked.clear()
+        self._loads.clear()
 
-    def expect(self, layer: int) -> None:
-        """Request the momenta of a layer whose gradient the work submitted next will complete.
+    def before_visit(self, visit: Visit) -> None:
+        """Without clipping, request the momenta of a layer whose gradient the visit completes."""
+        if visit.last and self._in_backward and self._layout.layers[visit.layer].num_muon:
+            self._load_momenta(visit.layer)
 
-        Does nothing with clipping: `run` requests them then.
-        """
-        if self._in_backward and self._layout.layers[layer].num_muon:
-            self._ask(layer)
-
-    def complete(self, departure: Departure) -> None:
-        """Submit the offload of a complete gradient.
-
-        Without clipping, also compute and offload the directions of a layer that Muon trains something of.
-        """
-        if departure.final or not self._in_backward:
-            self._transfer(departure)
+    def gradient_ready(self, layer: int, offload: OffloadGradient | None, params: UpdateParams | None) -> None:
+        """Offload a gradient that Muon trains something of; without clipping, compute its directions first."""
+        if offload is None or offload.final:
             return
-        completion = self._direct(departure.layer, departure.flat, 1.0)
-        self._transfer(replace(departure, after=self._device.record()))  # the directions read the gradient until here
-        self._transfer(completion)
+        if not self._in_backward:
+            self._transfer(offload)
+            return
+        directions = self._compute(layer, offload.flat, 1.0)
+        self._transfer(replace(offload, after=self._device.record()))  # the directions read the gradient until here
+        self._transfer(directions)
 
-    def run(self, scale: float) -> None:
-        """Compute and offload all directions of a clipped step, after its backward.
+    def scale_known(self, params: UpdateParams) -> None:
+        """Compute and offload all directions of a clipped step."""
+        for layer in self._layout.with_muon:
+            self._transfer(self._store.reload_final(layer))
+            self._load_momenta(layer)
+            with self._store.reloaded(layer) as gradient:
+                directions = self._compute(layer, gradient, params.scale)
+            self._transfer(directions)
 
-        Does nothing without clipping.
-
-        scale: clip scale of the update.
-        """
-        for layer in () if self._in_backward else self._layout.with_muon:
-            self._transfer(self._store.recall(layer))
-            self._ask(layer)
-            completion = self._direct(layer, self._store.recalled(layer), scale)
-            self._store.let_go(layer)
-            self._transfer(completion)
-
-    def _ask(self, layer: int) -> None:
+    def _load_momenta(self, layer: int) -> None:
         num_bytes = self._parts.gradient_span(layer).size * torch.float32.itemsize
-        self._asked[layer] = fetch = self._momenta.fetch(layer, num_bytes)
-        self._transfer(MomentumFetch(fetch))
+        self._loads[layer] = self._momenta.load(LoadMomentum, layer, num_bytes)
+        self._transfer(self._loads[layer])
 
-    def _direct(self, layer: int, gradient: torch.Tensor, scale: float) -> Completion:
+    def _compute(self, layer: int, gradient: torch.Tensor, scale: float) -> OffloadDirections:
         """Submit the computation of a layer's directions; return the request to offload them.
 
         gradient: this rank's part, 1-D. It is only read.
         """
-        own, fetch = self._parts.gradient_span(layer), self._asked.pop(layer)
-        wait_for(self._device, fetch.done, "h2d", self._timeout_s)
-        momentum = fetch.region.view(torch.float32)
-        made = self._directions.take(layer, own.size * DIRECTION_BYTES).view(torch.bfloat16)
+        own, load = self._parts.gradient_span(layer), self._loads.pop(layer)
+        wait_for(self._device, load.done, "h2d", self._timeout_s)
+        momentum = load.region.view(torch.float32)
+        directions = self._directions.allocate(layer, own.size * DIRECTION_BYTES).view(torch.bfloat16)
         with self._device.compute(Op("orthogonalize", layer)), torch.no_grad():
             for run in self._layout.layers[layer].runs(own):
                 if run.segment.muon:
                     start = run.padded - own.start
-                    of_run = (part[start : start + run.length] for part in (gradient, momentum, made))
-                    for g, m, o in zip(*(matrices(values, run.segment.shape) for values in of_run), strict=True):
+                    flats = (flat[start : start + run.length] for flat in (gradient, momentum, directions))
+                    for g, m, o in zip(*(matrices(flat, run.segment.shape) for flat in flats), strict=True):
                         o.copy_(direction(g, m, scale, self._muon))
         after = self._device.record()
-        self._momenta.leave(layer).set_result(after)
-        return Completion(layer, made, after, self._directions.leave(layer))
+        self._momenta.release(layer).set_result(after)
+        return OffloadDirections(layer, directions, after, self._directions.release(layer))

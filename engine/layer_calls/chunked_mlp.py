@@ -114,10 +114,7 @@ class ChunkedMlp(nn.Module):
 
 
 def install(layer: nn.Module, path: str, chunk_tokens: int, function: Function | None = None) -> ChunkedMlp:
-    """Replace the module at `path` in a layer with a ChunkedMlp of it.
-
-    Tensors that were bound to the replaced module's parameters stay bound.
-    """
+    """Replace the module at `path` in a layer with a ChunkedMlp of it. Tensors bound to its parameters stay bound."""
     chunked = ChunkedMlp(layer.get_submodule(path), chunk_tokens, function)
     _put(layer, path, chunked)
     return chunked

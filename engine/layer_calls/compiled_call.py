@@ -118,20 +118,14 @@ class CompiledCall:
 
 
 def _call(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the call.
-
-    This function is what is compiled; the interpreter runs it only if no compiled graph fits the call.
-    """
+    """Run the call. This is what is compiled; the interpreter runs it only if no compiled graph fits the call."""
     if torch.compiler.is_compiling():
         return call.function(*args, **kwargs)
     return call.uncompiled(args, kwargs)
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function with a code object of its own.
-
-    The compiler stores its graphs by code object, and limits their number for each.
-    """
+    """Return the same function with a code object of its own, by which the compiler stores and limits its graphs."""
     assert isinstance(function, types.FunctionType)
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 

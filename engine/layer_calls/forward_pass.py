@@ -20,7 +20,7 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome, handed, leaves_behind
+from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome, alias_output, leaves_behind
 from megatrain_ray.errors import MegatrainError
 
 
@@ -60,7 +60,7 @@ class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
         return self.parent.switch(call)
 
 
-class Handed(NamedTuple):
+class OutputAlias(NamedTuple):
     """Holds the leaf of an output, and the autograd node of the alias that the model received for it."""
 
     leaf: torch.Tensor
@@ -93,7 +93,9 @@ class ForwardPass:
         self.result: Any = None
         self.calls: list[LayerCall] = []  # those that have a backward
         self._owner: dict[int, int] = {}  # id(leaf) → index of its call; the calls keep their leaves alive
-        self._handed: dict[int, Handed] = {}  # id(alias given to the model) → its leaf; calls keep the aliases alive
+        self._aliases: dict[
+            int, OutputAlias
+        ] = {}  # id(alias given to the model) → its leaf; calls keep the aliases alive
         self._cuts: dict[int, list[_Cut]] = {}  # by index of the first call that the tensor enters
         self._views: dict[int, list[torch.Tensor]] = {}  # views of leaves' aliases, by index of the first call
         # id(glue tensor) → the tensor, its gradient so far, index of the latest call that it was computed from
@@ -102,7 +104,7 @@ class ForwardPass:
 
     def start(self) -> None:
         """Run the forward up to its first call."""
-        self._switch()
+        self.answer()
 
     def resume(self, outcome: Outcome) -> None:
         """Give the model the outcome of the pending call, and run the forward to the next call or to its end."""
@@ -112,12 +114,12 @@ class ForwardPass:
         if call.needs_gradient:
             self.calls.append(call)
         self._owner.update({id(leaf): call.index for leaf in call.leaves})
-        for tensor, leaf in zip(call.handed, call.leaves, strict=True):
-            self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)
+        for tensor, leaf in zip(call.aliases, call.leaves, strict=True):
+            self._aliases[id(tensor)] = OutputAlias(leaf, tensor.grad_fn)
         for key, values in outcome.recorded.items():
             self._recorded.setdefault(key, []).extend(values)
         call.stores.write(outcome.added)
-        self._switch(outcome.result)
+        self.answer(outcome.result)
         if self.pending is None:
             for key, values in self._recorded.items():
                 self.result[key] = tuple(values)
@@ -127,23 +129,20 @@ class ForwardPass:
         """Return the latest call of the module at `path` that has a backward, or None."""
         return next((call for call in reversed(self.calls) if call.path == path), None)
 
-    def answer(self, result: Any) -> None:
-        """Give the model `result` for the pending call. The call is not kept and has no backward."""
-        self._switch(result)
-
     @property
     def final_hidden(self) -> torch.Tensor:
-        """Return the last hidden state, [B, T, D], of a finished forward.
-
-        Raises MegatrainError if a call is pending.
-        """
+        """Return the last hidden state, [B, T, D]. Raises MegatrainError if a call is pending."""
         if self.pending is not None:
             raise MegatrainError(f"the forward called {self.pending.path} after its last layer")
         hidden: torch.Tensor = self.result.last_hidden_state
         return hidden
 
-    def _switch(self, *values: Any) -> None:
-        answer = self._greenlet.switch(*values)
+    def answer(self, *result: Any) -> None:
+        """Give the model the result of the pending call, and run the forward to the next call or to its end.
+
+        The call is not kept and has no backward.
+        """
+        answer = self._greenlet.switch(*result)
         finished = self._greenlet.dead
         self.pending = None if finished else answer
         if finished:
@@ -172,12 +171,12 @@ class ForwardPass:
         Its gradient is complete when `call` has sent its share. Not for views: they cannot be rebased onto a leaf.
         """
         with torch.enable_grad():  # the model may have disabled gradients here
-            origin, leaf = handed(tensor), tensor.detach().requires_grad_(True)
+            origin, leaf = alias_output(tensor), tensor.detach().requires_grad_(True)
             tensor.detach_()
             with _unsafe_preserve_version_counter(tensor):  # its elements do not change
                 _Rebased.apply(leaf, tensor)  # type: ignore[no-untyped-call]
         self._owner[id(leaf)] = call.index
-        self._handed[id(tensor)] = Handed(leaf, tensor.grad_fn)
+        self._aliases[id(tensor)] = OutputAlias(leaf, tensor.grad_fn)
         return _Cut(tensor, leaf, origin)
 
     def send(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -188,7 +187,6 @@ class ForwardPass:
         self._put(tensor, gradient if before is None else before + gradient)
 
     def _pending(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient sent to the tensor so far, or None."""
         leaf = self._leaf(tensor)
         if leaf is not None:
             return leaf.grad
@@ -205,14 +203,11 @@ class ForwardPass:
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the leaf that the tensor aliases. None if the tensor is glue, or was changed in place since."""
-        handed = self._handed.get(id(tensor))
-        return handed.leaf if handed is not None and handed.node is tensor.grad_fn else None
+        alias = self._aliases.get(id(tensor))
+        return alias.leaf if alias is not None and alias.node is tensor.grad_fn else None
 
-    def settle(self, call: LayerCall) -> None:
-        """Run the backward of the glue between this call and later ones.
-
-        Afterwards the gradients of its leaves are complete.
-        """
+    def flush_glue(self, call: LayerCall) -> None:
+        """Run the backward of the glue after this call, so that the gradients of its leaves are complete."""
         ready = [key for key, (_, _, latest) in self._waiting.items() if latest >= call.index]
         entries = [self._waiting.pop(key) for key in ready]
         if entries:
@@ -222,7 +217,7 @@ class ForwardPass:
     def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
         """Run the backward of the last remaining call: send gradients to its inputs, return those of its parameters.
 
-        `settle` must have been called for it, and it must have a graph. Its leaves and arguments are released.
+        `flush_glue` must have been called for it, and it must have a graph. Its leaves and arguments are released.
         """
         ports = call.ports
         gradients, of_parameters = call.backward([self._pending(port.tensor) for port in ports])
@@ -237,9 +232,9 @@ class ForwardPass:
             if cut.leaf.grad is not None:
                 self._put(cut.origin, cut.leaf.grad)
         ends = [(cut.tensor, cut.leaf) for cut in cuts]
-        for tensor, leaf in (*zip(call.handed, call.leaves, strict=True), *ends):
+        for tensor, leaf in (*zip(call.aliases, call.leaves, strict=True), *ends):
             del self._owner[id(leaf)]
-            self._handed.pop(id(tensor), None)  # already gone if it was changed in place and then entered a call
+            self._aliases.pop(id(tensor), None)  # already gone if it was changed in place and then entered a call
         call.free()
         self.calls.remove(call)
         return of_parameters
@@ -247,7 +242,7 @@ class ForwardPass:
     def free(self) -> None:
         self.calls.clear()
         self._owner.clear()
-        self._handed.clear()
+        self._aliases.clear()
         self._cuts.clear()
         self._views.clear()
         self._waiting.clear()

@@ -30,16 +30,11 @@ class Port:
 
 
 class Outcome(NamedTuple):
-    """Holds what a call produced.
+    """Holds what a call produced."""
 
-    result: what the layer returned.
-    added: what the layer added to containers among its arguments (Stores.added).
-    recorded: recorded outputs of inner modules, by key.
-    """
-
-    result: Any
-    added: list[dict[Any, Any]]
-    recorded: dict[str, list[torch.Tensor]]
+    result: Any  # what the layer returned
+    added: list[dict[Any, Any]]  # what it added to containers among its arguments (Stores.added)
+    recorded: dict[str, list[torch.Tensor]]  # outputs of inner modules, by key
 
 
 @dataclass
@@ -67,33 +62,25 @@ class LayerCall:
         self.index = index
         self.path = path
         self.stores = Stores(args, kwargs)
-        self._arguments, self._spec = tree_flatten(self.stores.contents())
+        self.arguments, self._spec = tree_flatten(self.stores.contents())
         ports: dict[int, Port] = {}
-        for i, value in enumerate(self._arguments):
+        for i, value in enumerate(self.arguments):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 ports.setdefault(id(value), Port(value)).positions.append(i)
         self.ports = list(ports.values())
         self._graph: _Graph | None = None
         self.needs_gradient = False  # known after `forward`
         self.leaves: list[torch.Tensor] = []
-        self.handed: list[torch.Tensor] = []  # for each leaf the alias that the model receives
+        self.aliases: list[torch.Tensor] = []  # for each leaf the alias of it that the model receives
 
     def twin(self) -> LayerCall:
-        """Return another call with the same arguments.
-
-        Valid only before anything is written to containers among them.
-        """
+        """Return another call with the same arguments, before anything is written to containers among them."""
         return LayerCall(self.index, self.path, *self.stores.given)
 
     @property
     def kind(self) -> object:
         """Return a hashable description of the arguments. Calls of one kind differ only in the values of tensors."""
-        return str(self._spec), tuple(_kind_of(value) for value in self._arguments)
-
-    @property
-    def arguments(self) -> Sequence[Any]:
-        """Return the arguments, with containers flattened."""
-        return self._arguments
+        return str(self._spec), tuple(_kind_of(value) for value in self.arguments)
 
     def forward(
         self,
@@ -115,19 +102,16 @@ class LayerCall:
                 return outcome
             values, spec = tree_flatten(tuple(outcome))
         else:
-            values, spec = self._build(function, parameters, saving)
+            values, spec, self._graph = self._traced(function, parameters, saving)
         for i, value in enumerate(values):
             if _is_floating(value):
                 self.leaves.append(value.detach().requires_grad_(True))
-                values[i] = handed(self.leaves[-1])
-                self.handed.append(values[i])
+                values[i] = alias_output(self.leaves[-1])
+                self.aliases.append(values[i])
         return Outcome(*tree_unflatten(values, spec))
 
     def infer(self, function: Function) -> Any:
-        """Run the layer without gradients and return its result.
-
-        What the call adds to containers is written to the model's own containers.
-        """
+        """Run the layer without gradients, write what it adds to the model's own containers, and return its result."""
         with torch.no_grad():
             outcome = self._call(function, [port.tensor for port in self.ports])
         self.stores.write(outcome.added)
@@ -137,7 +121,7 @@ class LayerCall:
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> None:
         """Run the layer again on its arguments and keep the graph for the backward."""
-        self._build(function, parameters, saving)
+        _, _, self._graph = self._traced(function, parameters, saving)
 
     def replay(
         self,
@@ -191,10 +175,7 @@ class LayerCall:
         return [of.get(id(t)) for t in graph.inputs], [of.get(id(t)) for t in graph.parameters]
 
     def check_closed(self) -> None:
-        """Raise MegatrainError if the call's graph reaches a tensor that was not an argument.
-
-        Its gradient would be lost.
-        """
+        """Raise MegatrainError if the graph reaches a tensor that was no argument: its gradient would be lost."""
         graph = self._graph
         if graph is None:
             return
@@ -207,24 +188,15 @@ class LayerCall:
                 )
 
     def free(self) -> None:
-        """Release graph, arguments and outputs."""
         self._graph = None
-        self._arguments = []
+        self.arguments = []
         self.ports = []
         self.leaves = []
-        self.handed = []
-
-    def _build(
-        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
-    ) -> tuple[list[Any], TreeSpec]:
-        """Run the layer and keep its graph. Return the flattened outcome."""
-        values, spec, self._graph = self._traced(function, parameters, saving)
-        return values, spec
+        self.aliases = []
 
     def _traced(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
     ) -> tuple[list[Any], TreeSpec, _Graph]:
-        """Run the layer and return the flattened outcome and its graph."""
         inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
         with torch.enable_grad(), saving:
             entries = [tensor.view_as(tensor) for tensor in inputs]
@@ -233,7 +205,7 @@ class LayerCall:
         return values, spec, _Graph(inputs, entries, parameters, [value for value in values if _is_floating(value)])
 
     def _call(self, function: Function, inputs: Sequence[torch.Tensor]) -> Outcome:
-        values = list(self._arguments)
+        values = list(self.arguments)
         for port, tensor in zip(self.ports, inputs, strict=True):
             for position in port.positions:
                 values[position] = tensor
@@ -244,9 +216,9 @@ class LayerCall:
         return Outcome(result, self.stores.added(contents, fresh), recorded)
 
 
-def handed(tensor: torch.Tensor) -> torch.Tensor:
+def alias_output(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias of the tensor's elements as a new tensor, one autograd node after it."""
-    same: torch.Tensor = _Handed.apply(tensor)  # type: ignore[no-untyped-call]
+    same: torch.Tensor = _OutputAlias.apply(tensor)  # type: ignore[no-untyped-call]
     return same
 
 
@@ -276,7 +248,7 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         stack.extend(next_node for next_node, _ in node.next_functions)
 
 
-class _Handed(torch.autograd.Function):
+class _OutputAlias(torch.autograd.Function):
     """Aliases a leaf, one autograd node after it.
 
     Unlike a leaf or a view of one, the model may change the alias in place.

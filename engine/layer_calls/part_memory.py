@@ -36,11 +36,8 @@ def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor]
         yield
 
 
-def leaving(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
-    """Return tensors that entered calls of the block and that its forward no longer reads after this part.
-
-    They may be offloaded.
-    """
+def inputs_to_offload(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
+    """Return tensors that entered calls of the block and that its forward no longer reads after this part."""
     found = []
     for path, position in part.leaving:
         call = forward_pass.last_call(path)
@@ -48,11 +45,10 @@ def leaving(forward_pass: ForwardPass, part: Part) -> list[torch.Tensor]:
     return found
 
 
-def let_go(forward_pass: ForwardPass, part: Part) -> None:
-    """Release the memory of call outputs that nothing reads after this part's forward.
+def release_spent(forward_pass: ForwardPass, part: Part) -> None:
+    """Release the memory of call outputs that nothing reads after this part, for work that is submitted next.
 
-    The memory can be reused by the work submitted next. Their leaves stay, because gradients are still sent to them,
-    and a leaf's elements are not read for that.
+    Their leaves stay: gradients are still sent to them, and a leaf's elements are not read for that.
     """
     for path, number in part.spent:
         call = forward_pass.last_call(path)
@@ -60,7 +56,7 @@ def let_go(forward_pass: ForwardPass, part: Part) -> None:
             call.leaves[number].untyped_storage().resize_(0)
 
 
-def own_of_glue(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
+def glue_storages(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
     """Return the storages that the block's own forward saved and that no call received as an argument.
 
     saved: tensors saved by the operations between the calls of parts.

@@ -37,8 +37,8 @@ class Skeleton:
             if path not in structure.loss_modules:
                 _replace(model, path, LayerProxy(path, module))
         self._base = model.get_submodule(structure.base)
-        self._stand_in = _StandIn(self._base)
-        _replace(model, structure.base, self._stand_in)
+        self._stub = _StubBaseModel(self._base)
+        _replace(model, structure.base, self._stub)
         self._model = model
         self.attention = AttentionSwitch(model)
         answer_packed()
@@ -79,15 +79,12 @@ class Skeleton:
             (discovery/packing_check.py).
         """
         output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
-        self._stand_in.kind = type(output)
+        self._stub.kind = type(output)
         return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits with the model's own head: [1, T, D] → [1, T, V].
-
-        The head's parameters must be bound, and a `forward` must have run before.
-        """
-        with self._stand_in.returning(self._stand_in.kind(last_hidden_state=hidden)):
+        """Compute logits with the model's own bound head, after a `forward`: [1, T, D] → [1, T, V]."""
+        with self._stub.returning(self._stub.kind(last_hidden_state=hidden)):
             logits: torch.Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
@@ -112,7 +109,7 @@ class Skeleton:
         self._model.loss_function = loss_function  # type: ignore[assignment]
         labels = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
         try:
-            with torch.enable_grad(), self._stand_in.returning(one_token):
+            with torch.enable_grad(), self._stub.returning(one_token):
                 loss: torch.Tensor | None = self._model(inputs_embeds=hidden, labels=labels, use_cache=False).loss
         finally:
             vars(self._model).pop("_loss_function")
@@ -136,7 +133,7 @@ class _ZeroLoss:
         return torch.zeros((), dtype=torch.float32, device=logits.device)
 
 
-class _StandIn(nn.Module):
+class _StubBaseModel(nn.Module):
     """Replaces the base model: returns the given output when called, and forwards attribute reads to the base model."""
 
     kind: type = tuple  # class of the base model's own output
@@ -171,9 +168,6 @@ def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
 
 
 def _anchor(module: nn.Module, like: torch.Tensor) -> None:
-    """Add a first parameter with the dtype and device of `like`.
-
-    A Transformers model reports those of its first parameter as its own.
-    """
+    """Add a first parameter with the dtype and device of `like`: a Transformers model reports those as its own."""
     anchor = nn.Parameter(like, requires_grad=False)
     module._parameters = {"_anchor": anchor, **module._parameters}

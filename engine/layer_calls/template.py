@@ -23,10 +23,7 @@ class Template:
     """Wraps a module on the meta device whose parameters are replaced for the duration of a call."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Wrap `module`.
-
-        names: names of its parameters, relative to the module, in the order in which `bound` takes them.
-        """
+        """Wrap `module`, whose parameters have these `names`. `bound` takes them in this order."""
         self.module = module
         self.names = tuple(names)
         self._places = [_place(module, name) for name in names]
@@ -57,22 +54,6 @@ class Template:
 def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     return module.get_submodule(path), attribute
-
-
-class Templates:
-    """Provides one template for each structure."""
-
-    def __init__(self) -> None:
-        self._by_structure: dict[object, Template] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_structure)
-
-    def get(self, module: nn.Module, names: Sequence[str]) -> Template:
-        key = (structure(module), tuple(names))
-        if key not in self._by_structure:
-            self._by_structure[key] = Template(module, names)
-        return self._by_structure[key]
 
 
 def structure(module: nn.Module) -> object:

@@ -82,7 +82,7 @@ class _Measurement:
         with self._host_memory() as memory, closing(self._make_device(Precision.BF16)) as device:
             device.pin(memory)
             copies = _Copies(device, memory, effort.copy_bytes)
-            h2d_s, d2h_s, both_s = map(self._copies_s, itertools.repeat(copies), _DIRECTIONS)
+            h2d_s, d2h_s, both_s = (self._median_s(partial(copies.run, stages)) for stages in _DIRECTIONS)
             adamw_s, busy_s = self._updates_s(memory, copies, both_s)
             copy_s = self._median_s(lambda count: copies.run((Stage.H2D,), count, SMALL_BYTES))
             with device.activate():
@@ -123,9 +123,6 @@ class _Measurement:
             stop = start + self._effort.elements * dtype.itemsize
             yield memory[start:stop].view(dtype).zero_()
             start = stop
-
-    def _copies_s(self, copies: _Copies, stages: Sequence[Stage]) -> float:
-        return self._median_s(lambda count: copies.run(stages, count))
 
     def _updates_s(self, memory: torch.Tensor, copies: _Copies, both_s: float) -> tuple[float, float]:
         """Return the seconds of one update by itself, and of one while copies run in both directions.

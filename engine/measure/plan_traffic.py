@@ -55,10 +55,7 @@ def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) 
 
 
 def _suspensions(plan: Plan) -> int:
-    """Return how often an unfinished gradient sum is offloaded to the host and reloaded in a step.
-
-    That is once between any two micro-batches, if sums wait on the host.
-    """
+    """Return how often a partial sum is offloaded and reloaded in a step: between any two micro-batches."""
     return plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0
 
 

@@ -31,23 +31,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Place(MicroBatch):
-    """Holds a micro-batch in the device memory that a capture reads.
+class _StaticInput(MicroBatch):
+    """Holds a micro-batch in the device memory that a capture reads."""
 
-    packed: whether rows of the captured steps have positions.
-    """
-
-    packed: bool = False
+    packed: bool = False  # whether rows of the captured steps have positions
 
     @property
     def is_packed(self) -> bool:
         return self.packed  # does not look at the values: the next step has others
 
     def fill(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Copy a micro-batch of the same shapes from host memory into this one.
-
-        upload: `Device.upload`.
-        """
+        """Copy a micro-batch of the same shapes from host memory into this one."""
         self.input_ids.copy_(upload(micro_batch.input_ids))
         self.targets.copy_(upload(micro_batch.targets))
         if self.positions is not None and micro_batch.positions is not None:
@@ -57,7 +51,7 @@ class _Place(MicroBatch):
 class _Graph(NamedTuple):
     """Holds a captured step: the inputs it reads, the capture itself, and the results it writes."""
 
-    places: tuple[_Place, ...]
+    inputs: tuple[_StaticInput, ...]
     capture: Capture
     submitted: Submitted
     completed: Completed
@@ -69,23 +63,14 @@ class CapturedStep:
     Compute thread only.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        device: Device,
-        runner: StepRunner,
-        submit: Callable[[StepInput], Submitted],
-        store: GradientStore,
-    ) -> None:
+    def __init__(self, plan: Plan, device: Device, runner: StepRunner, store: GradientStore) -> None:
         """Create it without any captured graph.
 
-        submit: submits all of a step except the wait at its end. `runner` does that wait.
         store: receives the gradients and norms of a step.
         """
         self._plan = plan
         self._device = device
         self._runner = runner
-        self._submit = submit
         self._store = store
         self._graphs: dict[bool, _Graph] = {}  # key: whether rows have positions (in a step all rows have, or none has)
         self._num_supervised = torch.ones((), dtype=torch.float32, device=device.torch_device)
@@ -103,16 +88,16 @@ class CapturedStep:
             log.warning("steps run uncaptured, layer by layer: %s", error)
 
     def run(self, step: StepInput) -> StepOutput:
-        """Run a step whose update waits for its norm, as `StepRunner.run` does, and return its output.
+        """Run a step whose update waits for its norm, and return its output.
 
         The step runs uncaptured if no graph fits it or if there are several ranks.
         """
         graph = self._graphs.get(step.micro_batches[0].positions is not None)
         if graph is None or step.world.size > 1:
-            return self._runner.read(self._submit(step))
+            return self._runner.read(self._runner.submit(step))
         self._runner.whereabouts = f"step {step.step}, captured"
-        for place, micro_batch in zip(graph.places, step.micro_batches, strict=True):
-            place.fill(micro_batch, self._device.upload)
+        for static, micro_batch in zip(graph.inputs, step.micro_batches, strict=True):
+            static.fill(micro_batch, self._device.upload)
         self._num_supervised.fill_(step.world.num_supervised)
         with self._device.timed(Op("captured step", 0)):
             graph.capture.replay()
@@ -130,24 +115,24 @@ class CapturedStep:
 
         The uncaptured run creates whatever is made on first use. Raises CaptureError if the step cannot be captured.
         """
-        places = tuple(self._place(packed=packed) for _ in range(self._plan.num_micro_batches))
-        step = StepInput(0, places, World(self._num_supervised), 0, coming.objective)
-        self._submit(step)
+        inputs = tuple(self._static_input(packed=packed) for _ in range(self._plan.num_micro_batches))
+        step = StepInput(0, inputs, World(self._num_supervised), 0, coming.objective)
+        self._runner.submit(step)
         found: list[tuple[Submitted, Completed]] = []
 
         def run() -> tuple[torch.Tensor, ...]:
             with as_uncaptured():
-                submitted = self._submit(step)
+                submitted = self._runner.submit(step)
             completed = self._store.completed()
             found.append((submitted, completed))
             return submitted.values, *completed.norms.values()
 
         capture = self._device.capture(run)
-        return _Graph(places, capture, *found[0])
+        return _Graph(inputs, capture, *found[0])
 
-    def _place(self, *, packed: bool) -> _Place:
+    def _static_input(self, *, packed: bool) -> _StaticInput:
         """Return a micro-batch of zero tokens for the capture to read, with two documents a row if `packed`."""
         shape, device = (self._plan.micro_batch_size, self._plan.seq_len), self._device.torch_device
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         positions = torch.arange(self._plan.seq_len, device=device) % (self._plan.seq_len // 2 + 1)
-        return _Place(ids, targets, positions.repeat(shape[0], 1) if packed else None, packed)
+        return _StaticInput(ids, targets, positions.repeat(shape[0], 1) if packed else None, packed)

@@ -9,13 +9,10 @@ import torch
 
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.skeleton import Skeleton
 from megatrain_ray.engine.model.chunked_loss import cross_entropy_sums
 from megatrain_ray.engine.model.micro_batch import MicroBatch
-from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.schedule import Phase, Visit
-from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
-from megatrain_ray.engine.weights_stream.bound_weights import Residents
+from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
 from megatrain_ray.virtual_clock import Op
 
@@ -27,22 +24,10 @@ class Evaluator:
     only.
     """
 
-    def __init__(
-        self,
-        structure: ModelStructure,
-        device: Device,
-        skeleton: Skeleton,
-        streamer: LayerStreamer,
-        residents: Residents,
-        modules: BoundModules,
-        chunk_tokens: int,
-    ) -> None:
-        self._structure = structure
+    def __init__(self, device: Device, model: BoundModel, streamer: LayerStreamer, chunk_tokens: int) -> None:
         self._device = device
-        self._skeleton = skeleton
+        self._model = model
         self._streamer = streamer
-        self._residents = residents
-        self._modules = modules
         self._chunk_tokens = chunk_tokens
         self.whereabouts = ""  # empty while nothing is evaluated; read by other threads
 
@@ -51,15 +36,15 @@ class Evaluator:
 
         Each chunk is summed in FP32 on the device. The sums of chunks are added in double precision on the host.
         """
-        passes = [
-            ForwardPass(self._skeleton.forward_of(micro_batch, self._device.upload)) for micro_batch in micro_batches
-        ]
+        passes = self._model.forward_passes(micro_batches)
         targets = [self._device.upload(micro_batch.targets) for micro_batch in micro_batches]
         sums: list[torch.Tensor] = []
-        with self._skeleton.evaluating(), torch.no_grad():
+        with self._model.proxied.evaluating(), torch.no_grad():
             for visit in visits:
-                self.whereabouts = f"evaluation, {visit.phase.value} of {self._structure.layers[visit.layer].name}"
-                with self._streamer.layer(visit.index) as regions, self._residents.bound(regions):
+                self.whereabouts = (
+                    f"evaluation, {visit.phase.value} of {self._model.structure.layers[visit.layer].name}"
+                )
+                with self._streamer.layer(visit.index) as regions, self._model.weights.bound(regions):
                     for j in visit.micro_batches:
                         if visit.layer == 0:
                             passes[j].start()
@@ -71,9 +56,9 @@ class Evaluator:
         return sum(of_chunks)
 
     def _forward(self, layer: int, j: int, forward_pass: ForwardPass) -> None:
-        while (call := forward_pass.pending) is not None and self._structure.layer_of(call.path) == layer:
+        while (call := forward_pass.pending) is not None and self._model.structure.layer_of(call.path) == layer:
             op = Op("evaluate", layer, j)
-            with self._modules.bound(call.path) as (function, _), self._device.compute(op):
+            with self._model.bound(call.path) as (function, _), self._device.compute(op):
                 result = call.infer(function)
             forward_pass.answer(result)
 
@@ -81,7 +66,7 @@ class Evaluator:
         hidden = forward_pass.final_hidden
         forward_pass.free()
         with ExitStack() as stack:
-            for path in sorted(self._structure.loss_modules):
-                stack.enter_context(self._modules.bound(path))
-            stack.enter_context(self._device.compute(Op("evaluate loss", len(self._structure.layers) - 1, j)))
-            return cross_entropy_sums(self._skeleton.logits, hidden, targets, chunk_tokens=self._chunk_tokens)
+            for path in sorted(self._model.structure.loss_modules):
+                stack.enter_context(self._model.bound(path))
+            stack.enter_context(self._device.compute(Op("evaluate loss", len(self._model.structure.layers) - 1, j)))
+            return cross_entropy_sums(self._model.proxied.logits, hidden, targets, chunk_tokens=self._chunk_tokens)

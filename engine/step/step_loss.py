@@ -10,15 +10,13 @@ from functools import partial
 import torch
 
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.gradients.interfaces import GradientTaker
+from megatrain_ray.engine.gradients.interfaces import GradientAccumulator
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.skeleton import Skeleton
 from megatrain_ray.engine.layout.flat_layout import Segment
-from megatrain_ray.engine.model.chunked_loss import ChunkSums, LossResult, Objective, OpenSum, chunked_loss
-from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.model.chunked_loss import LossResult, Objective, OpenSum, chunked_loss
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
+from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.virtual_clock import Op
 
 
@@ -52,29 +50,18 @@ class MicroBatchLoss:
 class StepLoss:
     """Calls the model's own norm, head and loss in chunks of tokens."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        structure: ModelStructure,
-        device: Device,
-        skeleton: Skeleton,
-        modules: BoundModules,
-        chunk_sums: ChunkSums,
-        store: GradientTaker,
-    ) -> None:
+    def __init__(self, plan: Plan, device: Device, model: BoundModel, gradients: GradientAccumulator) -> None:
         self._plan = plan
-        self._structure = structure
         self._device = device
-        self._skeleton = skeleton
-        self._modules = modules
-        self._chunk_sums = chunk_sums
-        self._store = store
+        self._model = model
+        self._gradients = gradients
         self._head = len(plan.layers) - 1
 
     @property
     def compiled(self) -> CompiledCall | None:
         """Return the loss function if it is to be compiled before the first step, else None."""
-        return self._chunk_sums if isinstance(self._chunk_sums, CompiledCall) else None
+        sums = self._model.chunk_sums
+        return sums if isinstance(sums, CompiledCall) else None
 
     def run(self, j: int, forward_pass: ForwardPass, targets: torch.Tensor, share: LossShare) -> MicroBatchLoss:
         """Compute the loss of micro-batch `j` and send the gradient of its hidden state into the forward pass.
@@ -85,8 +72,8 @@ class StepLoss:
         hidden = forward_pass.final_hidden
         with self._bound() as named:
             with self._device.compute(Op("loss", self._head, j)):
-                result = self._chunked(hidden, targets, named, share, first=j == 0)
-            auxiliary = self._skeleton.auxiliary(forward_pass.result)
+                result = self._chunked(hidden, targets, named, share)
+            auxiliary = self._model.proxied.auxiliary(forward_pass.result)
         forward_pass.send(hidden, result.hidden)
         losses = [*result.losses]
         if auxiliary is not None:  # averaged over the step's micro-batches: this term is no sum over tokens
@@ -97,26 +84,24 @@ class StepLoss:
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
     def rehearse(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        """Compute the loss of a step's first micro-batch, in the memory that it takes in a step.
-
-        Call between steps. Leaves nothing in the gradient store.
+        """Compute the loss of a step's first micro-batch in the same memory, leaving nothing in the gradient store.
 
         hidden: `[B, T, D]`.
         targets: `[B, T]`.
         """
         with self._bound() as named:
-            self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1), first=True)
-        self._store.begin()
+            self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1))
+        self._gradients.begin()
 
     @contextmanager
     def _bound(self) -> Iterator[list[tuple[Segment, torch.Tensor]]]:
         """Bind the weights of the head's modules for the block; yield their parameters."""
         with ExitStack() as stack:
             named: list[tuple[Segment, torch.Tensor]] = []
-            for path in sorted(self._structure.loss_modules):
-                _, parameters = stack.enter_context(self._modules.bound(path))
-                named += zip(self._modules.segments[path], parameters, strict=True)
-            stack.enter_context(self._modules.saving(*self._structure.loss_modules))
+            for path in sorted(self._model.structure.loss_modules):
+                _, parameters = stack.enter_context(self._model.bound(path))
+                named += zip(self._model.segments[path], parameters, strict=True)
+            stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
             yield named
 
     def _chunked(
@@ -125,12 +110,12 @@ class StepLoss:
         targets: torch.Tensor,
         named: Sequence[tuple[Segment, torch.Tensor]],
         share: LossShare,
-        *,
-        first: bool,
     ) -> LossResult:
-        sums = self._open_sums(first=first)
+        sums: dict[str, OpenSum] = {}
+        if self._plan.chunks_add_to_sums:  # otherwise chunks are added into a sum of their own
+            sums = self._gradients.open_sums(self._head, self._model.structure.loss_parameters)
         return chunked_loss(
-            partial(self._chunk_sums, share.objective),
+            partial(self._model.chunk_sums, share.objective),
             hidden,
             targets,
             [parameter for _, parameter in named],
@@ -139,12 +124,3 @@ class StepLoss:
             add=self._device.add,
             into=[sums.get(segment.name) for segment, _ in named],
         )
-
-    def _open_sums(self, *, first: bool) -> dict[str, OpenSum]:
-        """Return the sums of the head's parameters to which each chunk's gradient is added at once.
-
-        The result is empty if the plan adds chunks into a sum of their own (`Plan.chunks_add_to_sums`).
-        """
-        if not self._plan.chunks_add_to_sums:
-            return {}
-        return self._store.open_sums(self._head, self._structure.loss_parameters, first=first)

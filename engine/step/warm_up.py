@@ -6,27 +6,25 @@ What is compiled on first use is compiled then, so no step and no deadline waits
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome
-from megatrain_ray.engine.layer_calls.skeleton import Skeleton
-from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall, Outcome
 from megatrain_ray.engine.model.attention import Attention
 from megatrain_ray.engine.model.chunked_loss import Objective
-from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.step_residency import needed_fragments, streamed
 from megatrain_ray.engine.step.step_loss import StepLoss
-from megatrain_ray.engine.weights_stream.bound_modules import BoundModules
-from megatrain_ray.engine.weights_stream.bound_weights import Residents
+from megatrain_ray.engine.weights_stream.bound_model import BoundModel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,34 +40,18 @@ class Coming:
     evaluates: bool = False
 
 
-class Rehearsal:
+class WarmUp:
     """Runs micro-batches of zeros through every kind of layer.
 
     Weights in slots are zeros, in the same memory as in a step. Compute thread only, before any step.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        structure: ModelStructure,
-        layout: ModelLayout,
-        memory: torch.Tensor,
-        skeleton: Skeleton,
-        residents: Residents,
-        modules: BoundModules,
-        step_loss: StepLoss,
-    ) -> None:
-        """Keep the components of a step.
-
-        memory: the allocation that all slots are cut from.
-        """
+    def __init__(self, plan: Plan, memory: torch.Tensor, model: BoundModel, step_loss: StepLoss) -> None:
+        """Keep the components of a step; `memory` is the allocation that all slots are cut from."""
         self._plan = plan
-        self._structure = structure
-        self._layout = layout
         self._memory = memory
-        self._skeleton = skeleton
-        self._residents = residents
-        self._modules = modules
+        self._model = model
+        self._proxied = model.proxied
         self._step_loss = step_loss
 
     def run(self, coming: Coming) -> None:
@@ -87,21 +69,21 @@ class Rehearsal:
             kinds.append((plan.packed_attention, index % (plan.seq_len // 2 + 1)))  # two documents a row
         with warnings.catch_warnings(action="ignore"):  # compilers warn about what they do with a model
             for attention, positions in kinds:
-                self._skeleton.attention.set(attention)
+                self._proxied.attention.set(attention)
                 self._train(torch.zeros_like(index), positions, coming.objective)
                 if coming.evaluates and compiled:
                     self._evaluate(torch.zeros_like(index), positions)
 
     def _train(self, ids: torch.Tensor, positions: torch.Tensor | None, objective: Objective) -> None:
         results: dict[object, Any] = {}  # by kind of call: a call like an earlier one is not run again
-        forward_pass = ForwardPass(lambda: self._skeleton.forward(ids, positions))
+        forward_pass = ForwardPass(lambda: self._proxied.forward(ids, positions))
         forward_pass.start()
         while (call := forward_pass.pending) is not None:
-            kind = self._modules.graph_of(call.path), call.kind
+            kind = self._model.graph_of(call.path), call.kind
             if kind in results:
                 forward_pass.answer(results[kind])
                 continue
-            outcome = self._forward_and_backward(call)
+            outcome = self._run(call, self._forward_and_backward)
             if not any(outcome.added):  # not reused if the layer added to a container: that belongs to this layer only
                 results[kind] = outcome.result
             forward_pass.resume(outcome)
@@ -110,73 +92,59 @@ class Rehearsal:
 
     def _evaluate(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
         results: dict[object, Any] = {}
-        forward_pass = ForwardPass(lambda: self._skeleton.forward(ids, positions))
-        with self._skeleton.evaluating(), torch.no_grad():
+        forward_pass = ForwardPass(lambda: self._proxied.forward(ids, positions))
+        with self._proxied.evaluating(), torch.no_grad():
             forward_pass.start()
             while (call := forward_pass.pending) is not None:
-                kind = self._modules.graph_of(call.path), call.kind
+                kind = self._model.graph_of(call.path), call.kind
                 if kind not in results or call.stores:
-                    results[kind] = self._infer(call)
+                    results[kind] = self._run(call, lambda call, function, _: call.infer(function))
                 forward_pass.answer(results[kind])
 
-    def _forward_and_backward(self, call: LayerCall) -> Outcome:
-        with self._residents.bound(self._placed(call.path)), self._modules.bound(call.path) as (function, parameters):
-            compiled = self._modules.compiled(call.path)
+    def _run(self, call: LayerCall, work: Callable[[LayerCall, Function, list[torch.Tensor]], T]) -> T:
+        """Do `work` with the call, whose layer is bound; before that with a twin of it, if its function compiles."""
+        with self._model.weights.bound(self._placed(call.path)), self._model.bound(call.path) as (function, parameters):
+            compiled = self._model.compiled(call.path)
             if compiled is not None and compiled.problem is None:
                 twin = call.twin()
-                _compile(compiled, lambda: self._once(twin, function, parameters))
-            return self._once(call, function, parameters)
+                _compile(compiled, lambda: work(twin, function, parameters))
+            return work(call, function, parameters)
 
-    def _once(self, call: LayerCall, function: Any, parameters: list[torch.Tensor]) -> Outcome:
-        """Run the call forward and backward as a step does."""
-        policy = self._plan.layers[self._structure.layer_of(call.path)].activations
-        keeps = policy is ActivationPolicy.KEEP and self._modules.keeps(call.path)
-        outcome = call.forward(function, parameters, self._modules.saving(call.path) if keeps else None)
+    def _forward_and_backward(self, call: LayerCall, function: Function, parameters: list[torch.Tensor]) -> Outcome:
+        policy = self._plan.layers[self._model.structure.layer_of(call.path)].activations
+        keeps = policy is ActivationPolicy.KEEP and self._model.keeps(call.path)
+        outcome = call.forward(function, parameters, self._model.saving(call.path) if keeps else None)
         if call.needs_gradient:
             if not call.has_graph:
-                call.recompute(function, parameters, self._modules.saving(call.path))
+                call.recompute(function, parameters, self._model.saving(call.path))
             for leaf in call.leaves:
                 leaf.grad = torch.zeros_like(leaf)
             call.backward([None] * len(call.ports))
         call.free()
         return outcome
 
-    def _infer(self, call: LayerCall) -> Any:
-        with self._residents.bound(self._placed(call.path)), self._modules.bound(call.path) as (function, _):
-            compiled = self._modules.compiled(call.path)
-            if compiled is not None and compiled.problem is None:
-                twin = call.twin()
-                _compile(compiled, lambda: twin.infer(function))
-            return call.infer(function)
-
     def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
         run = partial(self._step_loss.rehearse, hidden, targets, objective)
-        with self._residents.bound(self._placed(self._structure.layers[-1].modules[-1])):
+        with self._model.weights.bound(self._placed(self._model.structure.layers[-1].modules[-1])):
             if self._step_loss.compiled is not None:
                 _compile(self._step_loss.compiled, run)
             run()
 
     def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
-        """Return regions of slot memory for the layer of a module and the layers it shares parameters with.
-
-        The regions lie one after the other. Fragments that live on the device are left out: they stay where they are.
-        """
+        """Return slot memory for the layer of a module and for layers it shares parameters with, unless in HBM."""
         regions: dict[FragmentId, torch.Tensor] = {}
         start = 0
-        needed = needed_fragments(self._layout, self._structure.layer_of(path))
+        needed = needed_fragments(self._model.layout, self._model.structure.layer_of(path))
         for fragment in streamed(needed, self._plan.hbm_layers):
-            span = self._layout.layers[fragment.layer].fragments[fragment.index]
+            span = self._model.layout.layers[fragment.layer].fragments[fragment.index]
             stop = start + span.size * self._plan.precision.working_dtype.itemsize
             regions[fragment] = self._memory[start:stop]
             start = stop
         return regions
 
 
-def _compile(call: CompiledCall, run: Any) -> None:
-    """Call `run` in a rehearsal of `call`, so that it compiles; run uncompiled from then on if it fails.
-
-    Raises torch.OutOfMemoryError.
-    """
+def _compile(call: CompiledCall, run: Callable[[], object]) -> None:
+    """Call `run` in a rehearsal of `call`, so that it compiles; if it fails, run uncompiled from then on."""
     try:
         with call.rehearsal():
             run()

@@ -33,7 +33,7 @@ class SavedWeight(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Residents:
+class WeightBindings:
     """Maps fragments to the device memory that holds them now. Compute thread only."""
 
     def __init__(self, layout: ModelLayout, dtype: torch.dtype, memory: torch.Tensor) -> None:
@@ -43,22 +43,22 @@ class Residents:
         """
         self._layout = layout
         self._dtype = dtype
-        self._memories = [_Bytes.of(memory)]
+        self._memories = [_addresses(memory)]
         self._regions: dict[FragmentId, torch.Tensor] = {}
         self._visiting: Mapping[FragmentId, torch.Tensor] = {}
-        self._settled: list[tuple[int, FragmentId]] = []  # sorted by address
-        self._living: frozenset[FragmentId] = frozenset()  # on the device for the whole run
+        self._resident: list[tuple[int, FragmentId]] = []  # sorted by address
+        self._resident_ids: frozenset[FragmentId] = frozenset()  # on the device for the whole run
 
-    def settle(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
-        """Register the fragments that live on the device. They are bound from now on.
+    def register_resident(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
+        """Bind the fragments that live on the device from now on.
 
         memory: their own allocation.
         regions: their memory in it.
         """
-        self._memories.append(_Bytes.of(memory))
+        self._memories.append(_addresses(memory))
         self._regions.update(regions)
-        self._living = frozenset(regions)
-        self._settled = sorted((region.data_ptr(), fragment) for fragment, region in regions.items())
+        self._resident_ids = frozenset(regions)
+        self._resident = sorted((region.data_ptr(), fragment) for fragment, region in regions.items())
 
     @contextmanager
     def bound(self, regions: Mapping[FragmentId, torch.Tensor]) -> Iterator[None]:
@@ -72,10 +72,7 @@ class Residents:
                 del self._regions[fragment]
 
     def addresses(self, fragments: Sequence[FragmentId]) -> tuple[int, ...]:
-        """Return the addresses at which these fragments begin.
-
-        As long as they are the same, a parameter in these fragments is the same view.
-        """
+        """Return where these fragments begin. While that stays the same, their parameters are the same views."""
         return tuple([self._region(fragment).data_ptr() for fragment in fragments])
 
     def fragments_of(self, layer: int, segments: Sequence[Segment]) -> tuple[FragmentId, ...]:
@@ -108,7 +105,7 @@ class Residents:
         """
         if kept is not None:
             return torch.autograd.graph.saved_tensors_hooks(partial(self._pack_own, kept), self._unpack)
-        if self._living.issuperset(fragments):
+        if self._resident_ids.issuperset(fragments):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -133,9 +130,9 @@ class Residents:
         if isinstance(tensor, FakeTensor):
             return tensor  # a compiler is tracing: it saves no real memory
         address = tensor.data_ptr()
-        for start, stop in self._memories:
-            if start <= address < stop:
-                return SavedWeight(*self._place_of(address), tensor.dtype, tensor.size(), tensor.stride())
+        for addresses in self._memories:  # not any(...): this runs for every saved tensor
+            if address in addresses:
+                return SavedWeight(*self._locate(address), tensor.dtype, tensor.size(), tensor.stride())
         return tensor
 
     def _pack_own(self, kept: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | SavedWeight:
@@ -145,11 +142,11 @@ class Residents:
         kept.append(saved.data)  # a new tensor object on the same memory: others may hold the old one
         return kept[-1]
 
-    def _place_of(self, address: int) -> tuple[FragmentId, int]:
+    def _locate(self, address: int) -> tuple[FragmentId, int]:
         """Return the fragment that holds this address, and the byte offset in it."""
-        before = bisect_right(self._settled, (address, _LAST)) - 1
-        settled = [self._settled[before][1]] if before >= 0 else []
-        for fragment in (*self._visiting, *settled):
+        before = bisect_right(self._resident, (address, _LAST)) - 1
+        resident = [self._resident[before][1]] if before >= 0 else []
+        for fragment in (*self._visiting, *resident):
             region = self._regions[fragment]
             start = address - region.data_ptr()
             if 0 <= start < region.nbytes:
@@ -167,13 +164,6 @@ class Residents:
 _LAST = FragmentId(1 << 62, 0)  # sorts after every other
 
 
-class _Bytes(NamedTuple):
-    """Holds the address range of an allocation."""
-
-    start: int
-    stop: int
-
-    @staticmethod
-    def of(memory: torch.Tensor) -> _Bytes:
-        storage = memory.untyped_storage()
-        return _Bytes(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+def _addresses(memory: torch.Tensor) -> range:
+    storage = memory.untyped_storage()
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())

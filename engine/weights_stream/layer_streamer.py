@@ -18,9 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.device import Device, Event
+from megatrain_ray.engine.device.ranks import RankParts, Ranks
 from megatrain_ray.engine.host.interfaces import HostWeights, ParamSource
+from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.residency import FragmentId, Load, Residency
 from megatrain_ray.engine.weights_stream.slot_ring import SlotRing, SlotState
@@ -40,11 +42,14 @@ class Arrival(NamedTuple):
 Gathers = Callable[[int, torch.Tensor, Event], Event]  # (layer, its flat as 1-D uint8, event of the own part)
 
 
-class NoStreamer:
+class AllResidentSource:
     """Is a LayerSource that loads and releases nothing, for plans in which every layer lives on the device."""
 
     def layer(self, visit: int) -> AbstractContextManager[Mapping[FragmentId, torch.Tensor]]:
         return nullcontext({})
+
+    def sync_collective_order(self, visit: int) -> None:
+        pass
 
 
 class LayerStreamer:
@@ -122,12 +127,14 @@ class LayerStreamer:
             self._device.wait(arrival.event, "h2d")
         return {arrival.fragment: arrival.region for arrival in arrivals}
 
-    def await_submitted(self, visit: int) -> None:
-        """Wait until all loads are submitted that do not depend on this visit or a later one.
+    def sync_collective_order(self, visit: int) -> None:
+        """Wait until all loads are submitted that do not depend on this visit or a later one, if loads are gathered.
 
         So all-gathers of loads have the same place on every device, among the collectives that the compute thread
         submits. Compute thread only, within the visit. Raises as `wait` does.
         """
+        if self._gathers is None:
+            return
         count = bisect.bisect_left(self._behind, visit)
         if count:
             self._arrived(self._submissions[count - 1], visit)
@@ -195,7 +202,6 @@ class LayerStreamer:
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
 
     def _num_bytes(self, fragment: FragmentId, weights: HostWeights) -> int:
-        """Return the size of the whole fragment in bytes."""
         itemsize = weights.parts[0].values.itemsize
         return self._layout.layers[fragment.layer].fragments[fragment.index].size * itemsize
 
@@ -210,3 +216,43 @@ class LayerStreamer:
 
     def _name(self, fragment: FragmentId) -> str:
         return f"{self._layout.layers[fragment.layer].name}/{fragment.index}"
+
+
+class SlotGather:
+    """Fills slots where each rank uploads only its own part of a layer.
+
+    Runs one all-gather for the trained elements of a layer and one for the frozen ones. Every rank loads the same
+    layers in the same order, because all ranks have the same plan.
+    """
+
+    def __init__(
+        self, layout: ModelLayout, itemsize: int, device: Device, ranks: Ranks, update_deadline_s: float
+    ) -> None:
+        """Create it for one rank.
+
+        itemsize: bytes of an element of a working copy.
+        update_deadline_s: of the plan.
+        """
+        self._parts = RankParts(layout, ranks.rank, ranks.size)
+        self._itemsize = itemsize
+        self._device = device
+        self._ranks = ranks
+        # Meanwhile other ranks may wait for a generation of their own, or for the disk of a save.
+        self._timeout_s = STEP_DEADLINE_S + update_deadline_s
+
+    def __call__(self, layer: int, flat: torch.Tensor, loaded: Event) -> Event:
+        """Submit the all-gathers of a layer; return the event after which all of `flat` is there.
+
+        flat: the layer, 1-D uint8. This rank's part is in it after `loaded`.
+        """
+
+        def work() -> None:
+            for parts in self._parts.upload_spans_of_all(layer):
+                if parts[-1].stop > parts[0].start:
+                    self._ranks.all_gather(flat, [self._in_bytes(part) for part in parts])
+
+        op = Op("all-gather", layer, num_bytes=flat.nbytes)
+        return self._device.all_gather(work, op, loaded, self._timeout_s)
+
+    def _in_bytes(self, part: Span) -> Span:
+        return Span(part.start * self._itemsize, part.stop * self._itemsize)

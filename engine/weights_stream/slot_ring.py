@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -55,13 +54,6 @@ class Slot:
         self.holder = "" if state is SlotState.FREE else holder
 
 
-@dataclass(frozen=True)
-class SlotStatistics:
-    num_slots: int
-    num_bytes: int
-    by_state: dict[str, int]
-
-
 class SlotRing:
     """Holds all slots of a plan, cut from one allocation.
 
@@ -85,17 +77,9 @@ class SlotRing:
     def __getitem__(self, index: int) -> Slot:
         return self._slots[index]
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def to(self, index: int, state: SlotState, holder: str) -> None:
         with self._lock:
             slot = self._slots[index]
             slot.to(state, holder)
             if self._poison and state is SlotState.FREE:
                 slot.region.detach().fill_(0xFF)  # NaN in bf16 and fp32
-
-    def statistics(self) -> SlotStatistics:
-        with self._lock:
-            by_state = {state.name: sum(s.state is state for s in self._slots) for state in SlotState}
-        return SlotStatistics(len(self._slots), sum(s.region.nbytes for s in self._slots), by_state)

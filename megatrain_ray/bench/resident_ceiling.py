@@ -122,7 +122,7 @@ class _Rate:
         seconds = []
         for _ in range(WARMUP_STEPS + MEASURED_STEPS):
             start_s = time.perf_counter()
-            self.model.run(runner, step)
+            runner.read(runner.submit(step))
             self.model.device.timeline.clear()
             seconds.append(time.perf_counter() - start_s)
         step_s = statistics.median(seconds[WARMUP_STEPS:])

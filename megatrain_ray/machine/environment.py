@@ -12,9 +12,6 @@ from typing import Any
 import torch
 
 from megatrain_ray import __version__
-from megatrain_ray.engine.device.cuda_device import (
-    total_memory_bytes,
-)
 from megatrain_ray.engine.device.cuda_info import device_name, total_memory_bytes
 from megatrain_ray.machine.machine import (
     cpu_name,

@@ -7,9 +7,6 @@ import re
 from pathlib import Path
 
 from megatrain_ray.config.groups import HardwareConfig
-from megatrain_ray.engine.device.cuda_device import (
-    total_memory_bytes,
-)
 from megatrain_ray.engine.device.cuda_info import num_gpus as gpus_here
 from megatrain_ray.engine.device.cuda_info import pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu

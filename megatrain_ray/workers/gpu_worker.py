@@ -28,7 +28,10 @@ from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt
 from megatrain_ray.engine.shards.save_part import WrittenPart
-from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.build_engine import build_engine
+from megatrain_ray.engine.step.engine import (
+    Engine,
+)
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
@@ -221,7 +224,7 @@ class GpuWorker:
             self._group = await asyncio.to_thread(self._meet, self._seat)
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
-            self._engine = Engine(
+            self._engine = build_engine(
                 self._prepared.source.factory, structure, plan, device, host,
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,

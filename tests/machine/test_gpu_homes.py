@@ -21,9 +21,6 @@ from megatrain_ray.config.groups import (
     HardwareConfig,
     NodeConfig,
 )
-from megatrain_ray.engine.device.cuda_device import (
-    total_memory_bytes,
-)
 from megatrain_ray.engine.device.cuda_info import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
 from megatrain_ray.engine.layout.precision import Precision

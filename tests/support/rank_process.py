@@ -17,7 +17,7 @@ from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.parameter_group import ParameterGroup
-from megatrain_ray.engine.weights_stream.slot_all_gather import SlotGather
+from megatrain_ray.engine.weights_stream.layer_streamer import SlotGather
 
 TIMEOUT_S = 60.0
 FROZEN = ParameterGroup(trained=False)

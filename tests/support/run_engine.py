@@ -29,6 +29,7 @@ from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.shards.device_shard import DeviceShard
+from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine, StepReport
 from megatrain_ray.engine.step.warm_up import Coming
 from megatrain_ray.io.batching.batch_stream import Batch
@@ -245,7 +246,7 @@ def train_engine(
             state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
             state.device_shard.load(source.weights())
         spill = disk(plan.activation_file_bytes) if plan.disk_activations else None
-        engine = Engine(
+        engine = build_engine(
             source.factory, structure, plan, device, host,
             muon=muon_of(recipe), device_shard=state.device_shard, spill=spill, poison=mode.poison,
         )  # fmt: skip

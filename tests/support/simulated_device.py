@@ -37,7 +37,7 @@ from megatrain_ray.engine.planner.request import Candidate
 from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.make_plan import activations_of
 from megatrain_ray.engine.shards.device_shard import DeviceShard
-from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.weights.weight_source import RandomSource
 from megatrain_ray.planning.prepare import Question
 from megatrain_ray.virtual_clock import CostModel, Op, Record, Stage, Timeline
@@ -90,7 +90,7 @@ class StandIn:
         if plan.hbm_layers:
             state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
             state.device_shard.load(source)
-        engine = Engine(factory, structure, plan, device, host, device_shard=state.device_shard)
+        engine = build_engine(factory, structure, plan, device, host, device_shard=state.device_shard)
         batches = text_batches(num_steps, plan.micro_batch_size * plan.num_micro_batches, SEQ)
         result = await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, ())
         for shard in state.shards:

@@ -14,8 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray import virtual_clock
-from megatrain_ray.engine.activations.activation_store import ActivationStore
-from megatrain_ray.engine.activations.owned_storages import SMALL_BYTES, owned_storages
+from megatrain_ray.engine.activations.activation_store import SMALL_BYTES, ActivationStore, owned_storages
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.discovery.discover import discover
@@ -91,9 +90,9 @@ def test_what_is_computed_again_is_let_go_of_behind_its_forward(device: CpuDevic
     store.begin(visits(NUM_LAYERS, 1, LoopOrder.LAYERS_OUTER, replayed={1}))
     tensors = {layer: entering(float(layer)) for layer in BLOCKS}
     for layer, tensor in tensors.items():
-        store.leave(layer, 0, [tensor], [])
+        store.offload(layer, 0, [tensor], [])
     assert held(tensors) == {1}
-    store.bring_back(backward(2))  # what fills it is the replay of the layer before
+    store.reload(backward(2))  # what fills it is the replay of the layer before
     assert held(tensors) == {1}
 
 
@@ -102,7 +101,7 @@ def test_memory_goes_one_forward_later_and_comes_one_backward_ahead(stage: Stage
     seen = []
     stage.begin()
     for (layer, j), tensor in tensors.items():
-        stage.store.leave(layer, j, [tensor], [])
+        stage.store.offload(layer, j, [tensor], [])
         seen.append(held(tensors) - {key for key in tensors if key > (layer, j)})
     assert seen == [{(1, 0)}, {(1, 1)}, {(2, 0)}, {(2, 1)}]
     for entry, there in (
@@ -111,7 +110,7 @@ def test_memory_goes_one_forward_later_and_comes_one_backward_ahead(stage: Stage
         ((1, 0), {(2, 0), (2, 1), (1, 0), (1, 1)}),
         ((1, 1), {(2, 0), (2, 1), (1, 0), (1, 1)}),
     ):
-        stage.store.bring_back(backward(*entry))
+        stage.store.reload(backward(*entry))
         assert held(tensors) == there
         assert torch.equal(tensors[entry], entering(float(10 * entry[0] + entry[1])))
 
@@ -122,12 +121,12 @@ def test_the_first_to_come_back_is_on_its_way_while_a_layer_runs_whose_own_staye
     tensors = {(1, j): entering(float(j)) for j in (0, 1)}
     stage.begin()
     for (layer, j), tensor in tensors.items():
-        stage.store.leave(layer, j, [tensor], [])
-    stage.store.bring_back(backward(2, 0))
+        stage.store.offload(layer, j, [tensor], [])
+    stage.store.reload(backward(2, 0))
     assert held(tensors) == {(1, 1)}, "it has not been let go of before"
-    stage.store.bring_back(backward(2, 1))
+    stage.store.reload(backward(2, 1))
     assert held(tensors) == {(1, 0)}
-    stage.store.bring_back(backward(1, 0))
+    stage.store.reload(backward(1, 0))
     assert held(tensors) == {(1, 0), (1, 1)}
 
 
@@ -138,9 +137,9 @@ def test_what_is_back_is_freed_with_its_tensors() -> None:
     store = ActivationStore(plan_of(layers, NUM_BYTES), device, NUM_BYTES)
     store.begin(visits(NUM_LAYERS, 1, LoopOrder.LAYERS_OUTER))
     tensor = entering(1.0)
-    store.leave(1, 0, [tensor], [])
-    store.bring_back(backward(2))
-    store.bring_back(backward(1))
+    store.offload(1, 0, [tensor], [])
+    store.reload(backward(2))
+    store.reload(backward(1))
     device.close()
     assert torch.equal(tensor, entering(1.0))
     assert torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2, "the tensor and what asks"
@@ -151,11 +150,11 @@ def test_who_shares_memory_has_it_back(stage: Stage) -> None:
     tensor = entering(3.0)
     alias, half = tensor.detach(), tensor[: NUM_BYTES // 8]
     stage.begin(1)
-    stage.store.leave(1, 0, [tensor, half], [])
-    stage.store.leave(2, 0, [entering(4.0)], [])
+    stage.store.offload(1, 0, [tensor, half], [])
+    stage.store.offload(2, 0, [entering(4.0)], [])
     assert alias.untyped_storage().nbytes() == 0
-    stage.store.bring_back(backward(2))
-    stage.store.bring_back(backward(1))
+    stage.store.reload(backward(2))
+    stage.store.reload(backward(1))
     assert torch.equal(alias, entering(3.0))
     assert torch.equal(half, entering(3.0)[: NUM_BYTES // 8])
 
@@ -178,10 +177,10 @@ def test_memory_is_filled_behind_all_that_was_submitted_before(stage: Stage, mon
     tensors = [entering(float(layer)) for layer in BLOCKS]
     stage.begin(1)
     for layer, tensor in zip(BLOCKS, tensors, strict=True):
-        stage.store.leave(layer, 0, [tensor], [])
+        stage.store.offload(layer, 0, [tensor], [])
     monkeypatch.setattr(stage.device, "record", note)
     monkeypatch.setattr(stage.device, "copy_all", watch)
-    stage.store.bring_back(backward(2))
+    stage.store.reload(backward(2))
     assert len(recorded) == 2
     assert behind == [True, True]
 
@@ -189,9 +188,9 @@ def test_memory_is_filled_behind_all_that_was_submitted_before(stage: Stage, mon
 def test_layers_whose_inputs_stay_keep_them(stage: Stage) -> None:
     tensor = entering(1.0)
     stage.begin(1)
-    stage.store.leave(0, 0, [tensor], [])
-    stage.store.leave(3, 0, [tensor], [])
-    stage.store.bring_back(backward(0))
+    stage.store.offload(0, 0, [tensor], [])
+    stage.store.offload(3, 0, [tensor], [])
+    stage.store.reload(backward(0))
     assert tensor.untyped_storage().nbytes() == NUM_BYTES
     assert stage.device.timeline.records == ()
 
@@ -199,7 +198,7 @@ def test_layers_whose_inputs_stay_keep_them(stage: Stage) -> None:
 def test_more_than_the_plan_has_room_for_is_an_error(stage: Stage) -> None:
     stage.begin(1)
     with pytest.raises(MegatrainError, match="take 320 bytes of host memory, the plan has 256"):
-        stage.store.leave(1, 0, [torch.zeros(80)], [])
+        stage.store.offload(1, 0, [torch.zeros(80)], [])
 
 
 def test_memory_that_is_aliased_is_taken_in_turn(device: CpuDevice) -> None:
@@ -208,11 +207,11 @@ def test_memory_that_is_aliased_is_taken_in_turn(device: CpuDevice) -> None:
     store = ActivationStore(plan, device, 5 * NUM_BYTES // 2)
     store.begin(visits(NUM_LAYERS, 1, LoopOrder.LAYERS_OUTER))
     for layer in range(NUM_LAYERS):
-        store.leave(layer, 0, [entering(float(layer))], [])
+        store.offload(layer, 0, [entering(float(layer))], [])
     with pytest.raises(MegatrainError, match="take 320 bytes of host memory, the plan has 256"):
-        store.leave(0, 0, [entering(4.0)], [])
+        store.offload(0, 0, [entering(4.0)], [])
     device.close()
-    assert store._places._memory.view(torch.float32)[[0, 16]].tolist() == [2.0, 3.0]
+    assert store._buffer._memory.view(torch.float32)[[0, 16]].tolist() == [2.0, 3.0]
 
 
 SIZE = 2 * SMALL_BYTES
@@ -227,15 +226,15 @@ def test_what_is_kept_comes_back_in_one_piece_with_what_entered(device: CpuDevic
     stage.store.begin(visits(NUM_LAYERS, 1, LoopOrder.LAYERS_OUTER, replayed={1}))
     kept = {(i, k): torch.full((SIZE,), 10 * i + k, dtype=torch.uint8) for i in BLOCKS for k in (0, 1)}
     entered = entering(5.0)
-    stage.store.leave(1, 0, [entered], [kept[1, 0], kept[1, 1]])
-    stage.store.leave(2, 0, [], [kept[2, 0], kept[2, 1]])
+    stage.store.offload(1, 0, [entered], [kept[1, 0], kept[1, 1]])
+    stage.store.offload(2, 0, [], [kept[2, 0], kept[2, 1]])
     assert held(kept) == {(2, 0), (2, 1)}
-    stage.store.bring_back(Stop(Phase.REPLAY, 1, 0))
+    stage.store.reload(Stop(Phase.REPLAY, 1, 0))
     assert held(kept) == {(2, 0), (2, 1)}, "the next one's, as they left last"
     assert torch.equal(entered, entering(5.0))
-    stage.store.bring_back(backward(2))
+    stage.store.reload(backward(2))
     assert held(kept) == {*kept}
-    stage.store.bring_back(backward(1))
+    stage.store.reload(backward(1))
     assert all(bool((tensor == 10 * i + k).all()) for (i, k), tensor in kept.items())
     moved = [(str(r.op), r.op.num_bytes) for r in device.timeline.records if r.stage is virtual_clock.Stage.H2D]
     assert moved == [("boundary[1.0]", NUM_BYTES), ("kept[2.0]", 2 * SIZE), ("kept[1.0]", 2 * SIZE)]

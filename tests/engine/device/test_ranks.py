@@ -108,9 +108,9 @@ def test_each_rank_keeps_its_part_of_a_sum_and_all_have_the_same_norms(
             store.begin()
             kept = []
             for layer in (2, 1, 0):
-                store.add(layer, gradients[rank.rank][layer], first=True, last=True)
-                departure = store.finish(layer)
-                flat = store.take(layer) if departure is None else departure.flat
+                store.add(layer, gradients[rank.rank][layer], last=True)
+                departure = store.finalize(layer)
+                flat = store.pop_deferred(layer) if departure is None else departure.flat
                 kept.append(flat.clone())
                 if departure:
                     departure.done.set_result(device.record())

@@ -14,7 +14,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery.block_parts import _cuts
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.part_memory import let_go
+from megatrain_ray.engine.layer_calls.part_memory import release_spent
 from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import Part
@@ -172,7 +172,7 @@ def test_what_a_part_returned_and_nothing_reads_gives_its_memory_back(
     def noted(forward_pass: ForwardPass, part: Part) -> None:
         calls = [(path, forward_pass.last_call(path)) for path, _ in part.spent]
         before = {path: call.leaves[0].untyped_storage().nbytes() for path, call in calls if call}
-        let_go(forward_pass, part)
+        release_spent(forward_pass, part)
         assert all(call.leaves[0].untyped_storage().nbytes() == 0 for _, call in calls if call)
         freed.extend((path.rpartition(".")[2], num_bytes) for path, num_bytes in before.items())
 

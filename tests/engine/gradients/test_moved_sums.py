@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
+from megatrain_ray.engine.gradients.gradient_offloader import LoadGradient, OffloadGradient
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
@@ -30,15 +31,18 @@ class Bench:
         segments = self.layout.layers[layer].trained_segments
         return {segment.name: torch.randn(segment.shape) for segment in segments}
 
-    def contribute(self, layer: int, gradients: dict[str, torch.Tensor | None]) -> None:
-        """Add the first of two contributions, which is offloaded to the host and comes back."""
-        self.store.add(layer, gradients, first=True, last=False)
-        departure = self.store.suspend(layer)
-        on_host = departure.flat.clone()
-        departure.done.set_result(self.device.record())
-        fetch = self.store.fetch(layer)
-        fetch.region.copy_(on_host.view(torch.uint8))
-        fetch.done.set_result(self.device.record())
+    def offload_first(self, layer: int, gradients: dict[str, torch.Tensor | None]) -> OffloadGradient:
+        """Add the first of two contributions, and offload it to the host."""
+        self.store.add(layer, gradients, last=False)
+        offload = self.store.offload_partial(layer)
+        offload.done.set_result(self.device.record())
+        return offload
+
+    def load(self, layer: int, on_host: torch.Tensor) -> LoadGradient:
+        load = self.store.load_partial(layer)
+        load.region.copy_(on_host.view(torch.uint8))
+        load.done.set_result(self.device.record())
+        return load
 
     def views(self, layer: int, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         segments = self.layout.layers[layer].trained_segments
@@ -60,9 +64,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_what_gets_no_gradient_at_last_keeps_its_sum(bench: Bench) -> None:
     first, last = bench.gradients(LAYER), bench.gradients(LAYER)
     without = next(iter(last))
-    bench.contribute(LAYER, first)
-    bench.store.add(LAYER, {**last, without: None}, first=False, last=True)
-    for name, total in bench.views(LAYER, bench.store.take(LAYER)).items():
+    bench.load(LAYER, bench.offload_first(LAYER, first).flat.clone())
+    bench.store.add(LAYER, {**last, without: None}, last=True)
+    assert bench.store.finalize(LAYER) is None
+    for name, total in bench.views(LAYER, bench.store.pop_deferred(LAYER)).items():
         before, value = first[name], last[name]
         assert before is not None
         assert value is not None
@@ -70,12 +75,13 @@ def test_what_gets_no_gradient_at_last_keeps_its_sum(bench: Bench) -> None:
 
 
 def test_the_region_is_free_behind_the_addition(bench: Bench) -> None:
-    """What is fetched to it next waits for that event, not for the one of the copy that left before."""
-    bench.contribute(LAYER, bench.gradients(LAYER))
-    left = bench.store.fetch(SAME_REGION)
-    bench.store.add(LAYER, bench.gradients(LAYER), first=False, last=True)
-    behind = bench.store.fetch(SAME_REGION)
-    assert behind.region.data_ptr() == left.region.data_ptr()
+    """What is loaded to it next waits for that event, not for the one of the copy that left before."""
+    on_host = bench.offload_first(LAYER, bench.gradients(LAYER)).flat.clone()
+    left = bench.offload_first(SAME_REGION, bench.gradients(SAME_REGION))
+    assert bench.load(LAYER, on_host).after is left.done
+    bench.store.add(LAYER, bench.gradients(LAYER), last=True)
+    behind = bench.store.load_partial(SAME_REGION)
+    assert behind.region.data_ptr() == left.flat.data_ptr()
     assert behind.after is not None
-    assert behind.after is not left.after
+    assert behind.after is not left.done
     assert behind.after.done()

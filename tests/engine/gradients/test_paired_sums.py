@@ -52,8 +52,8 @@ def test_bits_of_a_sum_of_one_after_the_other(tmp_path: Path, num_micro_batches:
             for name, gradient in given.items():
                 if gradient is not None:
                     expected[name] = gradient.clone() if j == 0 else expected[name] + gradient
-            store.add(layer, given, first=j == 0, last=j == num_micro_batches - 1)
-        departure = store.finish(layer)
+            store.add(layer, given, last=j == num_micro_batches - 1)
+        departure = store.finalize(layer)
         assert departure is not None
         for name, view in layout.layers[layer].trained_views(departure.flat).items():
             assert torch.equal(view, expected[name]), name
@@ -66,7 +66,7 @@ def test_no_gradient_waits_where_another_layer_comes_next(tmp_path: Path) -> Non
     plan, layout, store, device = planned(tmp_path, LoopOrder.MICRO_BATCHES_OUTER, 4)
     assert not plan.paired_layers
     gradients: Gradients = {s.name: torch.ones(s.shape) for s in layout.layers[2].trained_segments}
-    store.add(2, gradients, first=True, last=False)
-    departure = store.suspend(2)
+    store.add(2, gradients, last=False)
+    departure = store.offload_partial(2)
     assert all((view == 1).all() for view in layout.layers[2].trained_views(departure.flat).values())
     device.close()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.engine.activations import owned_storages
+from megatrain_ray.engine.activations import activation_store
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.compile_trial import ACTIVATION_BUDGETS, CompileTrial
 from megatrain_ray.engine.discovery.discover import discover
@@ -204,7 +204,7 @@ def test_a_step_computes_the_same(
     with the same dropout where they run twice.
     """
     caplog.set_level(logging.INFO, "megatrain_ray.engine")
-    monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)  # all of these are
+    monkeypatch.setattr(activation_store, "SMALL_BYTES", 1)  # all of these are
     build_family(name, tmp_path)
     batches, recipe = family_batches(2), Recipe(2, seed=3)
     held_out = batches[:1] if name == "Llama, tied" else []

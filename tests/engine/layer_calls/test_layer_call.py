@@ -15,12 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.layer_calls.template import Templates
+from megatrain_ray.engine.layer_calls.template import structure
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.errors import ConfigError, MegatrainError
 from tests.support.local_host import LocalHost
@@ -121,7 +121,7 @@ def engine_gradients(model: ToyModel, batches: list[MicroBatch], mode: Mode) -> 
     async def main() -> float:
         device = CpuDevice(num_threads=1)
         host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
-        engine = Engine(make, structure, plan, device, host, poison=True)
+        engine = build_engine(make, structure, plan, device, host, poison=True)
         num_supervised = sum(b.targets.numel() for b in batches)
         step = StepInput(1, tuple(batches), World(num_supervised), 0)
         report = await engine.step(step, UpdateParams(1, 1, 1e-3), None)
@@ -188,14 +188,12 @@ def test_structure_of_the_toy() -> None:
     assert activations.boundary[2] == 2 * 8 * (WIDTH + 1) * 4
 
 
-def test_layers_of_one_structure_share_a_template() -> None:
+def test_layers_of_one_structure_are_described_alike() -> None:
     model = make(torch.float32)
-    templates = Templates()
-    names = [name for name, _ in model.model.layers[0].named_parameters()]
     model.model.layers[2].factor = 3
-    chosen = [templates.get(layer, names) for layer in model.model.layers]
-    assert chosen[0] is chosen[1]
-    assert chosen[2] is not chosen[0], "another attribute may be another function"
+    described = [structure(layer) for layer in model.model.layers]
+    assert described[0] == described[1]
+    assert described[2] != described[0], "another attribute may be another function"
 
 
 class StrayBase(ToyBase):

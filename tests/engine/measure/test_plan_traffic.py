@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.engine.activations import owned_storages
+from megatrain_ray.engine.activations import activation_store
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.measure.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.plan.plan import ActivationPolicy
@@ -50,7 +50,7 @@ def test_the_bytes_are_those_that_the_engine_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, mode: Mode, tied: bool
 ) -> None:
     """Small storages too."""
-    monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)
+    monkeypatch.setattr(activation_store, "SMALL_BYTES", 1)
     folder = build_tiny(tmp_path / "model", tied=tied)
     structure, plan = plan_for(folder_source(folder).factory, recipe, mode, (4, 32))
     records = train_engine(folder, tiny_batches(2), recipe, mode).records

@@ -40,8 +40,8 @@ def test_a_step_computes_what_one_of_a_training_does(tmp_path: Path, tied: bool)
     structure, plan = plan_for(factory, recipe, recomputing, (4, 32))
     device = CpuDevice(num_threads=1)
     with device.activate():
-        model = ResidentModel(factory, structure, plan, device)
-        output = model.run(model.with_micro_batch(4, Objective()), step_input(1, batch, recipe))
+        runner = ResidentModel(factory, structure, plan, device).with_micro_batch(4, Objective())
+        output = runner.read(runner.submit(step_input(1, batch, recipe)))
     device.close()
     assert computed(device.timeline.records) == computed(trained.records[0])
     assert {record.stage for record in device.timeline.records} == {Stage.COMPUTE}

@@ -75,7 +75,7 @@ class ForgetfulDevice(CountingDevice):
         def run() -> Sequence[torch.Tensor]:
             outputs = function()
             for store in self.stores if self.num_replays[-1] else ():
-                store._open, store.norms = {}, {}
+                store.begin()
             return outputs
 
         return super().capture(run)

@@ -396,10 +396,10 @@ def test_a_wrong_gradient_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monk
     name = "model.layers.1.self_attn.o_proj.weight"
     add, calls = GradientStore.add, itertools.count()
 
-    def add_ulps(store: GradientStore, layer: int, gradients: Gradients, *, first: bool, last: bool) -> None:
+    def add_ulps(store: GradientStore, layer: int, gradients: Gradients, *, last: bool) -> None:
         if layer == 2 and next(calls) == 0:
             gradients = ulps_up(gradients, name)
-        add(store, layer, gradients, first=first, last=last)
+        add(store, layer, gradients, last=last)
 
     monkeypatch.setattr(GradientStore, "add", add_ulps)
     ours, theirs = run(tmp_path, recipe, mode, steps=2)

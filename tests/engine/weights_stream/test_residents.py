@@ -15,7 +15,7 @@ from megatrain_ray.engine.layer_calls.template import Template
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec, Segment
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.weights_stream.bound_weights import Residents
+from megatrain_ray.engine.weights_stream.bound_weights import WeightBindings
 from megatrain_ray.engine.weights_stream.slot_ring import SlotStateError
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, train_engine
@@ -37,7 +37,7 @@ class Rig:
         self.flat, self.dtype = flat, dtype
         self.num_bytes = flat.size * dtype.itemsize
         self.memory = torch.empty(3 * self.num_bytes, dtype=torch.uint8)
-        self.residents = Residents(ModelLayout((flat,), tuple(self.weights)), dtype, self.memory)
+        self.residents = WeightBindings(ModelLayout((flat,), tuple(self.weights)), dtype, self.memory)
         self.template = Template(self.module, list(self.weights))
         self.x = torch.randn(2, 16, 64).to(dtype)
         self.rotary = LlamaRotaryEmbedding(CONFIG)(self.x, torch.arange(16)[None])
@@ -133,7 +133,7 @@ def test_weights_that_live_on_the_device_are_saved_as_they_are() -> None:
         home[: rig.num_bytes].copy_(torch.cat(list(rig.place(0).values())))
     spans = rig.flat.fragments
     regions = {FragmentId(0, i): home[4 * span.start : 4 * span.stop] for i, span in enumerate(spans)}
-    rig.residents.settle(home, regions)
+    rig.residents.register_resident(home, regions)
     kept, ours = rig.forward(rig.x)
     home[rig.num_bytes :].fill_(0xFF)
     rig.memory.data.fill_(0xFF)
@@ -157,13 +157,13 @@ def test_parameters_are_views_and_the_template_keeps_none() -> None:
 def test_parameters_are_viewed_once_for_each_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer comes to the same slots in every step; so whatever a second one needs is there."""
     made: list[str] = []
-    parameter = Residents.parameter
+    parameter = WeightBindings.parameter
 
-    def counting(self: Residents, layer: int, segment: Segment) -> torch.Tensor:
+    def counting(self: WeightBindings, layer: int, segment: Segment) -> torch.Tensor:
         made.append(segment.name)
         return parameter(self, layer, segment)
 
-    monkeypatch.setattr(Residents, "parameter", counting)
+    monkeypatch.setattr(WeightBindings, "parameter", counting)
     build_tiny(tmp_path)
     numbers = []
     for num_steps in (1, 3):

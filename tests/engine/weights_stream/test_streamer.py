@@ -16,7 +16,7 @@ from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout, WeightPart
 from megatrain_ray.engine.plan.residency import FragmentId, SlotSpec, plan_residency
 from megatrain_ray.engine.weights_stream.layer_streamer import Gathers, LayerStreamer
-from megatrain_ray.engine.weights_stream.slot_ring import SlotRing, SlotStateError
+from megatrain_ray.engine.weights_stream.slot_ring import SlotRing, SlotState, SlotStateError
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
 SIZE, LAYERS = 2048, 4
@@ -95,7 +95,7 @@ async def test_a_step_sees_every_layer(rig: Rig) -> None:
     assert seen == [0, 1, 2, 3, 2, 1, 0]
     assert rig.source.fetched == [0, 1, 2, 3, 1, 0]
     assert sum(r.op.name == "load" for r in rig.device.timeline.records) == 2 * LAYERS - 2
-    assert rig.ring.statistics().by_state["FREE"] == 2
+    assert [rig.ring[i].state for i in range(2)] == [SlotState.FREE] * 2
 
 
 async def test_prefetch_and_wait_any_number_of_times(rig: Rig) -> None:
@@ -189,7 +189,7 @@ async def test_all_gathers_have_one_place_among_sums(num_slots: int, turns: int)
         for visit, layer in enumerate(rig.order):
             with rig.streamer.layer(visit):
                 if visit >= LAYERS - 1:
-                    rig.streamer.await_submitted(visit)
+                    rig.streamer.sync_collective_order(visit)
                     log.append(f"sum {layer}")
 
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.engine.activations import owned_storages
+from megatrain_ray.engine.activations import activation_store
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
@@ -197,7 +197,7 @@ def test_what_is_kept_waits_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, freeze: tuple[str, ...], slow: str
 ) -> None:
     """All of it, small storages too. Where nothing else moves the order is always the same; else as above."""
-    monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)
+    monkeypatch.setattr(activation_store, "SMALL_BYTES", 1)
     folder = build_tiny(tmp_path, num_layers=6)
     recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2, freeze=freeze), costs(4, **{slow: 4.0})
     mode = replace(mode, kept=Tier.HOST)
@@ -227,7 +227,7 @@ BOTH_ON_DISK = Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, hbm_layers=EVE
 )
 def test_activations_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, slow: str) -> None:
     """Where nothing else moves, the order is always the same; elsewhere it is as above."""
-    monkeypatch.setattr(owned_storages, "SMALL_BYTES", 1)
+    monkeypatch.setattr(activation_store, "SMALL_BYTES", 1)
     folder = build_tiny(tmp_path, num_layers=6)
     recipe, cost = Recipe(NUM_STEPS, micro_batch_size=2), costs(4, **{slow: 4.0})
     result = train_engine(folder, tiny_batches(NUM_STEPS), recipe, mode, cost=cost)
