@@ -63,10 +63,7 @@ class Topology:
 
     @property
     def usable(self) -> tuple[NumaNode, ...]:
-        """Return the nodes to work on: those with CPUs that this process may use.
-
-        A node that has only memory is not one of them.
-        """
+        """Return the nodes to work on: those with CPUs that this process may use, not those that only have memory."""
         return tuple(
             NumaNode(node.number, cores_of(node.cpus, self.siblings), self._nearest_memory(node))
             for node in self.nodes
@@ -74,13 +71,9 @@ class Topology:
         )
 
     def _nearest_memory(self, node: NodeFacts) -> int:
-        """Return the number of the nearest node that may hold memory.
-
-        That is the node itself if it may. It is also the node itself if no node may: the kernel then reports something
-        wrong.
-        """
+        """Return the number of the nearest node that may hold memory, which is the node itself if it may."""
         holding = [other for other in self.nodes if other.may_hold]
-        if node.may_hold or not holding:
+        if node.may_hold or not holding:  # the kernel reports something wrong if no node may
             return node.number
         return min(holding, key=lambda other: (node.distances.get(other.number, ANYWHERE), other.number)).number
 

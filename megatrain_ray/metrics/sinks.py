@@ -195,13 +195,10 @@ def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tup
     if (experiment := settings.mlflow) is not None:
         yield "log.mlflow", "MLflow", lambda: MlflowSink(experiment, run_dir, config)
     if settings.prometheus:
-        yield "log.prometheus", "Ray's metrics", lambda: _ray_sink(config, run_dir)
+        from megatrain_ray.metrics.ray_sink import RaySink
 
-
-def _ray_sink(config: TrainConfig, run_dir: Path) -> MetricSink:
-    from megatrain_ray.metrics.ray_sink import RaySink
-
-    return RaySink(run_dir.name, config.train.steps, RunFiles(run_dir).read_plan())
+        plan = RunFiles(run_dir).read_plan()
+        yield "log.prometheus", "Ray's metrics", lambda: RaySink(run_dir.name, config.train.steps, plan)
 
 
 def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -96,10 +96,8 @@ def _read(file: Path) -> list[_RecordedProcess]:
     """Return the recorded processes that can be looked up from here; empty if nothing readable is recorded."""
     try:
         values = json.loads(file.read_bytes())
-        place, processes = (
-            PidNamespace(**values["place"]),
-            [_RecordedProcess(**process) for process in values["processes"]],
-        )
+        place = PidNamespace(**values["place"])
+        processes = [_RecordedProcess(**process) for process in values["processes"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError) as error:
