@@ -118,10 +118,6 @@ def home_at(homes: Iterable[GpuHome], address: str | None) -> Home | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _memory_of(homes: Iterable[Home | None]) -> tuple[int, ...]:
-    return tuple(sorted({node for home in homes if home for node in home.memory}))
-
-
 def fewest_cpus(homes: Iterable[Home]) -> int:
     """Return the smallest number of CPUs of any home.
 
@@ -158,4 +154,5 @@ def slab_nodes(homes: Sequence[GpuHome], host_gpus: int, home: Home | None) -> t
     copies its part of a gradient to any free place in the slab, and shards of all nodes read it, so no page belongs to
     one node. On a single node, that node's memory and link would carry all the traffic. This is reasoned, not measured.
     """
-    return _memory_of([home] if home and host_gpus == 1 else [of_gpu.home for of_gpu in homes])
+    sharing = [home] if home and host_gpus == 1 else [of_gpu.home for of_gpu in homes]
+    return tuple(sorted({node for one in sharing if one for node in one.memory}))

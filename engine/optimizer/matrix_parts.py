@@ -28,13 +28,10 @@ class MatrixPart(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Describes where a part may end.
-
-    flops: work of all matrices before it.
-    """
+    """Describes where a part may end."""
 
     padded: int
-    flops: int
+    flops: int  # work of all matrices before it
 
 
 def matrix_parts(layer: FlatLayout, num_ranks: int) -> tuple[MatrixPart, ...]:

@@ -89,8 +89,8 @@ class ShardLoop:
                 self._shard.roll_back(torn.layer, self._serial(*torn))
             if self._order:
                 self._serve_all()
-            else:  # everything lives on the device
-                self._wait_stopped()
+            while not self._words.stopped:  # it serves nothing: everything lives on the device
+                self._words.wait_generation_bell(self._words.generation_bell(), IDLE_S)
         except BaseException as error:
             self._error = error
             self._words.fail(self._index)
@@ -99,10 +99,6 @@ class ShardLoop:
         update = 1 + min(self._words.generations.of_shard(self._index, layer) for layer in self._order)
         while self._serve(update):
             update += 1
-
-    def _wait_stopped(self) -> None:
-        while not self._words.stopped:
-            self._words.wait_generation_bell(self._words.generation_bell(), IDLE_S)
 
     def _serve(self, update: int) -> bool:
         """Apply an update to every layer that has not had it. Returns False if told to stop."""
@@ -118,7 +114,8 @@ class ShardLoop:
             self._words.generations.begin(self._index, layer, update)
             params = self._words.updates.params(update)
             gradient = None if layer in self._stored else self._gradient(layer)
-            directions = self._directions(layer)
+            with_muon = self._shard.layout.model.layers[layer].num_muon > 0
+            directions = self._landed(Placed.DIRECTIONS, layer, torch.bfloat16) if with_muon else None
             self._shard.update(layer, gradient, params, self._serial(layer, update), directions)
             self._words.generations.finish(self._index, layer, update)
         self._ended(update)
@@ -147,13 +144,9 @@ class ShardLoop:
         return serial_of(update, layer, len(self._shard.layout.model.layers))
 
     def _gradient(self, layer: int) -> Tensor:
-        return self._landed(layer, self._words.gradients.start(Placed.GRADIENT, layer), self._gradient_dtype)
+        return self._landed(Placed.GRADIENT, layer, self._gradient_dtype)
 
-    def _directions(self, layer: int) -> Tensor | None:
-        if not self._shard.layout.model.layers[layer].num_muon:
-            return None
-        return self._landed(layer, self._words.gradients.start(Placed.DIRECTIONS, layer), torch.bfloat16)
-
-    def _landed(self, layer: int, start: int, dtype: torch.dtype) -> Tensor:
+    def _landed(self, what: Placed, layer: int, dtype: torch.dtype) -> Tensor:
+        start = self._words.gradients.start(what, layer)
         num_bytes = self._shard.layout.model.shares[layer].trained.size * dtype.itemsize
         return self._slab[start : start + num_bytes].view(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import torch
 from torch import Tensor
@@ -31,9 +31,11 @@ class SpareMemory:
             if num_bytes and total + round_up(num_bytes, PAGE_BYTES) <= budget_bytes:
                 spans.append((total, num_bytes))
                 total += round_up(num_bytes, PAGE_BYTES)
-        self._arena = _new_arena(total) if spans else None
+        self._arena: Arena | None = None
         self._free: list[Tensor] = []
-        if self._arena is not None:
+        if spans:
+            with closing(ArenaHolder.create({"save-copies": total})) as holder:  # no other process attaches it
+                self._arena = holder.map("save-copies")
             memory = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
             self._free = [memory[start : start + num_bytes] for start, num_bytes in spans]
 
@@ -63,11 +65,3 @@ class SpareMemory:
         self._free = []
         if self._arena is not None:
             self._arena.close()
-
-
-def _new_arena(num_bytes: int) -> Arena:
-    holder = ArenaHolder.create({"save-copies": num_bytes})
-    try:
-        return holder.map("save-copies")
-    finally:
-        holder.close()

@@ -183,7 +183,11 @@ class DiskWeights:
                     at += memory.nbytes
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
-        await self._offer(window, fragment)
+        window.fragment, window.emptied = fragment, asyncio.get_running_loop().create_future()
+        self._windows.append(window)
+        async with self._changed:
+            self._filled.append(window)
+            self._changed.notify_all()
 
     async def _read(
         self, shard: int, blob: Blob, extent: Extent, index: int, content: memoryview, room: asyncio.Semaphore
@@ -193,13 +197,6 @@ class DiskWeights:
             where = file.store.describe(file.name)
             with self._spans.span(Row.DISK, "read weights", extent.layer, num_bytes=len(content)):
                 await read_block(blob, where, file.table.checksums, extent, index, block, content)
-
-    async def _offer(self, window: _Window, fragment: FragmentId) -> None:
-        window.fragment, window.emptied = fragment, asyncio.get_running_loop().create_future()
-        self._windows.append(window)
-        async with self._changed:
-            self._filled.append(window)
-            self._changed.notify_all()
 
     def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, Span]]:
         """Yield each extent that has elements of the fragment: shard of its file, extent, and which elements."""

@@ -122,7 +122,7 @@ class NativeAdamW:
             len(parts),
             parts[-1].units.stop - parts[0].first_unit,
             ctypes.byref(self._rates(params, gradient.dtype)),
-            ctypes.byref(_journal(transaction)) if transaction else None,
+            ctypes.byref(_CJournal(transaction.serial, *transaction.journal.addresses)) if transaction else None,
         )
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -161,7 +161,3 @@ class NativeAdamW:
             bf16_moments=self._hyper.moments_seed is not None,
             vector=self._vector,
         )
-
-
-def _journal(transaction: Transaction) -> _CJournal:
-    return _CJournal(transaction.serial, *transaction.journal.addresses)
