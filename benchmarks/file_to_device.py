@@ -103,7 +103,7 @@ def moved(device: Device, file: ActivationFile, tensors: list[torch.Tensor], *, 
     if is_busy:
         compute(device)
     for sent in away:
-        sent.gone().synchronize()
+        sent.offloaded().synchronize()
     seconds = {"out": time.perf_counter() - start_s}
     while any(sent.num_written < len(sent.blocks) for sent in away):
         time.sleep(0.001)
@@ -114,11 +114,11 @@ def moved(device: Device, file: ActivationFile, tensors: list[torch.Tensor], *, 
     start_s = time.perf_counter()
     file.expect(away[::-1])
     for sent in away[::-1]:
-        sent.fetch()
+        sent.reload()
     if is_busy:
         compute(device)
     for sent in away:
-        sent.back().synchronize()
+        sent.reloaded().synchronize()
     seconds["read"] = time.perf_counter() - start_s
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     return {name: round(num_bytes / value / 1e9, 3) for name, value in seconds.items()}

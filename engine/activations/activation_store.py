@@ -62,11 +62,11 @@ class ActivationStore:
         self._buffer = HostBuffer(device, plan.host_activation_bytes, held_bytes)
         self._file = file
         self._next: dict[Stop, Stop] = {}
-        self._away: dict[Entry, OnHost | OnDisk] = {}
-        self._leaving: list[OnHost | OnDisk] = []
+        self._offloaded: dict[Entry, OnHost | OnDisk] = {}
+        self._in_transit: list[OnHost | OnDisk] = []
         self._unread: list[Entry] = []  # entries on disk, offloaded since the last reload
         self._numbers: dict[Stop, int] = {}
-        self._absent: dict[Entry, set[int]] = {}  # identities of the storages that are offloaded now
+        self._storage_ids: dict[Entry, set[int]] = {}  # of the storages that are offloaded now
         self._wanted: dict[Entry, int] = {}  # entries on disk: number of the stop that reloads them
 
     def begin(self, visits: Sequence[Visit]) -> None:
@@ -74,9 +74,9 @@ class ActivationStore:
         order = stops(visits)
         self._next = dict(itertools.pairwise(order))
         self._numbers = {stop: i for i, stop in enumerate(order)}
-        self._away.clear()
-        self._leaving.clear()
-        self._absent.clear()
+        self._offloaded.clear()
+        self._in_transit.clear()
+        self._storage_ids.clear()
         self._unread.clear()
         self._buffer.clear()
         if self._file:
@@ -106,42 +106,42 @@ class ActivationStore:
         if plan.boundary is None:
             for storage in _storages(entered):
                 storage.resize_(0)  # work that is submitted next may use the memory
-        leaving: list[OnHost | OnDisk] = []
+        sent: list[OnHost | OnDisk] = []
         for kind in away(plan):
             storages = _storages(entered)
             if kind is Activations.KEPT:
                 room = plan.kept_bytes - sum(storage.nbytes() for storage in between)
                 storages = [*between, *owned_storages(kept, room)]
             if storages:
-                leaving.append(self._send(Entry(kind, layer, micro_batch), storages))
-        if leaving:
-            self._let_go()
-            self._leaving = leaving
+                sent.append(self._send(Entry(kind, layer, micro_batch), storages))
+        if sent:
+            self._release_in_transit()
+            self._in_transit = sent
 
     def reload(self, stop: Stop) -> None:
         """Make activations needed by `stop` resident for work submitted next, and start transfers for the next stop."""
         if self._unread and stop in self._numbers:  # the head needs nothing back
             self._read_ahead()
-        now = self._entries(stop)
-        coming = self._entries(self._next[stop]) if stop in self._next else []
+        now = self._offloaded_for(stop)
+        coming = self._offloaded_for(self._next[stop]) if stop in self._next else []
         if not now and not coming:
             return
-        self._let_go()
+        self._release_in_transit()
         for entry in (*now, *coming):
-            self._away[entry].fetch()
+            self._offloaded[entry].reload()
         for entry in now:
             # From here on the device memory is freed with the tensors. The host memory may be reused by copies that are
             # ordered after the work submitted next.
-            self._device.wait(self._away.pop(entry).back(), "h2d")
-            del self._absent[entry]
-        if not self._away:  # so that the next micro-batch reuses the same memory, if they run one after the other
+            self._device.wait(self._offloaded.pop(entry).reloaded(), "h2d")
+            del self._storage_ids[entry]
+        if not self._offloaded:  # so that the next micro-batch reuses the same memory, if they run one after the other
             self._buffer.clear()
             if self._file:
                 self._file.clear()
 
     def check_resident(self, tensor: torch.Tensor) -> None:
         """Raise RuntimeError if `tensor` is offloaded, because a reader would get arbitrary values."""
-        if any(tensor.untyped_storage()._cdata in storages for storages in self._absent.values()):
+        if any(tensor.untyped_storage()._cdata in storages for storages in self._storage_ids.values()):
             raise RuntimeError("a backward reads what has not come back: this is a defect of the plan")
 
     def close(self) -> None:
@@ -149,8 +149,8 @@ class ActivationStore:
         if self._file:
             self._file.close()
 
-    def _entries(self, stop: Stop) -> list[Entry]:
-        return [entry for entry in self._needed(stop) if entry in self._away]
+    def _offloaded_for(self, stop: Stop) -> list[Entry]:
+        return [entry for entry in self._needed(stop) if entry in self._offloaded]
 
     def _needed(self, stop: Stop) -> list[Entry]:
         pairs = needed(self._plan, stop.phase, stop.layer)
@@ -161,33 +161,33 @@ class ActivationStore:
 
     def _send(self, entry: Entry, storages: list[torch.UntypedStorage]) -> OnHost | OnDisk:
         num_bytes = sum(storage.nbytes() for storage in storages)
-        self._absent[entry] = {storage._cdata for storage in storages}
+        self._storage_ids[entry] = {storage._cdata for storage in storages}
         op = Op(entry.kind.value, entry.layer, entry.micro_batch, num_bytes=num_bytes)
         if self._file and self._is_on_disk(entry):
             self._unread.append(entry)
-            self._away[entry] = self._file.send(op, storages)
+            self._offloaded[entry] = self._file.send(op, storages)
         else:
-            self._away[entry] = self._buffer.send(op, storages)
-        return self._away[entry]
+            self._offloaded[entry] = self._buffer.send(op, storages)
+        return self._offloaded[entry]
 
     def _read_ahead(self) -> None:
         """Start to read activations from disk, in the order of the stops that need them.
 
         Called when the forwards have offloaded all that goes to disk before the next reload.
         """
-        self._let_go()
+        self._release_in_transit()
         assert self._file is not None
-        coming = (self._away[entry] for entry in sorted(self._unread, key=lambda entry: self._wanted[entry]))
+        coming = (self._offloaded[entry] for entry in sorted(self._unread, key=lambda entry: self._wanted[entry]))
         self._file.expect([each for each in coming if isinstance(each, OnDisk)])
         self._unread.clear()
 
-    def _let_go(self) -> None:
+    def _release_in_transit(self) -> None:
         """Release the device memory of what was offloaded last, for work that is submitted next."""
-        for left in self._leaving:
-            self._device.wait(left.gone(), "d2h")
-            for storage in left.storages:
+        for entry in self._in_transit:
+            self._device.wait(entry.offloaded(), "d2h")
+            for storage in entry.storages:
                 storage.resize_(0)
-        self._leaving = []
+        self._in_transit = []
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:

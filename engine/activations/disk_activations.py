@@ -65,18 +65,18 @@ class OnDisk:
     is_written: asyncio.Event = field(default_factory=asyncio.Event)
     is_wanted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def gone(self) -> Event:
+    def offloaded(self) -> Event:
         """Wait until all copies out are submitted; return the event after which nothing reads its storages."""
         return self.file.wait(lambda: self.last_out, "d2h", f"{self} to be written")
 
-    def fetch(self) -> None:
+    def reload(self) -> None:
         """Allocate device memory for it, which is filled as blocks arrive from disk. Idempotent."""
         if self.coming is None:
             for storage, tensor_bytes in zip(self.storages, self.sizes, strict=True):
                 storage.resize_(tensor_bytes)
             self.file.want(self)
 
-    def back(self) -> Event:
+    def reloaded(self) -> Event:
         """Wait until all copies back are submitted; return the event after which its storages have their contents."""
         return self.file.wait(lambda: self.last_in, "h2d", f"{self} to be read")
 
@@ -202,7 +202,7 @@ class ActivationFile:
         await self._reached(Stage.D2H, copied)
         with self._span("write", sent, block):
             await self._transfers.write(block.extent, self._block(block, window))
-        await self._let_go(window, Stage.D2H, sent.op, copied)
+        await self._free_window(window, Stage.D2H, sent.op, copied)
         sent.num_written += 1
         if sent.num_written == len(sent.blocks):
             sent.is_written.set()
@@ -226,7 +226,7 @@ class ActivationFile:
             coming.last_in = event  # copies of a stage end in the order of submission
             self._wake()
         await self._reached(Stage.H2D, event)
-        await self._let_go(window, Stage.H2D, coming.op, event)
+        await self._free_window(window, Stage.H2D, coming.op, event)
 
     def _span(self, name: str, moved: OnDisk, block: Block) -> AbstractContextManager[None]:
         op = moved.op
@@ -250,7 +250,7 @@ class ActivationFile:
     def _block(self, block: Block, window: int) -> blob_store.Block:
         return self._device.block(self._windows[window][: block.extent.nbytes])
 
-    async def _let_go(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
+    async def _free_window(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
         """Return a window to the free ones after its last copy, `copied`. Poison it first if that is on."""
         if self._poison is not None:
             pair = self._windows[window], self._poison

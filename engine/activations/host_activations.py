@@ -18,7 +18,7 @@ class OnHost:
 
     places: host memory of each storage's bytes.
     event: the last copy, out of the device or back.
-    is_back: whether the copy back is submitted.
+    is_reloaded: whether the copy back is submitted.
     """
 
     device: Device
@@ -26,23 +26,23 @@ class OnHost:
     storages: list[torch.UntypedStorage]
     places: list[torch.Tensor]
     event: Event
-    is_back: bool = False
+    is_reloaded: bool = False
 
-    def gone(self) -> Event:
+    def offloaded(self) -> Event:
         """Return the event after which nothing reads its storages."""
         return self.event
 
-    def fetch(self) -> None:
+    def reload(self) -> None:
         """Allocate device memory for it and submit the copy back. Idempotent."""
-        if self.is_back:
+        if self.is_reloaded:
             return
         for storage, place in zip(self.storages, self.places, strict=True):
             storage.resize_(place.nbytes)
         after = [self.device.record(), self.event]  # the first: work submitted before may use the memory
         pairs = [(bytes_of(storage), place) for storage, place in zip(self.storages, self.places, strict=True)]
-        self.event, self.is_back = self.device.copy_all(Stage.H2D, pairs, self.op, after), True
+        self.event, self.is_reloaded = self.device.copy_all(Stage.H2D, pairs, self.op, after), True
 
-    def back(self) -> Event:
+    def reloaded(self) -> Event:
         """Return the event after which its storages have their contents again."""
         return self.event
 

@@ -32,7 +32,8 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
     divided = leaving * plan.wire_dtype.itemsize + sum(layout.direction_bytes)  # each GPU copies its part of these
-    sums = _suspensions(plan) * updated * plan.accumulation_dtype.itemsize
+    num_partial = plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0  # offloads of a layer's partial sum
+    sums = num_partial * updated * plan.accumulation_dtype.itemsize
     spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
     weights = plan.precision.working_dtype.itemsize * sum(layout.layers[i].size for i in plan.weights_on_disk)
     stored = plan.wire_dtype.itemsize * sum(layout.layers[i].trained.size for i in plan.stored_layers)
@@ -52,11 +53,6 @@ def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) 
     elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
     num_bytes = elements * plan.precision.working_dtype.itemsize
     return num_bytes // plan.num_gpus if plan.gathers_slots else num_bytes
-
-
-def _suspensions(plan: Plan) -> int:
-    """Return how often a partial sum is offloaded and reloaded in a step: between any two micro-batches."""
-    return plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0
 
 
 def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-from torch import Tensor
-
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.spare_memory import SpareMemory
@@ -34,14 +32,10 @@ def measure_copy(shard: AdamShard, spare: SpareMemory) -> float:
     for layer in sorted(range(len(shard.layout.spans)), key=shard.copy_bytes, reverse=True):
         room = spare.take(shard.copy_bytes(layer))
         if room is not None:
-            return _time_copy(shard, layer, room, spare)
+            shard.copy_layer(layer, room)  # not timed: the first write allocates the pages
+            start_s = time.perf_counter()
+            shard.copy_layer(layer, room)
+            elapsed_s = time.perf_counter() - start_s
+            spare.give_back(room)
+            return shard.copy_bytes(layer) / elapsed_s
     return math.inf
-
-
-def _time_copy(shard: AdamShard, layer: int, room: Tensor, spare: SpareMemory) -> float:
-    shard.copy_layer(layer, room)  # not timed: the first write allocates the pages
-    start_s = time.perf_counter()
-    shard.copy_layer(layer, room)
-    elapsed_s = time.perf_counter() - start_s
-    spare.give_back(room)
-    return shard.copy_bytes(layer) / elapsed_s

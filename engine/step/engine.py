@@ -60,7 +60,7 @@ class StepReport:
     memory: MemoryStatistics
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """Runs steps one after the other. Use it on one event loop. `close` frees everything. Made by `build_engine`."""
 
@@ -134,8 +134,9 @@ class Engine:
     def _compute(self, step: StepInput, params: UpdateParams | None) -> StepOutput:
         """Run the step and wait for its results; with `params`, all of its work is submitted then."""
         if self.captured_step:
-            return self.captured_step.run(step)
-        output = self.runner.read(self.runner.submit(step, params))
+            output = self.captured_step.run(step)
+        else:
+            output = self.runner.read(self.runner.submit(step, params))
         if params is not None:
             self.runner.end(step.step)
         return output

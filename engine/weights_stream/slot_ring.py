@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 import torch
 
@@ -30,28 +32,13 @@ class SlotStateError(MegatrainError):
     """Reports that a slot was used against its protocol: a bug in the engine, never in the input."""
 
 
+@dataclass
 class Slot:
-    """Holds one region of device memory and its state.
+    """Holds one region of device memory and its state, which `SlotRing.to` changes."""
 
-    holder: name of the fragment that it holds, for messages.
-    """
-
-    def __init__(self, index: int, region: torch.Tensor) -> None:
-        self.index = index
-        self.region = region
-        self.state = SlotState.FREE
-        self.holder = ""
-
-    def to(self, state: SlotState, holder: str) -> None:
-        """Change the state. Raises SlotStateError unless the protocol allows it. FREE forgets the holder."""
-        if state not in _ALLOWED[self.state]:
-            by = f" by {self.holder}" if self.holder else ""
-            raise SlotStateError(
-                f"slot {self.index} is {self.state.name}{by}; {holder} cannot make it {state.name}, only "
-                f"{' or '.join(sorted(s.name for s in _ALLOWED[self.state]))}"
-            )
-        self.state = state
-        self.holder = "" if state is SlotState.FREE else holder
+    region: torch.Tensor
+    state: SlotState = SlotState.FREE
+    holder: str = ""  # name of the fragment that it holds, for messages
 
 
 class SlotRing:
@@ -68,18 +55,23 @@ class SlotRing:
         """
         self._lock = threading.Lock()
         self._poison = poison
-        self._slots: list[Slot] = []
-        start = 0
-        for index, num_bytes in enumerate(slot_bytes):
-            self._slots.append(Slot(index, memory[start : start + num_bytes]))
-            start += num_bytes
+        starts = accumulate(slot_bytes, initial=0)
+        self._slots = [Slot(memory[start : start + size]) for start, size in zip(starts, slot_bytes, strict=False)]
 
     def __getitem__(self, index: int) -> Slot:
         return self._slots[index]
 
     def to(self, index: int, state: SlotState, holder: str) -> None:
+        """Change the state. Raises SlotStateError unless the protocol allows it. FREE forgets the holder."""
         with self._lock:
             slot = self._slots[index]
-            slot.to(state, holder)
+            if state not in _ALLOWED[slot.state]:
+                by = f" by {slot.holder}" if slot.holder else ""
+                raise SlotStateError(
+                    f"slot {index} is {slot.state.name}{by}; {holder} cannot make it {state.name}, only "
+                    f"{' or '.join(sorted(s.name for s in _ALLOWED[slot.state]))}"
+                )
+            slot.state = state
+            slot.holder = "" if state is SlotState.FREE else holder
             if self._poison and state is SlotState.FREE:
                 slot.region.detach().fill_(0xFF)  # NaN in bf16 and fp32

@@ -59,13 +59,13 @@ class Desk:
         self.away[layer] = self.file.send(op, [self.tensors[layer].untyped_storage()])
 
     def let_go(self, layer: int) -> None:
-        self.device.wait(self.away[layer].gone(), "d2h")
+        self.device.wait(self.away[layer].offloaded(), "d2h")
         for storage in self.away[layer].storages:
             storage.resize_(0)
 
     def bring_back(self, layer: int) -> None:
-        self.away[layer].fetch()
-        self.device.wait(self.away[layer].back(), "h2d")
+        self.away[layer].reload()
+        self.device.wait(self.away[layer].reloaded(), "h2d")
 
     def assert_back(self, layer: int) -> None:
         assert torch.equal(self.tensors[layer], torch.arange(SIZE, dtype=torch.int64).mul(layer).to(torch.uint8))
