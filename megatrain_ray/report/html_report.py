@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -24,10 +24,12 @@ from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.report.comparison_table import ComparedTerm, compared_terms
 from megatrain_ray.report.run_state import RunState, read_state
-from megatrain_ray.report.svg_charts import HEIGHT, WIDTH, Chart, Point, line_chart, stacked_chart
 from megatrain_ray.run.run_dir import REPORT_NAME, RunFiles
 from megatrain_ray.run.run_history import read_history
 from megatrain_ray.units import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:
+    from megatrain_ray.report.charts import Chart
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +92,6 @@ def render(files: RunFiles, now_s: float) -> str:
         state_lines=list(state.lines()),
         facts=_facts(rows, evaluations, state),
         charts=_charts(rows, evaluations),
-        width=WIDTH,
-        height=HEIGHT,
         tiers=list(_tiers(plan, rows)) if plan else [],
         comparisons=_comparisons(files),
         events=[_event(row) for row in history],
@@ -125,6 +125,8 @@ def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
 
 
 def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
+    from megatrain_ray.report.charts import line_chart, stacked_chart  # imports Matplotlib, which takes a second
+
     every = [*rows, *evaluations]
     if not every:
         return []
@@ -144,7 +146,7 @@ def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
     return [chart for chart in drawn if chart]
 
 
-def _points(rows: Rows, key: str) -> list[Point]:
+def _points(rows: Rows, key: str) -> list[tuple[int, float]]:
     return [(row["step"], value) for row in rows if (value := _number(row, key)) is not None]
 
 
