@@ -99,7 +99,7 @@ def refit(options: Namespace) -> int:
 
 def doctor(options: Namespace) -> int:
     from megatrain_ray.commands.doctor import examine
-    from megatrain_ray.commands.finding import State
+    from megatrain_ray.commands.finding import Severity
     from megatrain_ray.machine.machine import probe_machine
     from megatrain_ray.profiling.profiles import measure_everything
     from megatrain_ray.profiling.spill_disk import forget_rates
@@ -112,8 +112,8 @@ def doctor(options: Namespace) -> int:
     states = set()
     for finding in examine(options.folder):
         print(finding, flush=True)
-        states.add(finding.state)
-    return MegatrainError.exit_code if State.STOP in states else 0
+        states.add(finding.severity)
+    return MegatrainError.exit_code if Severity.STOP in states else 0
 
 
 def tokenizer(options: Namespace) -> int:
