@@ -48,16 +48,14 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     page cannot be written.
     """
     files = RunFiles(run_dir.absolute())
-    if out is not None and out.exists() and not _is_report(out):
-        raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
+    if out is not None and out.exists():
+        with explained("read", out), out.open("rb") as page:
+            is_report = TITLE_END.encode() in page.read(4096)
+        if not is_report:
+            raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
     out = out or files.path / REPORT_NAME
     write_atomically(out, render(files, time.time()))
     return out
-
-
-def _is_report(file: Path) -> bool:
-    with explained("read", file), file.open("rb") as page:
-        return TITLE_END.encode() in page.read(4096)
 
 
 @contextmanager

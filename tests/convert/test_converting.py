@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatrain_ray.cli import main
-from megatrain_ray.config.checks import known_keys
+from megatrain_ray.config.checks import _fields
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.convert.conversions import CONVERSIONS
@@ -464,7 +464,7 @@ def test_a_file_of_another_tool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DATA)
 def test_tables_name_keys_of_ours_and_each_of_theirs_once(name: str) -> None:
     table = load_table(name)
-    assert {rule.target for rule in table.sets.values()} <= known_keys(TrainConfig) | RESOLVED | {None}
+    assert {rule.target for rule in table.sets.values()} <= _fields(TrainConfig).keys() | RESOLVED | {None}
     conversions = {rule.conversion for rule in table.sets.values() if isinstance(rule.conversion, str)}
     assert conversions <= CONVERSIONS.keys()
     reasons = {**table.otherwise, **table.meaningless, **table.refused}
