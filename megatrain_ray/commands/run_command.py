@@ -63,8 +63,7 @@ def bench(options: Namespace) -> int:
 
 def export(options: Namespace) -> int:
     with spinner("exporting"):
-        from megatrain_ray.export.export import export_run
-        from megatrain_ray.export.export_report import describe_export
+        from megatrain_ray.export.export import describe_export, export_run
 
         step = export_run(options.run_dir, options.out_dir, options.dtype, merge=options.merge)
     for line in describe_export(options.out_dir, step):
