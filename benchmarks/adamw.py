@@ -31,12 +31,12 @@ import torch
 
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, open_kernel
-from megatrain_ray.engine.plan.plan import Precision
 from megatrain_ray.io.arenas.arena import Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.words.compile_c import declare, load_compiled

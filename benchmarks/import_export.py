@@ -35,10 +35,10 @@ from torch import Tensor
 
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import Hyper
 from megatrain_ray.engine.optimizer.undo_log import Journal
-from megatrain_ray.engine.plan.plan import Precision
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, WeightFolder

@@ -23,7 +23,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.crew.ray_cluster import cluster
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.data.tokenize_data import tokenize
-from megatrain_ray.engine.plan.plan import Tier
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.machine.process_memory import pss
 from megatrain_ray.planning.prepare import Prepared, prepare
 from megatrain_ray.workers.gpu_worker import Progress

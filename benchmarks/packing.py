@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
-from megatrain_ray.engine.plan.plan import Tier
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.engine.step.warm_up import Coming

@@ -13,8 +13,10 @@ from torch import Tensor
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, Precision, Tier, UpdateOrder
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, UpdateOrder
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request

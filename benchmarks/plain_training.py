@@ -19,10 +19,10 @@ from transformers.initialization import no_init_weights
 from megatrain_ray.config.groups import OptimizationConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.plan import Precision
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.tokens.token_block import IGNORED

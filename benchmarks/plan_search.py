@@ -27,7 +27,8 @@ import torch
 from benchmarks.rows import ALIASED, CONFIGS, ROWS
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S
-from megatrain_ray.engine.plan.plan import Plan, Tier
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning.prepare import Question, question_of

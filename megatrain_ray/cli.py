@@ -1,7 +1,4 @@
-"""Implements the command line.
-
-Torch and Ray are imported by the commands that need them, so that a wrong key is reported at once.
-"""
+"""Implements the command line: its options, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -9,17 +6,14 @@ import argparse
 import math
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from megatrain_ray import __version__
-from megatrain_ray.bench.bench_config import BenchOptions, bench_config
-from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.commands.run_command import COMMANDS
 from megatrain_ray.console.logs import is_unread, show, silence
-from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
+from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.units import parse_size
 
 UNREAD = 128 + signal.SIGPIPE  # exit code of a program that the signal ends
@@ -51,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(argv: Sequence[str] | None) -> int:
     options = _parse(argv)
     try:
-        return _run(options)
+        return COMMANDS[options.command](options)
     except InterruptedRunError as end:
         show(str(end), sys.stderr)
         return end.exit_code
@@ -141,11 +135,16 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before those that count (2)")
     parser.add_argument("--steps", type=int, default=8, metavar="N", help="steps that count (8)")
     parser.add_argument("--compare-in-process", action="store_true", help="the same steps once more without Ray")
-    parser.add_argument("--no-ceiling", action="store_true", help="do not measure the resident ceiling")
-    parser.add_argument("--no-trace", action="store_true", help="no step behind those that count, to be traced")
+    parser.add_argument(
+        "--no-ceiling", dest="with_ceiling", action="store_false", help="do not measure the resident ceiling"
+    )
+    parser.add_argument(
+        "--no-trace", dest="with_trace", action="store_false", help="no step behind those that count, to be traced"
+    )
     parser.add_argument("--commit", metavar="HASH", help="of the code, where it is no git checkout")
     parser.add_argument(
         "--alias-host-memory",
+        dest="alias_bytes",
         type=_size,
         metavar="SIZE",
         help="of RAM, as in 32GiB, that layers take in turn: for plans of machines with more; losses mean nothing",
@@ -175,169 +174,3 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-unsupported", action="store_true", help="leave out what cannot be honoured, which ends it otherwise"
     )
-
-
-def _run(options: argparse.Namespace) -> int:
-    commands: dict[str, Callable[[], int]] = {
-        "train": lambda: _train(load_config(options.config, options.overrides)),
-        "plan": lambda: _plan(load_config(options.config, options.overrides), options),
-        "bench": lambda: _bench(options),
-        "export": lambda: _export(options.run_dir, options.out_dir, options.dtype, merge=options.merge),
-        "inspect": lambda: _inspect(options.run_dir),
-        "report": lambda: _report(options.run_dir, options.out),
-        "refit": lambda: _refit(options.run_dir, options.out),
-        "doctor": lambda: _doctor(options.folder, measure=options.measure),
-        "tokenizer": lambda: _train_tokenizer(options),
-        "convert-config": lambda: _convert(options),
-    }
-    return commands[options.command]()
-
-
-def _train(config: TrainConfig) -> int:
-    from megatrain_ray.console.startup import spinner
-
-    with spinner("importing PyTorch and Ray"):
-        from megatrain_ray.console.run_summary import summarize
-        from megatrain_ray.trainer import Trainer
-
-    summary = Trainer(config).fit()
-    if summary.loss is None and not summary.evaluations:
-        show(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
-        return 0
-    loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
-    show(f"done: step {summary.step}{loss} ({summary.run_dir})")
-    for line in summarize(summary.rows, summary.run_dir, summary.evaluations, config.train.moments):
-        show(f"  {line}")
-    return 0
-
-
-def _plan(config: TrainConfig, options: argparse.Namespace) -> int:
-    from megatrain_ray.console.startup import spinner
-
-    with spinner("importing PyTorch"):
-        from megatrain_ray.commands.plan import show_plan
-
-    show_plan(config, as_json=options.json, what_if=options.what_if, price_per_hour=options.price)
-    return 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    settings = BenchOptions(
-        warmup=options.warmup,
-        steps=options.steps,
-        compare_in_process=options.compare_in_process,
-        with_ceiling=not options.no_ceiling,
-        with_trace=not options.no_trace,
-        commit=options.commit,
-        alias_bytes=options.alias_host_memory,
-    )
-    with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
-        config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
-        from megatrain_ray.console.startup import spinner
-
-        with spinner("importing PyTorch and Ray"):
-            from megatrain_ray.bench.bench import measure
-            from megatrain_ray.bench.bench_report import print_table, to_json, to_report
-
-        report = to_report(measure(config, settings), settings)
-    if options.json:
-        show(to_json(report))
-    else:
-        print_table(report)
-    return 0
-
-
-def _export(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool) -> int:
-    from megatrain_ray.console.startup import spinner
-
-    with spinner("exporting"):
-        from megatrain_ray.export.export import export_run
-        from megatrain_ray.export.export_report import describe_export
-
-        step = export_run(run_dir, out_dir, dtype, merge=merge)
-    for line in describe_export(out_dir, step):
-        print(line)
-    return 0
-
-
-def _inspect(run_dir: Path) -> int:
-    from megatrain_ray.report.inspect_run import inspect_run, state_of_run
-
-    print(state_of_run(run_dir), flush=True)  # at once: the rest comes only when all saves have been read
-    report, good = inspect_run(run_dir)
-    print(report)
-    return 0 if good else MegatrainError.exit_code
-
-
-def _report(run_dir: Path, out: Path | None) -> int:
-    from megatrain_ray.report.html_report import write_report
-
-    print(f"wrote {write_report(run_dir, out)}")
-    return 0
-
-
-def _refit(run_dir: Path, out: Path) -> int:
-    from megatrain_ray.commands.refit import describe_refit, refit
-
-    for line in describe_refit(refit(run_dir, out), out):
-        print(line)
-    return 0
-
-
-def _doctor(folder: Path, *, measure: bool) -> int:
-    from megatrain_ray.commands.doctor import examine
-    from megatrain_ray.commands.finding import State
-    from megatrain_ray.config.groups import HardwareConfig
-    from megatrain_ray.machine.machine import machine_of
-    from megatrain_ray.profiling.profiles import measure_everything
-    from megatrain_ray.profiling.spill_disk import forget_rates
-
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder: name the one where runs will be")
-    if measure:
-        measure_everything(machine_of(HardwareConfig()).device)
-        forget_rates()
-    states = set()
-    for finding in examine(folder):
-        print(finding, flush=True)
-        states.add(finding.state)
-    return MegatrainError.exit_code if State.STOP in states else 0
-
-
-def _train_tokenizer(options: argparse.Namespace) -> int:
-    from megatrain_ray.commands.train_tokenizer import train_tokenizer
-
-    num_ids = train_tokenizer(
-        options.paths,
-        options.out,
-        vocab_size=options.vocab_size,
-        text_field=options.field,
-        specials=options.special,
-        bad_records=options.bad_records,
-    )
-    fewer = f": the corpus has no more pairs to merge for {options.vocab_size}" if num_ids < options.vocab_size else ""
-    print(f"wrote {num_ids} ids to {options.out}{fewer}; data.tokenizer: {options.out}")
-    return 0
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from megatrain_ray.convert.convert_config import convert
-
-    if options.gpus < 1:
-        raise ConfigError(f"--gpus: {options.gpus}: expected 1 or more")
-    if options.out is not None and options.out.exists():
-        raise ConfigError(f"--out: {options.out} exists: nothing is overwritten; name another one")
-    lenient = options.ignore_unsupported
-    found = convert(options.config, options.overrides, num_gpus=options.gpus, lenient=lenient)
-    for line in found.report:
-        print(line, file=sys.stderr)
-    if found.refused and not lenient:
-        raise ConfigError(
-            "some keys cannot be honoured (see above): change them, or leave them out with --ignore-unsupported"
-        )
-    if options.out is None:
-        print(found.text, end="")
-    else:
-        options.out.write_text(found.text, encoding="utf-8")
-        print(f"wrote {options.out}; megatrain plan {options.out} says whether it fits")
-    return 0

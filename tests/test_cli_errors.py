@@ -14,6 +14,7 @@ import yaml
 
 import megatrain_ray
 from megatrain_ray.cli import main
+from megatrain_ray.commands.run_command import COMMANDS
 from megatrain_ray.errors import CapacityError, InterruptedRunError, MegatrainError
 from tests.support.settings import settings
 
@@ -124,7 +125,7 @@ def test_a_broken_pipe_that_is_not_the_output_is_no_silence(file: str, monkeypat
     def fail(config: Any) -> int:
         raise BrokenPipeError("a tracker's socket")
 
-    monkeypatch.setattr("megatrain_ray.cli._train", fail)
+    monkeypatch.setitem(COMMANDS, "train", fail)
     monkeypatch.setattr("megatrain_ray.cli.is_unread", lambda stream: False)
     with pytest.raises(BrokenPipeError):
         main(["train", file])
@@ -149,7 +150,7 @@ def test_what_a_run_raises_decides_the_exit_code(
     def fail(config: Any) -> int:
         raise error
 
-    monkeypatch.setattr("megatrain_ray.cli._train", fail)
+    monkeypatch.setitem(COMMANDS, "train", fail)
     assert main(["train", file]) == exit_code
     ends = exit_code == InterruptedRunError.exit_code
     told = str(error) or "interrupted: nothing more was saved; the same command resumes"

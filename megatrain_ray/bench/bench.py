@@ -56,7 +56,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchResult:
     """Holds the results of a benchmark.
 
     rows: rows of metrics of all steps; warm-up steps first, a traced step last.
@@ -75,13 +75,16 @@ class Measured:
     in_process: Sequence[Mapping[str, Any]] | None
 
 
-def measure(config: TrainConfig, options: BenchOptions) -> Measured:
+def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
     """Train, then measure the ceiling and train again in one process, if `options` ask for these.
 
     What is printed meanwhile goes to standard error; standard output stays empty. Raises what a training raises.
     """
     with redirect_stdout(sys.stderr), Interrupts():
-        observed, summary = _train(config, options.alias_bytes)
+        seen: list[Observed] = []
+        trainer = Trainer(config) if options.alias_bytes is None else _AliasingTrainer(config, options.alias_bytes)
+        summary = trainer.fit(lambda job, crew: seen.append(_observe(job, crew)))
+        observed = seen[-1]
         _check_updates(summary)
         busy = next((busy_share(read_trace(trace)) for trace in find_traces(summary.run_dir)), None)
         compared = read_comparisons(summary.run_dir)
@@ -95,7 +98,7 @@ def measure(config: TrainConfig, options: BenchOptions) -> Measured:
                 arguments = observed.prepared, observed.tokens
                 in_process = in_own_process("the process without Ray", run_in_process, *arguments)
     comparison = compared[-1] if compared else None
-    return Measured(observed.prepared.config, observed, summary.rows, busy, comparison, ceiling, in_process)
+    return BenchResult(observed.prepared.config, observed, summary.rows, busy, comparison, ceiling, in_process)
 
 
 class _AliasingTrainer(Trainer):
@@ -111,13 +114,6 @@ class _AliasingTrainer(Trainer):
         held, planned = format_bytes(memory.held_bytes), format_bytes(memory.planned_bytes)
         say(f"{NOTE}; host memory takes {held} where the plan has {planned}")
         return prepared
-
-
-def _train(config: TrainConfig, alias_bytes: int | None) -> tuple[Observed, TrainSummary]:
-    seen: list[Observed] = []
-    trainer = Trainer(config) if alias_bytes is None else _AliasingTrainer(config, alias_bytes)
-    summary = trainer.fit(lambda job, crew: seen.append(_observe(job, crew)))
-    return seen[-1], summary
 
 
 def _check_updates(summary: TrainSummary) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from megatrain_ray.accounting.measured_file import comparison_tree
 from megatrain_ray.bench.aliased_memory import NOTE, HostMemory
-from megatrain_ray.bench.bench import Measured
+from megatrain_ray.bench.bench import BenchResult
 from megatrain_ray.bench.bench_config import BenchOptions
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.console.run_summary import waits
@@ -26,17 +26,16 @@ from megatrain_ray.engine.measure.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.machine.environment import commit, hardware, versions
-from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.units import format_bytes, format_count, format_ranges
 
 VERSION = 1
 ABOVE_CEILING = 1.02  # a run faster than this share of its ceiling: more than the noise of a quiet machine
 
 
-def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
+def to_report(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
     """Return the results as plain data that can be written as JSON."""
-    prepared = measured.observed.prepared
-    rows = measured.rows[options.measured]
+    prepared = result.observed.prepared
+    rows = result.rows[options.measured]
     step_s = _distribution(row["step_s"] for row in rows)
     tflops = _median(rows, "model_tflops")
     plan = _plan(prepared.plan)
@@ -50,24 +49,27 @@ def to_report(measured: Measured, options: BenchOptions) -> dict[str, Any]:
         "exposed_s": {
             cause: statistics.median(row["exposed_s"][cause] for row in rows) for cause in rows[0]["exposed_s"]
         },
-        "busy_share": measured.busy_share,
+        "busy_share": result.busy_share,
         "prediction": plan.pop("prediction", None),
         "plan_sha256": prepared.plan.sha256,
-        "comparison": measured.comparison and comparison_tree(measured.comparison),
-        "ceiling": _ceiling(measured, tflops),
-        "in_process": _in_process(measured, options, step_s["median"]),
-        "memory": _memory(measured),
-        "aliased": _aliased(prepared),
+        "comparison": result.comparison and comparison_tree(result.comparison),
+        "ceiling": _ceiling(result, tflops),
+        "in_process": _in_process(result, options, step_s["median"]),
+        "memory": _memory(result),
+        "aliased": {"note": NOTE, **asdict(HostMemory.of(prepared))} if prepared.is_aliased else None,
         "state_share": state_share(prepared.plan),
-        "optimizer": _optimizer(measured),
-        "bytes_per_parameter": _moved(measured),
+        "optimizer": _optimizer(result),
+        "bytes_per_parameter": {
+            direction: num_bytes / prepared.plan.num_parameters
+            for direction, num_bytes in moved_bytes(prepared.plan, prepared.structure).items()
+        },
         "plan": plan,
-        "losses": _losses(measured.rows),
-        "all_step_s": [row["step_s"] for row in measured.rows],
+        "losses": _losses(result.rows),
+        "all_step_s": [row["step_s"] for row in result.rows],
         "hardware": hardware(prepared.plan.device),
         "versions": versions(),
         "commit": options.commit or commit(),
-        "config": config_to_dict(measured.config),
+        "config": config_to_dict(result.config),
     }
 
 
@@ -92,12 +94,12 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
     return [loss if (loss := row["loss"]) is not None and math.isfinite(loss) else None for row in rows]
 
 
-def _ceiling(measured: Measured, tflops: float) -> dict[str, Any] | None:
-    ceiling = measured.ceiling
+def _ceiling(result: BenchResult, tflops: float) -> dict[str, Any] | None:
+    ceiling = result.ceiling
     if ceiling is None:
         return None
     best = ceiling.best.model_tflops if ceiling.best else None
-    own = tflops / measured.config.hardware.num_gpus  # the ceiling is measured on one GPU
+    own = tflops / result.config.hardware.num_gpus  # the ceiling is measured on one GPU
     return {
         "model_tflops": best,
         "micro_batch_size": ceiling.best.micro_batch_size if ceiling.best else None,
@@ -107,54 +109,49 @@ def _ceiling(measured: Measured, tflops: float) -> dict[str, Any] | None:
     }
 
 
-def _in_process(measured: Measured, options: BenchOptions, median_s: float) -> dict[str, Any] | None:
-    if measured.in_process is None:
+def _in_process(result: BenchResult, options: BenchOptions, median_s: float) -> dict[str, Any] | None:
+    if result.in_process is None:
         return None
-    step_s = _distribution(row["step_s"] for row in measured.in_process[options.measured])
+    step_s = _distribution(row["step_s"] for row in result.in_process[options.measured])
     return {
         "step_s": step_s,
         "run_is_slower_by_percent": 100 * (median_s / step_s["median"] - 1),
-        "same_losses": _losses(measured.rows) == _losses(measured.in_process),
+        "same_losses": _losses(result.rows) == _losses(result.in_process),
     }
 
 
-def _memory(measured: Measured) -> dict[str, Any]:
-    observed, last = measured.observed, measured.rows[-1]
+def _memory(result: BenchResult) -> dict[str, Any]:
+    observed, last = result.observed, result.rows[-1]
     return {
         "hbm_bytes": observed.device_memory.num_bytes,
         "hbm_reason": observed.device_memory.reason,
-        "hbm_peak_bytes": max(row["hbm_peak_bytes"] for row in measured.rows),
+        "hbm_peak_bytes": max(row["hbm_peak_bytes"] for row in result.rows),
         "arena_bytes": last["host_bytes"],
         "pss_bytes": sum(sum(kinds.values()) for kinds in observed.pss_bytes.values()),
         "pss_bytes_by_process": observed.pss_bytes,
     }
 
 
-def _aliased(prepared: Prepared) -> dict[str, Any] | None:
-    """Return the note on aliased memory and its sizes; None if each layer has host memory of its own."""
-    return {"note": NOTE, **asdict(HostMemory.of(prepared))} if prepared.is_aliased else None
-
-
-def _optimizer(measured: Measured) -> dict[str, Any]:
-    plan = measured.observed.prepared.plan
+def _optimizer(result: BenchResult) -> dict[str, Any]:
+    plan = result.observed.prepared.plan
     return {
-        "kernels": list(measured.observed.kernel_names),
+        "kernels": list(result.observed.kernel_names),
         "num_shards": plan.num_shards,
         "num_shard_threads": plan.num_shard_threads,
-        "clip": measured.config.train.clip,
-        "shards": list(_shards(measured)),
+        "clip": result.config.train.clip,
+        "shards": list(_shards(result)),
     }
 
 
-def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
+def _shards(result: BenchResult) -> Iterator[dict[str, Any]]:
     """Yield the placement and speed of each shard of the first host.
 
     The speed is parameters updated per second in which the kernel worked; None if the shard made no updates.
     """
-    prepared = measured.observed.prepared
+    prepared = result.observed.prepared
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.num_hosts)
-    for k, work in enumerate(measured.observed.shard_work):
+    for k, work in enumerate(result.observed.shard_work):
         part = shard_layout(plan, layout, k)
         count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
         home = plan.shard_homes[k] if plan.shard_homes else None
@@ -166,12 +163,6 @@ def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
         }
 
 
-def _moved(measured: Measured) -> dict[str, float]:
-    prepared = measured.observed.prepared
-    moved = moved_bytes(prepared.plan, prepared.structure)
-    return {direction: num_bytes / prepared.plan.num_parameters for direction, num_bytes in moved.items()}
-
-
 def _plan(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, with counts instead of the list of layers.
 
@@ -179,9 +170,10 @@ def _plan(plan: Plan) -> dict[str, Any]:
     """
     tree = json.loads(plan.to_json())
     layers = tree.pop("layers")
-    sizes = {"num_layers": len(layers), "num_parameters": plan.num_parameters, "num_trained": plan.num_trained}
     return {
-        **sizes,
+        "num_layers": len(layers),
+        "num_parameters": plan.num_parameters,
+        "num_trained": plan.num_trained,
         "hbm_layers": len(plan.hbm_layers),
         "spilled_layers": len(plan.spilled_layers),
         "weights_on_disk": len(plan.weights_on_disk),
@@ -224,7 +216,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         same = "the same losses" if compared["same_losses"] else "other losses"
         yield "one process", f"{compared['step_s']['median']:.4g} s; with Ray {difference:+.1f} %; {same}"
     yield "waited", waits(report["exposed_s"], step_s["median"])
-    yield "memory", _memory_line(report["memory"])
+    memory = report["memory"]
+    device, arenas, processes = map(
+        format_bytes, (memory["hbm_bytes"] or memory["hbm_peak_bytes"], memory["arena_bytes"], memory["pss_bytes"])
+    )
+    yield "memory", f"{device} of the device; host: {arenas} of arenas, {processes} of all processes"
     shares = ", ".join(f"{share:.0%} {tier}" for tier, share in report["state_share"].items() if share)
     optimizer, moved = report["optimizer"], report["bytes_per_parameter"]
     of_disk = f", {moved['disk']:.3g} from and to the disk" if moved["disk"] else ""
@@ -232,8 +228,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "state",
         f"{shares}; a step moves {moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out{of_disk}",
     )
-    threads = f"{optimizer['num_shards']} × {optimizer['num_shard_threads']} threads"
-    yield "AdamW", f"{', '.join(optimizer['kernels'])}, {threads}"
+    kernels, threads = ", ".join(optimizer["kernels"]), optimizer["num_shard_threads"]
+    yield "AdamW", f"{kernels}, {optimizer['num_shards']} × {threads} threads"
     yield "of each", "; ".join(map(_shard_line, range(optimizer["num_shards"]), optimizer["shards"]))
     if report["config"]["train"]["moments"] == "bf16":
         yield "moments", NARROW_MOMENTS
@@ -257,12 +253,6 @@ def _ceiling_line(ceiling: Mapping[str, Any]) -> str:
     if ceiling["ratio"] > ABOVE_CEILING:
         line += ": more than there is, so something else used the machine meanwhile; measure again"
     return line
-
-
-def _memory_line(memory: Mapping[str, Any]) -> str:
-    of_device = memory["hbm_bytes"] or memory["hbm_peak_bytes"]
-    host = f"{format_bytes(memory['arena_bytes'])} of arenas, {format_bytes(memory['pss_bytes'])} of all processes"
-    return f"{format_bytes(of_device)} of the device; host: {host}"
 
 
 def _plan_line(plan: Mapping[str, Any]) -> str:

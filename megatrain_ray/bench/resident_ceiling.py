@@ -27,7 +27,7 @@ GAIN = 1.01  # speed-up by doubling the micro-batch below which no larger one is
 
 
 @dataclass(frozen=True)
-class Trial:
+class SizeTrial:
     """Holds the speed with one size of micro-batch.
 
     model_tflops: model TFLOPS of the median step; None if memory ran out.
@@ -46,8 +46,8 @@ class Ceiling:
     hbm_peak_bytes: peak device memory of all trials.
     """
 
-    best: Trial | None
-    trials: tuple[Trial, ...]
+    best: SizeTrial | None
+    trials: tuple[SizeTrial, ...]
     hbm_peak_bytes: int
 
 
@@ -74,7 +74,7 @@ def measure_ceiling(prepared: Prepared) -> Ceiling:
     return Ceiling(max(fitting, key=lambda trial: trial.model_tflops or 0.0, default=None), trials, peak_bytes)
 
 
-def search(rate: Callable[[int], float], first: int, limit: int | None) -> tuple[Trial, ...]:
+def search(rate: Callable[[int], float], first: int, limit: int | None) -> tuple[SizeTrial, ...]:
     """Try sizes of micro-batch, from `first` sequences on, and return the trials.
 
     If `first` does not fit, the size is halved until it fits. Otherwise it is doubled, up to `limit`, until it does not
@@ -97,13 +97,13 @@ def search(rate: Callable[[int], float], first: int, limit: int | None) -> tuple
     return tuple(trials)
 
 
-def _attempt(rate: Callable[[int], float], size: int) -> Trial:
+def _attempt(rate: Callable[[int], float], size: int) -> SizeTrial:
     try:
-        return Trial(size, rate(size))
+        return SizeTrial(size, rate(size))
     except torch.OutOfMemoryError:
         pass  # collect below, outside the handler: the exception's traceback refers to the step's tensors
     gc.collect()
-    return Trial(size, None)
+    return SizeTrial(size, None)
 
 
 @dataclass(frozen=True)

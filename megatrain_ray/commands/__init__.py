@@ -1,1 +1,1 @@
-"""Implements further commands of the command line."""
+"""Implements the commands of the command line."""

@@ -14,11 +14,23 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from megatrain_ray.commands.finding import Finding, State
+from megatrain_ray.commands.doctor_numa import examine_nodes
+from megatrain_ray.commands.finding import Finding, Severity
+from megatrain_ray.crew.ray_cluster import session_folders
+from megatrain_ray.data.tokenize_data import token_cache
+from megatrain_ray.driver.running_save import measure_disk
+from megatrain_ray.engine.device.cuda_info import device_name, num_gpus, total_memory_bytes
+from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
+from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.owned_folder import has_mark
+from megatrain_ray.io.saves.save_folder import list_saves, save_folder
+from megatrain_ray.io.tokens.cache_pruning import UNUSED_DAYS, size_of, without_mark
 from megatrain_ray.machine.machine import cgroup_limits
 from megatrain_ray.machine.numa_topology import read_topology
 from megatrain_ray.machine.proc_files import read_text
+from megatrain_ray.profiling.profiles import cached, describe_profile, profile_file, this_machine
 from megatrain_ray.units import format_bytes
 
 SLOW_DISK_BYTES_PER_S = 0.5e9
@@ -34,14 +46,14 @@ def examine(folder: Path, root: Path = Path("/")) -> Iterator[Finding]:
     folder: where runs would be saved, or a run's own directory.
     root: folder that holds /proc and /sys.
     """
-    yield Finding("versions", State.GOOD, _versions())
+    yield Finding("versions", Severity.GOOD, _versions())
     yield _gpu()
     yield _rates()
     yield _kernel()
     yield _attaching()
     for check in (_memory, _overcommit, _swap, _cores, _numa_balancing, _huge_pages):
         yield check(root)
-    yield from _nodes(folder, root)
+    yield from examine_nodes(folder, root)
     yield _open_files()
     yield _ray()
     yield _session_folder()
@@ -56,40 +68,31 @@ def _versions() -> str:
 
 
 def _gpu() -> Finding:
-    from megatrain_ray.engine.device.cuda_info import device_name, total_memory_bytes
-
     total = total_memory_bytes()
     if total is None:
-        return Finding("GPU", State.NOTE, "torch sees none: training runs on the CPU, for tests and small models")
-    return Finding("GPU", State.GOOD, f"{device_name()}, {format_bytes(total)}")
+        return Finding("GPU", Severity.NOTE, "torch sees none: training runs on the CPU, for tests and small models")
+    return Finding("GPU", Severity.GOOD, f"{device_name()}, {format_bytes(total)}")
 
 
 def _rates() -> Finding:
-    from megatrain_ray.engine.device.cuda_info import num_gpus, total_memory_bytes
-    from megatrain_ray.profiling.profiles import cached, describe_profile, profile_file, this_machine
-
     machine = this_machine("cpu" if total_memory_bytes() is None else "cuda")
     profile = cached(machine, num_gpus())
     if profile is None:
         text = "not measured here, plans are made with built-in ones"
         first = "the first training on this GPU does it, or " if machine.gpu else ""
-        return Finding("rates", State.NOTE, text, f"{first}megatrain doctor --measure")
-    return Finding("rates", State.GOOD, f"{describe_profile(profile)} ({profile_file(machine)})")
+        return Finding("rates", Severity.NOTE, text, f"{first}megatrain doctor --measure")
+    return Finding("rates", Severity.GOOD, f"{describe_profile(profile)} ({profile_file(machine)})")
 
 
 def _kernel() -> Finding:
-    from megatrain_ray.engine.optimizer.adamw import Hyper
-    from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
-    from megatrain_ray.engine.optimizer.update_kernel import open_kernel
-
     kernel = open_kernel(1, Hyper(0.9, 0.95, 1e-8, 0.1))
     try:
         name = kernel.name
     finally:
         kernel.close()
     if isinstance(kernel, TorchBlocks):
-        return Finding("AdamW", State.SLOW, f"runs as {name}", "install a C compiler (gcc or clang)")
-    return Finding("AdamW", State.GOOD, f"runs as {name}, bit-equal to torch here")
+        return Finding("AdamW", Severity.SLOW, f"runs as {name}", "install a C compiler (gcc or clang)")
+    return Finding("AdamW", Severity.GOOD, f"runs as {name}, bit-equal to torch here")
 
 
 def _attaching() -> Finding:
@@ -102,8 +105,8 @@ def _attaching() -> Finding:
         os.close(memory)
     if done.returncode:
         text = f"another process cannot open {path}"
-        return Finding("shared memory", State.STOP, text, "run all of Ray in one container, with /proc, as one user")
-    return Finding("shared memory", State.GOOD, "memfds can be attached by other processes")
+        return Finding("shared memory", Severity.STOP, text, "run all of Ray in one container, with /proc, as one user")
+    return Finding("shared memory", Severity.GOOD, "memfds can be attached by other processes")
 
 
 def _memory(root: Path) -> Finding:
@@ -111,23 +114,23 @@ def _memory(root: Path) -> Finding:
     limit = min(cgroup_limits(root), default=None)
     text = f"{format_bytes(available)} of {format_bytes(total)} available"
     if limit is not None and limit < total:
-        return Finding("RAM", State.NOTE, f"{text}, but a cgroup allows {format_bytes(limit)}: plans obey that")
-    return Finding("RAM", State.GOOD, text)
+        return Finding("RAM", Severity.NOTE, f"{text}, but a cgroup allows {format_bytes(limit)}: plans obey that")
+    return Finding("RAM", Severity.GOOD, text)
 
 
 def _overcommit(root: Path) -> Finding:
     if read_text(root / "proc/sys/vm/overcommit_memory") == "2":
         advice = "set vm.overcommit_memory to 0 or 1"
-        return Finding("overcommit", State.SLOW, "strict: large mappings may be refused though RAM is free", advice)
-    return Finding("overcommit", State.GOOD, "not strict")
+        return Finding("overcommit", Severity.SLOW, "strict: large mappings may be refused though RAM is free", advice)
+    return Finding("overcommit", Severity.GOOD, "not strict")
 
 
 def _swap(root: Path) -> Finding:
     total = _meminfo(root, "SwapTotal")
     if total and read_text(root / "proc/sys/vm/swappiness") not in ("0", "1"):
         text = f"{format_bytes(total)} of swap: state that is swapped out makes a step wait for the disk"
-        return Finding("swap", State.NOTE, text, "swapoff -a, or vm.swappiness=1")
-    return Finding("swap", State.GOOD, "none in the way")
+        return Finding("swap", Severity.NOTE, text, "swapoff -a, or vm.swappiness=1")
+    return Finding("swap", Severity.GOOD, "none in the way")
 
 
 def _cores(root: Path) -> Finding:
@@ -135,14 +138,10 @@ def _cores(root: Path) -> Finding:
     quota, _, period = read_text(root / "sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and int(quota) / int(period) < usable:
         text = f"{usable} cores, but a cgroup allows the time of {int(quota) / int(period):.1f}"
-        return Finding("cores", State.SLOW, text, "raise the container's CPU limit: threads are throttled in the midst")
-    return Finding("cores", State.GOOD, f"{usable} of {there}, {_num_nodes(root)} NUMA node(s)")
-
-
-def _nodes(folder: Path, root: Path) -> Iterator[Finding]:
-    from megatrain_ray.commands.doctor_numa import examine_nodes
-
-    return examine_nodes(folder, root)
+        return Finding(
+            "cores", Severity.SLOW, text, "raise the container's CPU limit: threads are throttled in the midst"
+        )
+    return Finding("cores", Severity.GOOD, f"{usable} of {there}, {_num_nodes(root)} NUMA node(s)")
 
 
 def _num_nodes(root: Path) -> int:
@@ -152,8 +151,8 @@ def _num_nodes(root: Path) -> int:
 def _numa_balancing(root: Path) -> Finding:
     if _num_nodes(root) > 1 and read_text(root / "proc/sys/kernel/numa_balancing") not in ("", "0"):
         text = "the kernel moves pages between nodes while they are used"
-        return Finding("NUMA balancing", State.NOTE, text, "sysctl kernel.numa_balancing=0")
-    return Finding("NUMA balancing", State.GOOD, "off, or one node")
+        return Finding("NUMA balancing", Severity.NOTE, text, "sysctl kernel.numa_balancing=0")
+    return Finding("NUMA balancing", Severity.GOOD, "off, or one node")
 
 
 def _huge_pages(root: Path) -> Finding:
@@ -162,30 +161,32 @@ def _huge_pages(root: Path) -> Finding:
     text = f"private memory: {chosen['enabled']}, shared memory: {chosen['shmem_enabled']}"
     if chosen["shmem_enabled"] in NO_HUGE_PAGES:
         advice = "arenas ask for them: echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        return Finding("huge pages", State.NOTE, text, advice)
-    return Finding("huge pages", State.NOTE if chosen["enabled"] == "never" else State.GOOD, text)
+        return Finding("huge pages", Severity.NOTE, text, advice)
+    return Finding("huge pages", Severity.NOTE if chosen["enabled"] == "never" else Severity.GOOD, text)
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FEW_FILES:
-        return Finding("open files", State.NOTE, f"at most {soft}", f"ulimit -n {min(hard, 65536)}")
-    return Finding("open files", State.GOOD, f"up to {soft}")
+        return Finding("open files", Severity.NOTE, f"at most {soft}", f"ulimit -n {min(hard, 65536)}")
+    return Finding("open files", Severity.GOOD, f"up to {soft}")
 
 
 def _ray() -> Finding:
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
-        return Finding("Ray", State.GOOD, "a run starts its own and takes it away again")
+        return Finding("Ray", Severity.GOOD, "a run starts its own and takes it away again")
     advice = "start its nodes with RAY_memory_monitor_refresh_ms=0: Ray counts arenas as used and kills actors for it"
-    return Finding("Ray", State.NOTE, f"runs use the cluster at {address}", advice)
+    return Finding("Ray", Severity.NOTE, f"runs use the cluster at {address}", advice)
 
 
 def _session_folder() -> Finding:
     free = shutil.disk_usage("/tmp").free
     if free < ROOM_BYTES:
-        return Finding("/tmp", State.SLOW, f"{format_bytes(free)} free", "Ray keeps logs and sockets there: free some")
-    return Finding("/tmp", State.GOOD, f"{format_bytes(free)} free")
+        return Finding(
+            "/tmp", Severity.SLOW, f"{format_bytes(free)} free", "Ray keeps logs and sockets there: free some"
+        )
+    return Finding("/tmp", Severity.GOOD, f"{format_bytes(free)} free")
 
 
 def _unmarked(folder: Path) -> Finding:
@@ -193,50 +194,39 @@ def _unmarked(folder: Path) -> Finding:
 
     folder: searched for unfinished folders, and for saves if it is a run's directory.
     """
-    from megatrain_ray.crew.ray_cluster import session_folders
-    from megatrain_ray.data.tokenize_data import token_cache
-    from megatrain_ray.io.files.owned_folder import has_mark
-    from megatrain_ray.io.saves.save_folder import list_saves, save_folder
-    from megatrain_ray.io.tokens.cache_pruning import without_mark
-
     left = [path for path in session_folders() if path.lstat().st_uid == os.geteuid() and not has_mark(path)]
     saves = (save_folder(folder / "saves", step) for step in list_saves(folder / "saves"))
     left += [path for path in (*saves, *sorted(folder.glob(".*.partial"))) if not has_mark(path)]
     with suppress(RuntimeError):  # without a home directory there is no cache
         left += without_mark(token_cache())
     if not left:
-        return Finding("folders", State.GOOD, "none that only looks like one of this program's")
+        return Finding("folders", Severity.GOOD, "none that only looks like one of this program's")
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     text = f"{left[0]}{more} have no mark of this program, so it never deletes them"
     advice = "earlier releases made such folders, saves among them; delete what you do not need"
-    return Finding("folders", State.NOTE, text, advice)
+    return Finding("folders", Severity.NOTE, text, advice)
 
 
 def _tokens() -> Finding:
-    from megatrain_ray.data.tokenize_data import token_cache
-    from megatrain_ray.io.tokens.cache_pruning import UNUSED_DAYS, size_of
-
     try:
         root = token_cache()
     except RuntimeError as error:
-        return Finding("token cache", State.NOTE, f"none, tokens go to the run directory: {error}")
+        return Finding("token cache", Severity.NOTE, f"none, tokens go to the run directory: {error}")
     number, num_bytes = size_of(root)
     text = f"{number} data sources, {format_bytes(num_bytes)} in {root}"
-    return Finding("token cache", State.GOOD, f"{text}; what {UNUSED_DAYS} days have not used goes when more come")
+    return Finding("token cache", Severity.GOOD, f"{text}; what {UNUSED_DAYS} days have not used goes when more come")
 
 
 def _disk(folder: Path) -> Finding:
-    from megatrain_ray.driver.running_save import measure_disk
-
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".megatrain-doctor-") as place:
             rate = measure_disk(Path(place), PROBE_BYTES, "none")
     except (OSError, MegatrainError) as error:
-        return Finding("disk", State.STOP, f"cannot write to {folder}: {error}", "name another folder")
+        return Finding("disk", Severity.STOP, f"cannot write to {folder}: {error}", "name another folder")
     text = f"{folder.absolute()} takes {rate / 1e9:.1f} GB/s, {format_bytes(shutil.disk_usage(folder).free)} free"
     if rate < SLOW_DISK_BYTES_PER_S:
-        return Finding("disk", State.SLOW, text, "a save of 12 bytes per parameter waits for it; use a faster one")
-    return Finding("disk", State.GOOD, text)
+        return Finding("disk", Severity.SLOW, text, "a save of 12 bytes per parameter waits for it; use a faster one")
+    return Finding("disk", Severity.GOOD, text)
 
 
 def _meminfo(root: Path, name: str) -> int:

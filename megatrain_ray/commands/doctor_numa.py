@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from megatrain_ray.commands.finding import Finding, State
+from megatrain_ray.commands.finding import Finding, Severity
 from megatrain_ray.engine.device.cuda_info import pci_addresses
 from megatrain_ray.io.arenas.arena import HUGE_PAGE
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
 from megatrain_ray.machine.numa_topology import NodeFacts, Topology, gpu_node, read_topology
-from megatrain_ray.report.page_placement import page_places
+from megatrain_ray.report.page_placement import pages_of_run
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.run.run_processes import living
 from megatrain_ray.units import format_bytes, format_ranges
 
 TOPIC = "NUMA"
@@ -33,9 +32,9 @@ def examine_nodes(folder: Path, root: Path) -> Iterator[Finding]:
     """
     topology = read_topology(root)
     if len(topology.usable) < 2:
-        yield Finding(TOPIC, State.GOOD, f"one node to work on{_others(topology)}: nothing has to be put on any")
+        yield Finding(TOPIC, Severity.GOOD, f"one node to work on{_others(topology)}: nothing has to be put on any")
     else:
-        yield Finding(TOPIC, State.GOOD, "; ".join(map(_described, topology.nodes)))
+        yield Finding(TOPIC, Severity.GOOD, "; ".join(map(_described, topology.nodes)))
         yield _takes_memory(sorted({node.memory for node in topology.usable}))
         yield from _gpus(root)
     yield from _pages(folder)
@@ -55,7 +54,6 @@ def _others(topology: Topology) -> str:
 
 
 def _gpus(root: Path) -> Iterator[Finding]:
-    """Yield the node of each GPU; nothing without a GPU."""
     addresses = pci_addresses()
     nodes = [gpu_node(address, root) for address in addresses]
     if not nodes:
@@ -66,9 +64,9 @@ def _gpus(root: Path) -> Iterator[Finding]:
     )
     if None in nodes:
         advice = "name them as hardware.nodes.*.gpus (docs/numa.md); its worker runs anywhere else"
-        yield Finding("NUMA GPUs", State.NOTE, ", ".join(described), advice)
+        yield Finding("NUMA GPUs", Severity.NOTE, ", ".join(described), advice)
     else:
-        yield Finding("NUMA GPUs", State.GOOD, ", ".join(described))
+        yield Finding("NUMA GPUs", Severity.GOOD, ", ".join(described))
 
 
 def _takes_memory(nodes: Sequence[int]) -> Finding:
@@ -86,26 +84,19 @@ def _takes_memory(nodes: Sequence[int]) -> Finding:
         except OSError as error:
             text = f"the kernel does not take memory from a node that is asked for ({os.strerror(error.errno or 0)})"
             advice = "in a container allow mbind and move_pages (docker: --cap-add SYS_NICE)"
-            return Finding("NUMA memory", State.SLOW, text, advice)
+            return Finding("NUMA memory", Severity.SLOW, text, advice)
         finally:
             arena.close()
     if elsewhere:
         text = f"what was asked for from node {format_ranges(elsewhere)} is on another: it may be full"
-        return Finding("NUMA memory", State.SLOW, text, "free some of its memory")
-    return Finding("NUMA memory", State.GOOD, f"pages are on the node that was asked for, of {format_ranges(nodes)}")
+        return Finding("NUMA memory", Severity.SLOW, text, "free some of its memory")
+    return Finding("NUMA memory", Severity.GOOD, f"pages are on the node that was asked for, of {format_ranges(nodes)}")
 
 
 def _pages(folder: Path) -> Iterator[Finding]:
-    """Yield where the pages of an active run are.
-
-    Yields nothing if the folder holds no active run, or if its plan binds no memory to nodes.
-    """
-    files = RunFiles(folder.absolute())
-    plan, pids = files.read_plan(), living(files.path)
-    if plan is None or not plan.shard_homes or not pids:
-        return
+    """Yield on which nodes the pages of an active run in this folder are."""
     try:
-        for places in page_places(plan, pids):
-            yield Finding("pages", State.GOOD if places.is_good else State.SLOW, str(places))
+        for places in pages_of_run(RunFiles(folder.absolute())):
+            yield Finding("pages", Severity.GOOD if places.is_good else Severity.SLOW, str(places))
     except OSError as error:
-        yield Finding("pages", State.NOTE, f"the kernel does not say where they are: {error.strerror}")
+        yield Finding("pages", Severity.NOTE, f"the kernel does not say where they are: {error.strerror}")

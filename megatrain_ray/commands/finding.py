@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class State(Enum):
+class Severity(Enum):
     GOOD = "good"
     NOTE = "note"  # works, but could be improved
     SLOW = "slow"
@@ -21,10 +21,10 @@ class Finding:
     """
 
     topic: str
-    state: State
+    severity: Severity
     text: str
     advice: str = ""
 
     def __str__(self) -> str:
         advice = f"; {self.advice}" if self.advice else ""
-        return f"{self.state.value:<5} {self.topic:<15} {self.text}{advice}"
+        return f"{self.severity.value:<5} {self.topic:<15} {self.text}{advice}"

@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.prepare import Question, question_of
+from megatrain_ray.planning.prepare import question_of
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
 
 
@@ -29,7 +29,10 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     """
     with spinner("planning"):
         question = question_of(config)
-        plan, misfit = _answer(question)
+        try:
+            plan, misfit = question.plan(), None
+        except CapacityError as error:
+            plan, misfit = None, error
         found = list(alternatives(question, plan)) if what_if else []
     if as_json and plan:
         print(_as_json(config, plan, found, price_per_hour))
@@ -44,14 +47,6 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
         show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
     for note in _missing_disk(config.spill, question.machine.spill):
         show(f"note: {note}", sys.stderr)
-
-
-def _answer(question: Question) -> tuple[Plan | None, CapacityError | None]:
-    """Return the plan, or the error that says why there is none."""
-    try:
-        return question.plan(), None
-    except CapacityError as error:
-        return None, error
 
 
 def _as_json(config: TrainConfig, plan: Plan, found: Sequence[Alternative], price_per_hour: float | None) -> str:

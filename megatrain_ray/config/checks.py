@@ -206,11 +206,6 @@ def _batch_disagreements(config: Settings) -> Iterator[str]:
     )
 
 
-def known_keys(root: type[BaseModel]) -> frozenset[str]:
-    """Return every dotted key that a configuration may have, groups included."""
-    return frozenset(_fields(root))
-
-
 def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
     location = problem["loc"]
     key = ".".join(str(part) for part in location)

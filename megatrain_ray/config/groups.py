@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from megatrain_ray.config.values import (
     Count,
+    CpuList,
+    GpuList,
     Group,
+    ModelSettings,
+    Names,
+    NotNegative,
+    Patterns,
+    Positive,
     Rate,
     Seed,
     Size,
+    Sources,
+    Switch,
     Text,
-    WeightedPath,
-    auto_or_switch,
-    cpu_list,
-    gpu_list,
-    model_settings,
-    name_patterns,
-    names_of_data,
-    optional_sources,
-    sources_of_data,
-)
+)  # fmt: skip
 
 SaveCompression = Literal["none", "zstd"]
 
@@ -33,7 +33,7 @@ SaveCompression = Literal["none", "zstd"]
 class ModelConfig(Group):
     path: Text | None = None
     """Folder of a Hugging Face model (safetensors), or a hub id: training starts from its weights."""
-    config: Annotated[dict[str, Any] | Text, BeforeValidator(model_settings)] | None = None
+    config: ModelSettings | None = None
     """Mapping, or path of a config.json: this shape with random weights. Exactly one of the two."""
     seed: Seed = 0
     """Of the random weights."""
@@ -50,17 +50,15 @@ class DataConfig(Group):
     kind: Literal["pretrain", "sft", "tokens"] = "pretrain"
     """pretrain: texts; sft: chats of which the answers are learned; tokens: records of token ids. A key of
     another kind is refused."""
-    path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(sources_of_data)]
+    path: Sources
     """A path, a glob, a folder, a list of these, or a list of {path, weight}. Texts: .txt, .jsonl, .jsonl.zst,
     .parquet; chats: .json, .jsonl, .jsonl.zst, .parquet, dataset_info.json; token ids: as chats, without the
     last."""
-    eval_path: Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...] | None, BeforeValidator(optional_sources)] = (
-        None
-    )
+    eval_path: Sources | None = None
     """Held-out data, given as data.path is, for eval_every."""
-    dataset: Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)] | None = None
+    dataset: Names | None = None
     """sft: a name, or a list of names, in the dataset_info.json that data.path is."""
-    eval_dataset: Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)] | None = None
+    eval_dataset: Names | None = None
     """sft: the same of the dataset_info.json that data.eval_path is."""
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
     """sft: how records hold a chat; auto: recognised by the keys of each record."""
@@ -105,9 +103,9 @@ class DataConfig(Group):
 class ParameterGroupConfig(Group):
     """Gives a group of parameters their own learning rate, decay or optimizer."""
 
-    match: Annotated[tuple[str, ...], BeforeValidator(name_patterns), Field(min_length=1)]
+    match: Annotated[Patterns, Field(min_length=1)]
     """A pattern of parameter names, or a list of them."""
-    lr: Annotated[float, Field(gt=0)] | None = None
+    lr: Positive | None = None
     """Their peak learning rate; it follows the schedule in proportion. Unset: train.lr."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Of all that match, norms and biases too. Unset: train.weight_decay for matrices."""
@@ -139,19 +137,19 @@ class OptimizationConfig(Group):
     """Sequences of one forward; with batch_size alone the plan chooses it."""
     accumulate: Count | None = None
     """Micro-batches of an update."""
-    lr: Annotated[float, Field(gt=0)] = 1e-4
+    lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate that the schedule ends at."""
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     """How the learning rate falls from its peak to min_lr over train.steps, after a linear warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NotNegative = 0
     """Updates until the learning rate has its peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay per update, times the learning rate; none on norms and biases."""
-    trainable: Annotated[tuple[str, ...], BeforeValidator(name_patterns)] = ()
+    trainable: Patterns = ()
     """Patterns (regular expressions) of parameter names: whatever none of them matches is frozen. Empty: nothing is."""
-    freeze: Annotated[tuple[str, ...], BeforeValidator(name_patterns)] = ()
+    freeze: Patterns = ()
     """Patterns of the parameters that are frozen, out of the trainable ones."""
     groups: Annotated[tuple[ParameterGroupConfig, ...], Field(strict=False)] = ()
     """Parameters with a learning rate or decay of their own: {match, lr, weight_decay, optimizer}; the first match
@@ -162,9 +160,9 @@ class OptimizationConfig(Group):
     """Muon's own numbers."""
     betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
     """Decay of AdamW's two moments per update."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of AdamW's second moment."""
-    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    clip: Positive | None = 1.0
     """Largest global norm of the gradients; null: off, and updates start under the backward."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """This times logsumexp(logits)² of each supervised token is added to its loss, which keeps logits near zero;
@@ -192,12 +190,12 @@ class OptimizationConfig(Group):
 class LoraConfig(Group):
     """Configures low-rank adapters: pairs of thin trained matrices added to frozen linear layers."""
 
-    match: Annotated[tuple[str, ...], BeforeValidator(name_patterns), Field(min_length=1)]
+    match: Annotated[Patterns, Field(min_length=1)]
     """Patterns (regular expressions) over the paths of linear modules: those that get a pair. All else is frozen
     but what train.trainable matches."""
     rank: Count = 16
     """The thin side of a pair's two matrices."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Positive = 32.0
     """The product of a pair is scaled by alpha ÷ rank."""
     dropout: Rate = 0.0
     """Of what goes into a pair."""
@@ -208,13 +206,13 @@ class LoraConfig(Group):
 class NodeConfig(Group):
     """Describes a NUMA node in place of the kernel's description."""
 
-    cpus: Annotated[str, BeforeValidator(cpu_list)]
+    cpus: CpuList
     """Its CPUs, as in 0-15,32-47: an optimizer shard works on them."""
-    memory: Annotated[int, Field(ge=0)] | None = None
+    memory: NotNegative | None = None
     """The kernel's number of the node that its memory is taken from. Unset: its place in the list, from 0 on."""
     gpu: bool = False
     """All GPUs of a host are attached to it: GPU workers work on its CPUs, and gradients wait in its memory."""
-    gpus: Annotated[str, BeforeValidator(gpu_list)] | None = None
+    gpus: GpuList | None = None
     """The GPUs that are attached to it, as torch numbers those of a host (0-3): where not all are on one node."""
 
 
@@ -227,7 +225,7 @@ class HardwareConfig(Group):
     num_hosts: Count = 1
     """Machines of a Ray cluster that these GPUs are on, as many on each; each has its share of the optimizer state, and
     of the working copies in host memory."""
-    all_gather: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
+    all_gather: Switch = "auto"
     """Each of several GPUs uploads its part of a layer alone and has the rest from the others, by an all-gather; else
     each uploads all of it. auto: where that is predicted to be faster, and always of several hosts, each of which has a
     part alone."""
@@ -235,7 +233,7 @@ class HardwareConfig(Group):
     """Bytes of GPU memory that the plan may use, and that the run takes at most; null: what is there."""
     ram_limit: Size | None = None
     """Bytes of host memory that the plan may use; null: what is there."""
-    hbm_layers: Annotated[int, Field(ge=0)] | None = None
+    hbm_layers: NotNegative | None = None
     """Layers, from the embedding on, whose weights, gradients and optimizer state live in GPU memory; null: as many as
     there is room for (none on the CPU)."""
     num_shards: Count | None = None
@@ -245,14 +243,14 @@ class HardwareConfig(Group):
     those that the kernel shows; one alone: nothing is put on any node."""
     profile: Text = "auto"
     """File with the rates that plans are chosen by; auto: measured once on a GPU, built-in ones elsewhere."""
-    compile: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
+    compile: Switch = "auto"
     """Layers and the loss run through torch.compile, before the first step once for each kind of layer; one that cannot
     be compiled runs as it is, and the log says why. auto: on a GPU, unless train.deterministic."""
     block_parts: Literal["auto"] | Count = "auto"
     """Layers that each block is divided into at most, between attention, the matrices of its MLP and groups of experts:
     each has slots, gradients and updates of its own, so that blocks larger than GPU memory train; they are not
     compiled. auto: 1, or where whole blocks do not fit what is predicted to be the fastest."""
-    cuda_graphs: Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)] = "auto"
+    cuda_graphs: Switch = "auto"
     """A step's forward and backward are one CUDA graph, which the GPU launches by itself, where all layers live in its
     memory; a step that cannot be captured runs layer by layer, and the log says why. auto: where launching layers takes
     longer than computing them."""
@@ -307,7 +305,7 @@ class Settings(Group):
     """Folder of the run: configuration, plan, metrics, saves."""
     resume: bool = True
     """Continue the run that run_dir holds; false: it must hold none."""
-    save_every: Annotated[int, Field(ge=0)] | None = 0
+    save_every: NotNegative | None = 0
     """0: at the end and when interrupted; N: every N updates as well; null: never, and no room on the disk is
     asked for."""
     save_keep: Count = 2
@@ -315,9 +313,9 @@ class Settings(Group):
     refused (exit 3)."""
     save_compress: SaveCompression = "none"
     """zstd: bf16 weights shrink by 1.46, FP32 masters and moments by about 1.2, at 0.5 to 1 GB/s a core."""
-    eval_every: Annotated[int, Field(ge=0)] = 0
+    eval_every: NotNegative = 0
     """N: data.eval_path is evaluated before the first update, after every N and after the last; 0: never."""
-    max_failures: Annotated[int, Field(ge=0)] = 3
+    max_failures: NotNegative = 3
     """Deaths of the run's processes, or failures of its GPU, that are made good within one start of the run; one more
     ends it with exit 1."""
     max_skipped: Count = 10

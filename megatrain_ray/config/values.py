@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatrain_ray.units import format_ranges, parse_ranges, parse_size
-
-Text = Annotated[str, Field(min_length=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1)]
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Group(BaseModel):
@@ -26,7 +21,7 @@ class Group(BaseModel):
 
 
 class WeightedPath(Group):
-    path: Text
+    path: Annotated[str, Field(min_length=1)]
     """A path, a glob or a folder."""
     weight: Annotated[float, Field(gt=0)]
     """Its share of the windows, in proportion to the other weights."""
@@ -89,22 +84,25 @@ def model_settings(value: Any) -> dict[str, Any] | str:
     raise ValueError(f"expected a mapping of the model's settings, or the path of a config.json; got {value!r}")
 
 
-def cpu_list(value: Any) -> str:
-    """Return a list of CPUs as the kernel writes it: `0-15,32-47`. Raises ValueError if it is not one."""
-    return _number_list(value, "CPUs, as in 0-15,32-47")
-
-
-def gpu_list(value: Any) -> str:
-    """Return a list of GPUs, by torch's numbers, in the format `0-3`. Raises ValueError if it is not one."""
-    return _number_list(value, "GPUs, as in 0-3")
-
-
-def _number_list(value: Any, expected: str) -> str:
+def number_ranges(expected: str, value: Any) -> str:
+    """Return a list of numbers as the kernel writes it: `0-15,32-47`. Raises ValueError if it is not one."""
     numbers = parse_ranges(value) if isinstance(value, str) else (value,) if type(value) is int and value >= 0 else ()
     if not numbers:
         raise ValueError(f"expected {expected}; got {value!r}")
     return format_ranges(numbers)
 
 
-def optional_sources(value: Any) -> Any:
-    return None if value is None else sources_of_data(value)
+Text = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Switch = Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)]
+Sources = Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(sources_of_data)]
+Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(name_patterns)]
+ModelSettings = Annotated[dict[str, Any] | Text, BeforeValidator(model_settings)]
+CpuList = Annotated[str, BeforeValidator(partial(number_ranges, "CPUs, as in 0-15,32-47"))]
+GpuList = Annotated[str, BeforeValidator(partial(number_ranges, "GPUs, as in 0-3"))]

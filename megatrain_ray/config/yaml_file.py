@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from megatrain_ray.config.config_origins import with_origins
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 
@@ -67,7 +66,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
         return TrainConfig.model_validate(tree)
     except ConfigError as error:
         by_key = {text.partition("=")[0]: text for text in overrides}
-        raise ConfigError(with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
+        raise ConfigError(_with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
 
 
 def _problems(tree: Mapping[str, Any]) -> list[str]:
@@ -76,6 +75,42 @@ def _problems(tree: Mapping[str, Any]) -> list[str]:
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+def _with_origins(problems: Sequence[str], of_file: Sequence[str], path: str, overrides: Mapping[str, str]) -> str:
+    """Return the problems grouped by origin: a single line for one problem, otherwise a list under each origin.
+
+    problems: all problems, of the file with the overrides.
+    of_file: problems of the file without overrides.
+    path: path of the file.
+    overrides: text of each override (`train.lr=1e-4`) by its key.
+    """
+    by_origin: dict[str, list[str]] = {}
+    for problem in problems:
+        origin = path if problem in of_file else _origin(problem, path, overrides)
+        by_origin.setdefault(origin, []).append(problem)
+    if len(problems) == 1:
+        return f"{next(iter(by_origin))}: {problems[0]}"
+    return "\n".join("\n".join([f"{origin}:", *found]) for origin, found in by_origin.items())
+
+
+def _origin(problem: str, path: str, overrides: Mapping[str, str]) -> str:
+    """Return the origin of a problem that the file without overrides does not have.
+
+    That is the overrides of the keys that the problem names. If it names none, the origin is the file together with all
+    overrides, since a setting of the file may be part of the problem.
+    """
+    stated = problem.partition(";")[0]  # the remedy after the semicolon may name other keys
+    key = re.split(r"[: ]", stated, maxsplit=1)[0]
+    named = [text for name, text in overrides.items() if _names(stated, name) or name.startswith(f"{key}.")]
+    if named:
+        return f"override {', '.join(map(repr, named))}"
+    return " ".join([path, *(["with", *overrides.values()] if overrides else [])])
+
+
+def _names(text: str, key: str) -> bool:
+    """Return whether the text contains this key, or a key inside of it."""
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
@@ -14,10 +14,10 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from megatrain_ray.console.logs import show
-from megatrain_ray.console.step_split import describe_split
 from megatrain_ray.units import format_count, format_duration
 
 MAX_LINES = 50  # about so many lines are printed per run, where the output is no terminal
+SMALLEST_SHARE = 0.005  # smallest share of a step that is listed
 RECENT_STEPS = 20  # newest steps whose mean time predicts the remaining time
 
 
@@ -113,6 +113,21 @@ def describe_evaluation(row: Mapping[str, Any]) -> str:
         f"after step {row['step']}  eval_loss {loss:.4f}  perplexity {perplexity:.5g}  "
         f"{format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
     )
+
+
+def describe_split(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the mean seconds of a step as one line: total, compute, then the compute stage's waits by cause.
+
+    Waits are listed longest first; those below `SMALLEST_SHARE` of a step are left out.
+
+    rows: rows of metrics.
+    """
+    step_s = sum(row["step_s"] for row in rows) / len(rows)
+    exposed_s = {cause: sum(row["exposed_s"][cause] for row in rows) / len(rows) for cause in rows[0]["exposed_s"]}
+    longest = sorted(exposed_s.items(), key=lambda item: -item[1])
+    parts = [("compute", max(0.0, step_s - sum(exposed_s.values())))]
+    parts += [(cause, waited_s) for cause, waited_s in longest if waited_s >= SMALLEST_SHARE * step_s]
+    return f"{step_s:.3g} s: {', '.join(f'{name} {seconds:.3g}' for name, seconds in parts)}"
 
 
 def _summary(row: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Defines the tables of other tools' keys, and applies a table to a configuration file.
+"""Reads the tables of other tools' keys, and applies a table to a configuration file.
 
-A table says for each key what it sets here, or why it sets nothing. If the meaning of a key depends on other keys, it
-sets a name that is no setting of ours (`epochs`, `warmup_ratio`), and convert_config.py resolves it at the end.
+A table is a YAML file in this folder. It says for each key what it sets here, or why it sets nothing. If the meaning of
+a key depends on other keys, it sets a name that is no setting of ours (`epochs`, `warmup_ratio`), and
+resolve_settings.py makes settings of these names at the end.
 """
 
 from __future__ import annotations
@@ -9,80 +10,54 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatrain_ray.config.yaml_file import read_settings
+from megatrain_ray.convert.conversions import CONVERSIONS, RefusedError, choose
 
 # A key that cannot be honoured is accepted with one of these values: it then requests nothing.
 HARMLESS: tuple[Any, ...] = (False, 0, "", [], {}, "none", "null")
 
 
-class RefusedError(Exception):
-    """Is raised for a value that cannot be honoured. The message says why."""
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def same(value: Any) -> Any:
-    return value
+class Rule(_Section):
+    """Says what a key sets.
 
-
-def number(value: Any) -> float:
-    """Return the value as a number, also if it is text. Raises RefusedError if it is neither.
-
-    YAML 1.1 and quotes turn numbers into text, and both tools accept that.
-    """
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise RefusedError("expected a number") from None
-
-
-def whole(value: Any) -> int:
-    """Return the value as an integer. Raises RefusedError if it is none."""
-    if (found := number(value)) != int(found):
-        raise RefusedError("expected an integer")
-    return int(found)
-
-
-def or_null(value: Any) -> float | None:
-    """Return the value as a number, or None for 0, which means off."""
-    return number(value) or None
-
-
-def negated(value: Any) -> bool:
-    return not value
-
-
-def names(value: Any) -> list[str]:
-    """Return the entries of a list, or of a text separated by commas."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
-
-
-def one_of(choices: Mapping[str, Any], why: str) -> Callable[[Any], Any]:
-    """Return a function that maps a choice to its value and raises RefusedError with `why` for other values."""
-
-    def choose(value: Any) -> Any:
-        if str(value) not in choices:
-            raise RefusedError(why)
-        return choices[str(value)]
-
-    return choose
-
-
-@dataclass(frozen=True)
-class Sets:
-    """Describes a key that sets one of our settings.
-
-    target: dotted key of the setting, or a name that convert_config.py resolves.
-    convert: converts the key's value to that of the target.
-    default: value of the target if the key is missing, equal to the tool's default; None: nothing needs to be set.
+    target: dotted key of our setting, or a name that resolve_settings.py resolves; None: the value is only checked.
+    conversion: name of a function in `CONVERSIONS`, or our value for each of the tool's.
+    refusal: reason for other values than those of `conversion`.
+    default: the tool's own default, which is converted as well; None: nothing is set if the key is missing.
     """
 
-    target: str
-    convert: Callable[[Any], Any] = same
+    target: str | None = Field(None, alias="sets")
+    conversion: str | dict[str, Any] | None = Field(None, alias="as")
+    refusal: str = ""
     default: Any = None
 
+    def convert(self, value: Any) -> Any:
+        """Return our value. Raises RefusedError if there is none."""
+        if isinstance(self.conversion, dict):
+            return choose(self.conversion, value, self.refusal)
+        return CONVERSIONS[self.conversion](value) if self.conversion else value
 
-@dataclass(frozen=True)
-class Table:
-    """Holds all that is known of a tool's keys. Names may be globs.
+
+class DataSetRules(_Section):
+    """Says how the entries of a list of data sets are read (axolotl.yaml has comments)."""
+
+    types: dict[str, tuple[str, str | None]]
+    file_formats: tuple[str, ...]
+    accepted: dict[str, list[Any] | None]
+
+
+class Table(_Section):
+    """Holds all that is known of a tool's keys. Names in `otherwise`, `meaningless` and `refused` may be globs.
 
     A key that cannot be honoured is ignored if its value is false, 0, empty or none.
 
@@ -92,19 +67,35 @@ class Table:
     otherwise: keys whose effect is achieved in another way here, with the reason.
     meaningless: keys without a meaning here, with the reason.
     refused: keys that cannot be honoured, with the reason.
-    data_keys: keys of data sets.
-    data: converts `data_keys` of a file to our settings by dotted key; raises RefusedError.
+    data_keys: keys of data sets, which data_sets.py translates.
+    data_sets: how it does so, where that is data.
+    default_warmup: share of the steps if the file sets no warm-up; at most 100 steps.
     """
 
     tool: str
     recognised: str
-    sets: Mapping[str, Sets]
-    otherwise: Mapping[str, str]
-    meaningless: Mapping[str, str]
-    refused: Mapping[str, str]
+    sets: dict[str, Rule]
+    otherwise: dict[str, str]
+    meaningless: dict[str, str]
+    refused: dict[str, str]
     data_keys: tuple[str, ...]
-    data: Callable[[Mapping[str, Any]], dict[str, Any]]
-    default_warmup: float = 0.0  # share of the steps if the file sets no warm-up; at most 100 steps
+    data_sets: DataSetRules | None = None
+    default_warmup: float = 0.0
+
+
+@cache
+def load_table(name: str) -> Table:
+    """Return the table in the YAML file of this name, with what shared.yaml says in place of its names."""
+    shared, tree = (read_settings(Path(__file__).parent / f"{file}.yaml") for file in ("shared", name))
+    reasons, choices = shared["reasons"], shared["choices"]
+    for section in ("otherwise", "meaningless", "refused"):
+        tree[section] = {key: reasons.get(why, why) for key, why in tree[section].items()}
+    for rule in tree["sets"].values():
+        if isinstance(choice := rule.get("as"), str) and choice in choices:
+            rule |= choices[choice]
+        if "refusal" in rule:
+            rule["refusal"] = reasons.get(rule["refusal"], rule["refusal"])
+    return Table.model_validate(tree)
 
 
 @dataclass
@@ -121,36 +112,38 @@ class Findings:
     refused: list[str] = field(default_factory=list)
 
 
-def apply(table: Table, tree: Mapping[str, Any], known: frozenset[str]) -> Findings:
+def apply(
+    table: Table, tree: Mapping[str, Any], data_of: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+) -> Findings:
     """Apply a table to a configuration file and return what became of its keys.
 
     tree: the configuration file.
-    known: dotted keys of our configuration, and the names that convert_config.py resolves.
+    data_of: returns the settings of `table.data_keys` by dotted key; raises RefusedError.
     """
     found = Findings()
     for rule in table.sets.values():
-        if rule.default is not None:
-            found.settings[rule.target] = rule.default
+        if rule.target and rule.default is not None:
+            found.settings[rule.target] = rule.convert(rule.default)
     for key, value in tree.items():
         if value is not None and key not in table.data_keys:
-            _take(table, str(key), value, found)
-    try:
-        found.settings |= table.data(tree)
-    except RefusedError as error:
-        found.refused.append(str(error))
-    for target in sorted(found.settings.keys() - known):
-        keys = [key for key, rule in table.sets.items() if rule.target == target and key in tree] or [table.tool]
-        found.refused += [f"{key}: {target} comes with a later version" for key in keys]
-        del found.settings[target]
+            _apply_key(table, str(key), value, found)
+    if data_of:
+        try:
+            found.settings |= data_of(tree)
+        except RefusedError as error:
+            found.refused.append(str(error))
     return found
 
 
-def _take(table: Table, key: str, value: Any, found: Findings) -> None:
+def _apply_key(table: Table, key: str, value: Any, found: Findings) -> None:
     if rule := table.sets.get(key):
         try:
-            found.settings[rule.target] = rule.convert(value)
+            converted = rule.convert(value)
         except RefusedError as error:
             found.refused.append(f"{key}: {value}: {error}")
+            return
+        if rule.target:
+            found.settings[rule.target] = converted
         return
     for same_key in (str.__eq__, fnmatchcase):  # an exact name takes precedence over globs
         for reasons, lines in (

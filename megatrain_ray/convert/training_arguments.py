@@ -7,12 +7,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from megatrain_ray.config.checks import known_keys
-from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
-from megatrain_ray.convert.convert_config import RESOLVED, resolve
-from megatrain_ray.convert.key_tables import Sets, Table, apply
-from megatrain_ray.convert.llama_factory import LLAMA_FACTORY
+from megatrain_ray.convert.key_tables import Rule, Table, apply, load_table
+from megatrain_ray.convert.resolve_settings import resolve
 from megatrain_ray.errors import ConfigError
 
 SPLIT = ("batch_size", "micro_batch_size", "accumulate")
@@ -30,7 +27,7 @@ def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | No
     Raises ConfigError if fields cannot be honoured.
     """
     names = {field.name for field in dataclasses.fields(args)}
-    found = apply(_table(names), _changed(args, names), known_keys(TrainConfig) | RESOLVED)
+    found = apply(_table(names), _changed(args, names))
     if found.refused:
         raise ConfigError("\n  ".join(["args: cannot be honoured; leave out, or set otherwise:", *found.refused]))
     if found.meaningless:
@@ -56,14 +53,10 @@ def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | No
 
 def _table(names: set[str]) -> Table:
     """Return LLaMA-Factory's table without keys that are no fields of TrainingArguments."""
-    sets = {name: rule for name, rule in LLAMA_FACTORY.sets.items() if name in names}
-    return dataclasses.replace(
-        LLAMA_FACTORY,
-        tool="TrainingArguments",
-        sets={**sets, "eval_strategy": Sets("eval_strategy", default="no")},
-        data_keys=(),
-        data=lambda _: {},
-    )
+    whole = load_table("llama_factory")
+    sets = {name: rule for name, rule in whole.sets.items() if name in names}
+    sets["eval_strategy"] = Rule.model_validate({"sets": "eval_strategy", "default": "no"})
+    return whole.model_copy(update={"tool": "TrainingArguments", "sets": sets, "data_keys": ()})
 
 
 def _changed(args: Any, names: set[str]) -> dict[str, Any]:

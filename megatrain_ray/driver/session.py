@@ -14,9 +14,8 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.console.logs import say
-from megatrain_ray.console.progress import ProgressView, make_progress
+from megatrain_ray.console.progress import ProgressView, describe_split, make_progress
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.console.step_split import describe_split
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.ray_cluster import Daemons, in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget

@@ -1,15 +1,17 @@
-"""Implements `megatrain export`: writes the newest save of a run as a Hugging Face folder."""
+"""Implements `megatrain export`: writes the newest save of a run as a Hugging Face folder, and describes that."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from megatrain_ray.config.groups import ModelConfig
@@ -31,8 +33,10 @@ from megatrain_ray.model.architecture import Architecture, is_known
 from megatrain_ray.model.checkpoint_names import checkpoint_names, owned_parameters
 from megatrain_ray.model.model_source import ModelSource, open_model
 from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.units import format_bytes, format_count
 
 MAX_TRIES = 5
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False) -> int:
@@ -153,7 +157,8 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
     if not parameters and not buffers:
         return Beside(type(empty).__name__, names, code=code)
     source = source or open_model(config)
-    pieces = {t.name: (name, t) for name in parameters for t in _tensors(name, names, empty)}
+    whole = {name: [CheckpointTensor.whole(name, tuple(empty.get_parameter(name).shape))] for name in parameters}
+    pieces = {t.name: (name, t) for name in parameters for t in names.get(name) or whole[name]}
     stored = WeightFolder.open(source.folder) if source.folder else None
     rest = [_as_stored(stored, name) for name in (*pieces, *buffers) if stored and name in stored.names]
     left = {*pieces, *buffers} - {tensor.name for tensor in rest}
@@ -166,10 +171,6 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
         ]
         rest += read + [_as_it_is(name, made.get_buffer(name)) for name in buffers if name in left]
     return Beside(type(empty).__name__, names, rest, code)
-
-
-def _tensors(name: str, names: WeightMap, model: nn.Module) -> Sequence[CheckpointTensor]:
-    return names.get(name) or [CheckpointTensor.whole(name, tuple(model.get_parameter(name).shape))]
 
 
 def _as_stored(folder: WeightFolder, name: str) -> ExportTensor:
@@ -186,9 +187,41 @@ def _type(dtype: torch.dtype) -> StoredDtype:
 
 
 def _read(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
-    values = weights.read(name, tensor.offset, tensor.stop)
-    return _bytes(values.as_strided(tensor.shape, tensor.stride))
+    return _bytes(weights.read(name, tensor.offset, tensor.stop).as_strided(tensor.shape, tensor.stride))
 
 
 def _bytes(values: torch.Tensor) -> list[memoryview]:
     return [bytes_of(values.contiguous().view(-1))]
+
+
+def describe_export(out_dir: Path, step: int) -> Iterator[str]:
+    """Yield the lines of the report: weights, one line for each file, and what can be done next.
+
+    step: step of the exported save.
+    """
+    sizes = {file.name: file.stat().st_size for file in sorted(out_dir.iterdir())}
+    shapes, dtypes = [], set()
+    for file in sorted(out_dir.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            parts = [weights.get_slice(name) for name in weights.keys()]  # noqa: SIM118 - it is no mapping
+            shapes += [part.get_shape() for part in parts]
+            dtypes |= {part.get_dtype() for part in parts}
+    yield (
+        f"exported the save of step {step} to {out_dir}: {len(shapes)} tensors, "
+        f"{format_count(sum(map(math.prod, shapes)))} parameters, {' and '.join(sorted(dtypes))}, "
+        f"{format_bytes(sum(sizes.values()))}"
+    )
+    width = max(map(len, sizes))
+    yield from (f"  {name:<{width}} {format_bytes(size):>12}" for name, size in sizes.items())
+    yield from _next_steps(out_dir, sizes)
+
+
+def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
+    if "adapter_config.json" in names:
+        yield f'next  PeftModel.from_pretrained(base, "{out_dir}") in peft; base: the model that the run began with'
+        yield f"      lora.path: {out_dir} in a configuration with a new run_dir trains on from these adapters"
+        return
+    has_tokenizer = any(name in names for name in TOKENIZER_FILES)
+    tokenizer = "AutoTokenizer as well" if has_tokenizer else "no tokenizer: the run had none but bytes or ids"
+    yield f'next  AutoModelForCausalLM.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
+    yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

@@ -79,13 +79,8 @@ class ModelSource:
         return getattr(Architecture(dict(self.config), self.code).config.get_text_config(), name, None)
 
     @property
-    def max_positions(self) -> int | None:
-        positions: int | None = self.setting("max_position_embeddings")
-        return positions
-
-    @property
     def written_positions(self) -> int | None:
-        """Return max_positions if the configuration itself holds it under its common name, else None.
+        """Return max_position_embeddings if the configuration itself holds it under this name, else None.
 
         This needs no import of Transformers.
         """
@@ -187,7 +182,11 @@ def read_model(model: ModelConfig) -> ModelSource:
     code = _code(config, place, trusted=model.trust_remote_code)
     if hub and code:
         hub.add_code()
-    return ModelSource(config, folder, model.seed, code, _generation_config(folder), hub)
+    generation_file = folder / GENERATION_NAME if folder else None
+    generation = None
+    if generation_file and generation_file.is_file():
+        generation = _read_config(generation_file, "model.path")
+    return ModelSource(config, folder, model.seed, code, generation, hub)
 
 
 def _whole_shapes(parameters: Iterable[ParameterSpec]) -> dict[str, tuple[int, ...]]:
@@ -224,11 +223,6 @@ def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Pa
             "its own. Read that code, then set model.trust_remote_code: true to let it run"
         )
     return place
-
-
-def _generation_config(folder: Path | None) -> dict[str, Any] | None:
-    file = folder / GENERATION_NAME if folder else None
-    return _read_config(file, "model.path") if file and file.is_file() else None
 
 
 def _read_config(path: Path, key: str) -> dict[str, Any]:

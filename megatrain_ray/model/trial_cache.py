@@ -53,10 +53,8 @@ class TrialCache:
 
     def read(self) -> Trials | None:
         """Return the cached trials; None if there are none, or none that can be read."""
-        if self._file is None:
-            return None
         try:
-            return _TRIALS.validate_json(self._file.read_bytes())
+            return _TRIALS.validate_json(self._file.read_bytes()) if self._file else None
         except (OSError, ValidationError):
             return None
 
@@ -67,17 +65,11 @@ class TrialCache:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, _TRIALS.dump_json(trials).decode())
-            _prune(self._file.parent)
+            newest_first = sorted(self._file.parent.glob("*.json"), key=lambda file: -file.stat().st_mtime)
+            for file in newest_first[KEPT_FILES:]:
+                file.unlink(missing_ok=True)
         except (OSError, MegatrainError) as error:
             log.info("what compiled layers keep is not kept: %s", error)
-
-
-def _prune(folder: Path) -> None:
-    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files[KEPT_FILES:]:
-        with suppress(OSError, ValidationError):  # a file that this module did not write stays
-            _TRIALS.validate_json(file.read_bytes())
-            file.unlink()
 
 
 @cache

@@ -88,6 +88,10 @@ class Question:
                 return error
 
     @property
+    def fits(self) -> bool:
+        return isinstance(self._answer, Plan)
+
+    @property
     def layer_names(self) -> tuple[str, ...]:
         return tuple(layer.name for layer in self.structure.layers)
 
@@ -95,11 +99,6 @@ class Question:
     def shortfall(self) -> float:
         """Return by how much the plan nearest to fitting exceeds the limits (planner/limits.py); 0 if a plan fits."""
         return self._answer.shortfall if isinstance(self._answer, CapacityError) else 0.0
-
-    @property
-    def is_short_of_device_memory(self) -> bool:
-        """Return whether the plan nearest to fitting exceeds the device's memory."""
-        return lacks_device_memory(self.structure, self.activations, self.machine, self.request)
 
 
 def question_of(config: TrainConfig) -> Question:
@@ -157,7 +156,7 @@ def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
 
 def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:
     source = checked(found or read_model(config.model)).with_lora(config.lora)
-    check_length(config, source.max_positions)
+    check_length(config, source.setting("max_position_embeddings"))
     return source
 
 
@@ -171,12 +170,7 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
     whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
     if parts != "auto" or machine.device != "cuda":
         return whole
-    try:
-        whole.plan()
-    except CapacityError:
-        if not whole.is_short_of_device_memory:
-            return whole
-    else:
+    if whole.fits or not lacks_device_memory(whole.structure, whole.activations, machine, whole.request):
         return whole
     different: dict[tuple[str, ...], Question] = {}
     for parts in BLOCK_PARTS:
@@ -200,8 +194,8 @@ def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Ques
     asked = config.hardware.block_parts
     numbers = [1] if plan.block_parts == 1 else list(BLOCK_PARTS) if asked == "auto" else [asked]
     source, names = _source_of(config), tuple(layer.name for layer in plan.layers)
-    questions = (_question_of_parts(config, source, machine, parts, {}) for parts in numbers)
-    for question in questions:
+    for parts in numbers:
+        question = _question_of_parts(config, source, machine, parts, {})
         if question.layer_names == names:
             return question
     raise ConfigError(f"the model's blocks are not divided any more as the plan has them: {', '.join(names[:4])}, …")
@@ -209,10 +203,7 @@ def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Ques
 
 def _predicted_s(question: Question) -> float:
     """Return the predicted seconds of a step; infinite if nothing fits or nothing is predicted."""
-    try:
-        prediction = question.plan().prediction
-    except CapacityError:
-        return math.inf
+    prediction = question.plan().prediction if question.fits else None
     return prediction.step_s if prediction else math.inf
 
 
@@ -226,16 +217,17 @@ def _question_of_parts(
     """
     groups = block_parts if active_experts(source) else 1
     source = replace(source, expert_groups=groups)
-    return _question(config, source, machine, block_parts, trials.setdefault(groups, {}))
-
-
-def _question(config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: Trials) -> Question:
     hardware = config.hardware
     micro_batch_size, num_micro_batches = config.split()
     precision = Precision.of(config.train.precision, config.train.moments)
     compiled = compiles(config, machine.device)
     discovery = discover_with_attention(
-        config, source, machine.device, compiled=compiled, block_parts=block_parts, trials=trials
+        config,
+        source,
+        machine.device,
+        compiled=compiled,
+        block_parts=block_parts,
+        trials=trials.setdefault(groups, {}),
     )
     structure, activations = discovery.structure, discovery.activations
     _log_uncompiled(structure, activations)
@@ -270,10 +262,8 @@ def _captured(config: TrainConfig) -> bool | None:
 
     With several GPUs it is not, unless the setting is true: exchanges between GPUs are not part of a captured step.
     """
-    hardware = config.hardware
-    if hardware.cuda_graphs == "auto":
-        return None if hardware.num_gpus == 1 else False
-    return hardware.cuda_graphs
+    setting, num_gpus = config.hardware.cuda_graphs, config.hardware.num_gpus
+    return setting if setting != "auto" else None if num_gpus == 1 else False
 
 
 @contextmanager

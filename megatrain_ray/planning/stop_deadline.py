@@ -33,20 +33,15 @@ def stop_wait_s(plan: Plan, save_every: int | None, disk_bytes_per_s: float, ste
     return ROUND_S * math.ceil(SLOWER * seconds / ROUND_S)
 
 
-def given_s(environment: Mapping[str, str]) -> float:
-    """Return the seconds between SIGTERM and SIGKILL that the job's environment allows."""
-    try:
-        return int(environment[VARIABLE])
-    except (KeyError, ValueError):  # Ray raises an error at the stop if the value is no number
-        return RAY_DEFAULT_S
-
-
 def warning_of(needed_s: int, environment: Mapping[str, str]) -> str | None:
     """Return the warning that a run in a job has to print at its start; None if the time is sufficient.
 
     needed_s: seconds that the run needs, from `stop_wait_s`.
     """
-    given = given_s(environment)
+    try:
+        given = float(int(environment[VARIABLE]))  # seconds between SIGTERM and SIGKILL
+    except (KeyError, ValueError):  # Ray raises an error at the stop if the value is no number
+        given = RAY_DEFAULT_S
     if given >= needed_s:
         return None
     return (

@@ -27,7 +27,7 @@ ENDURANCE_BYTES = 10**15  # rated bytes written of the drive whose lifetime is c
 
 
 @dataclass(frozen=True)
-class Run:
+class RunTotals:
     """Sums up all steps of a plan: their duration and cost, and how much is written to disk per day.
 
     cost: in the currency of `price_per_hour`; None without a price.
@@ -48,27 +48,25 @@ class Run:
     drive_days: float | None
     stop_wait_s: int
 
-    @staticmethod
-    def of(config: TrainConfig, plan: Plan, step_s: float, price_per_hour: float | None) -> Run:
-        steps, spilled = config.train.steps, plan.written_bytes * DAY_S / step_s
-        return Run(
-            steps=steps,
-            tokens=steps * _tokens(plan),
-            seconds=steps * step_s,
-            price_per_hour=price_per_hour,
-            cost=None if price_per_hour is None else price_per_hour * steps * step_s / 3600,
-            saved_bytes_per_day=int(plan.save_bytes * DAY_S / (config.save_every * step_s))
-            if config.save_every
-            else None,
-            spilled_bytes_per_day=int(spilled),
-            drive_days=ENDURANCE_BYTES / spilled if spilled else None,
-            stop_wait_s=stop_wait_s(plan, config.save_every, TYPICAL_DISK_BYTES_PER_S, step_s),
-        )
 
-
-def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run | None:
+def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> RunTotals | None:
     """Return the totals of the run; None if the plan has no prediction."""
-    return Run.of(config, plan, plan.prediction.step_s, price_per_hour) if plan.prediction else None
+    if plan.prediction is None:
+        return None
+    steps, step_s = config.train.steps, plan.prediction.step_s
+    spilled = plan.written_bytes * DAY_S / step_s
+    saved = plan.save_bytes * DAY_S / (config.save_every * step_s) if config.save_every else None
+    return RunTotals(
+        steps=steps,
+        tokens=steps * _tokens(plan),
+        seconds=steps * step_s,
+        price_per_hour=price_per_hour,
+        cost=None if price_per_hour is None else price_per_hour * steps * step_s / 3600,
+        saved_bytes_per_day=None if saved is None else int(saved),
+        spilled_bytes_per_day=int(spilled),
+        drive_days=ENDURANCE_BYTES / spilled if spilled else None,
+        stop_wait_s=stop_wait_s(plan, config.save_every, TYPICAL_DISK_BYTES_PER_S, step_s),
+    )
 
 
 def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Iterator[str]:
@@ -107,12 +105,10 @@ class Alternative:
     @property
     def numbers(self) -> dict[str, Any]:
         """Return the alternative as plain data for JSON."""
-        prediction = self.plan.prediction if self.plan else None
-        if self.plan is None or prediction is None:
-            return {"change": self.change, "fits": self.plan is not None}
-        return {
-            "change": self.change,
-            "fits": True,
+        found = {"change": self.change, "fits": self.plan is not None}
+        if self.plan is None or (prediction := self.plan.prediction) is None:
+            return found
+        return found | {
             "step_s": prediction.step_s,
             "tokens_per_s": _tokens(self.plan) / prediction.step_s,
             "model_tflops": prediction.model_tflops,
@@ -171,20 +167,19 @@ def print_alternatives(found: Sequence[Alternative]) -> None:
         if "step_s" not in numbers:
             table.add_row(alternative.change, "", "", "", "does not fit")
             continue
-        gain = numbers["tokens_per_s"] / first.get("tokens_per_s", numbers["tokens_per_s"]) - 1
+        speedup = ""
+        if alternative is not found[0] and "step_s" in first:
+            gain = numbers["tokens_per_s"] / first["tokens_per_s"] - 1
+            speedup = f"{gain:+.0%}" if abs(gain) > SAME else "the same"
         table.add_row(
             alternative.change,
             format_seconds(numbers["step_s"]),
             format_count(numbers["tokens_per_s"]),
             f"{numbers['model_tflops']:.3g}",
             numbers["bottleneck"],
-            _beside(gain) if alternative is not found[0] and "step_s" in first else "",
+            speedup,
         )
     Console().print(table)
-
-
-def _beside(gain: float) -> str:
-    return f"{gain:+.0%}" if abs(gain) > SAME else "the same"
 
 
 def _tokens(plan: Plan) -> int:

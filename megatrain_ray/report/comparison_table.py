@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatrain_ray.accounting.prediction_check import Comparison, Kind, Term
-from megatrain_ray.console.step_split import SMALLEST_SHARE
+from megatrain_ray.console.progress import SMALLEST_SHARE
 from megatrain_ray.units import format_bytes
 
 LABELS = {
@@ -45,28 +45,19 @@ class ComparedTerm(NamedTuple):
 
 
 def compared_terms(found: Comparison) -> list[ComparedTerm]:
-    """Return the terms that are worth a line, as text."""
-    return [
-        ComparedTerm(_label(term), _number(term, term.predicted), _number(term, term.measured), _error(term))
-        for term in found.terms
-        if _is_told(term, found.step.measured)
-    ]
+    """Return as text the terms that are worth a line: all but waits that are short both as predicted and measured."""
+    shortest_s = SMALLEST_SHARE * found.step.measured
+    told = (
+        term for term in found.terms if term.kind is not Kind.PART or max(term.predicted, term.measured) >= shortest_s
+    )
+    return [_as_text(term) for term in told]
 
 
-def _is_told(term: Term, step_s: float) -> bool:
-    """Return whether a term is worth a line: any but a wait that is short both in prediction and measurement."""
-    return term.kind is not Kind.PART or max(term.predicted, term.measured) >= SMALLEST_SHARE * step_s
-
-
-def _label(term: Term) -> str:
+def _as_text(term: Term) -> ComparedTerm:
     is_wait = term.kind is Kind.PART and term.name != "compute"
-    return f"wait {term.name.replace('_', ' ')}" if is_wait else LABELS.get(term.name, term.name)
-
-
-def _number(term: Term, value: float) -> str:
-    return format_bytes(int(value)) if term.is_of_bytes else f"{value:.3g} s"
-
-
-def _error(term: Term) -> str:
-    """Return the relative error as text; empty for a wait, where a share of almost nothing means nothing."""
-    return "" if term.kind is Kind.PART and term.name != "compute" else f"{term.error:+.0%}"
+    label = f"wait {term.name.replace('_', ' ')}" if is_wait else LABELS.get(term.name, term.name)
+    predicted, measured = (
+        format_bytes(int(value)) if term.is_of_bytes else f"{value:.3g} s" for value in (term.predicted, term.measured)
+    )
+    # A wait has no error: a share of almost nothing means nothing.
+    return ComparedTerm(label, predicted, measured, "" if is_wait else f"{term.error:+.0%}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -24,10 +24,12 @@ from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.report.comparison_table import ComparedTerm, compared_terms
 from megatrain_ray.report.run_state import RunState, read_state
-from megatrain_ray.report.svg_charts import HEIGHT, WIDTH, Chart, Point, line_chart, stacked_chart
 from megatrain_ray.run.run_files import REPORT_NAME, RunFiles
 from megatrain_ray.run.run_history import read_history
 from megatrain_ray.units import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:
+    from megatrain_ray.report.charts import Chart
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +48,14 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     page cannot be written.
     """
     files = RunFiles(run_dir.absolute())
-    if out is not None and out.exists() and not _is_report(out):
-        raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
+    if out is not None and out.exists():
+        with explained("read", out), out.open("rb") as page:
+            is_report = TITLE_END.encode() in page.read(4096)
+        if not is_report:
+            raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
     out = out or files.path / REPORT_NAME
     write_atomically(out, render(files, time.time()))
     return out
-
-
-def _is_report(file: Path) -> bool:
-    with explained("read", file), file.open("rb") as page:
-        return TITLE_END.encode() in page.read(4096)
 
 
 @contextmanager
@@ -90,8 +90,6 @@ def render(files: RunFiles, now_s: float) -> str:
         state_lines=list(state.lines()),
         facts=_facts(rows, evaluations, state),
         charts=_charts(rows, evaluations),
-        width=WIDTH,
-        height=HEIGHT,
         tiers=list(_tiers(plan, rows)) if plan else [],
         comparisons=_comparisons(files),
         events=[_event(row) for row in history],
@@ -125,6 +123,8 @@ def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
 
 
 def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
+    from megatrain_ray.report.charts import line_chart, stacked_chart  # imports Matplotlib, which takes a second
+
     every = [*rows, *evaluations]
     if not every:
         return []
@@ -144,7 +144,7 @@ def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
     return [chart for chart in drawn if chart]
 
 
-def _points(rows: Rows, key: str) -> list[Point]:
+def _points(rows: Rows, key: str) -> list[tuple[int, float]]:
     return [(row["step"], value) for row in rows if (value := _number(row, key)) is not None]
 
 

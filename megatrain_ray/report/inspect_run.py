@@ -9,22 +9,20 @@ from typing import Any
 
 from megatrain_ray.accounting.busy_share import busy_share
 from megatrain_ray.accounting.measured_file import read_comparisons
-from megatrain_ray.accounting.prediction_check import Comparison
 from megatrain_ray.accounting.trace_file import find_traces, read_trace
 from megatrain_ray.config.yaml_file import dump_config
-from megatrain_ray.console.progress import describe_evaluation
-from megatrain_ray.console.step_split import describe_split
+from megatrain_ray.console.progress import describe_evaluation, describe_split
 from megatrain_ray.console.text_charts import draw
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_manifest, save_folder, verify
 from megatrain_ray.report.comparison_table import comparison_table
-from megatrain_ray.report.page_placement import page_places
+from megatrain_ray.report.page_placement import pages_of_run
 from megatrain_ray.report.run_state import read_state
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.run.run_processes import living
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
+SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}  # columns
 NUM_PROBLEMS = 10  # problems that are shown of one save
 
 
@@ -52,27 +50,22 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         f"{path.name:<18} {format_bytes(_size(path))}, set aside: nothing reads or deletes it"
         for path in list_set_aside(files.saves)
     ]
+    newest = rows[-NUM_ROWS:]
     sections = {
         "config": config.splitlines(),
         "curves": list(draw([*rows, *evaluations])) or ["none: fewer than two updates"],
         "saves": saves or ["none"],
-        "last rows": [_row(row) for row in rows[-NUM_ROWS:]] or ["none"],
-        **({"mean step": [describe_split(rows[-NUM_ROWS:])]} if _tell_split(rows[-NUM_ROWS:]) else {}),
-        **(
-            {"plan and measurement": _compared(files, compared[-1])}
-            if (compared := read_comparisons(files.path))
-            else {}
-        ),
-        **({"pages": pages} if (pages := _pages(files)) else {}),
-        **({"traces": list(map(_trace, traces))} if (traces := find_traces(files.path)) else {}),
-        **({"last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]]} if evaluations else {}),
+        "last rows": [_row(row) for row in newest] or ["none"],
+        "mean step": [describe_split(newest)] if _tell_split(newest) else [],
+        "plan and measurement": _compared(files),
+        "pages": _pages(files),
+        "traces": list(map(_trace, find_traces(files.path))),
+        "last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]],
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
         or ["nothing to check"],
     }
-    return "\n".join(_lines(sections)), not any(problems.values())
-
-
-SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}
+    told = {title: lines for title, lines in sections.items() if lines}
+    return "\n".join(_lines(told)), not any(problems.values())
 
 
 def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
@@ -120,21 +113,17 @@ def _row(row: dict[str, Any]) -> str:
     )
 
 
-def _compared(files: RunFiles, newest: Comparison) -> list[str]:
-    has_plan = files.read_plan(newest.plan_sha256) is not None
-    return list(comparison_table(newest, has_plan=has_plan))
+def _compared(files: RunFiles) -> list[str]:
+    if not (compared := read_comparisons(files.path)):
+        return []
+    has_plan = files.read_plan(compared[-1].plan_sha256) is not None
+    return list(comparison_table(compared[-1], has_plan=has_plan))
 
 
 def _pages(files: RunFiles) -> list[str]:
-    """Return on which NUMA nodes the pages of arenas are.
-
-    Empty unless the run is active and its plan binds memory to nodes.
-    """
-    plan, pids = files.read_plan(), living(files.path)
-    if plan is None or not plan.shard_homes or not pids:
-        return []
+    """Return on which NUMA nodes the pages of arenas are."""
     try:
-        return [str(places) for places in page_places(plan, pids)]
+        return list(map(str, pages_of_run(files)))
     except OSError as error:
         return [f"the kernel does not say: {error.strerror}"]
 

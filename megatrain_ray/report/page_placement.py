@@ -15,7 +15,8 @@ from pathlib import Path
 from megatrain_ray.engine.device.numa_homes import slab_nodes
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.arenas.numa_policy import nodes_of_pages
-from megatrain_ray.run.run_processes import gpu_name, shard_name
+from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.run.run_processes import gpu_name, living, shard_name
 from megatrain_ray.units import format_ranges
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 
@@ -57,6 +58,16 @@ class PagePlaces:
             return f"{self.process}, {self.arena}: no page is touched yet"
         where = ", ".join(f"node {node} {count / total:.1%}" for node, count in sorted(self.found.items()))
         return f"{self.process}, {self.arena}: {where} (plan: node {format_ranges(self.planned)})"
+
+
+def pages_of_run(files: RunFiles) -> Iterator[PagePlaces]:
+    """Yield the placement of a run's pages; nothing unless the run is active and its plan binds memory to nodes.
+
+    Raises OSError as `page_places` does.
+    """
+    plan, pids = files.read_plan(), living(files.path)
+    if plan is not None and plan.shard_homes and pids:
+        yield from page_places(plan, pids)
 
 
 def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:

@@ -40,10 +40,6 @@ class State(Enum):
     DIED = "died"
     ENDED = "ended"
 
-    @property
-    def is_up(self) -> bool:
-        return self in (State.STARTING, State.RUNNING)
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -90,7 +86,7 @@ class RunState:
     @property
     def left_s(self) -> float | None:
         """Return the remaining seconds, estimated from recent steps; None if the run is not active or has no step."""
-        if self.step_s is None or not self.state.is_up:
+        if self.step_s is None or self.state not in (State.STARTING, State.RUNNING):
             return None
         return (self.steps - self.step) * self.step_s
 
@@ -153,23 +149,17 @@ def read_state(
 def _state(
     files: RunFiles, start: Sequence[Mapping[str, Any]], holder: str | None, step: int, steps: int
 ) -> tuple[State, str | None]:
-    if holder is not None and not (_has_ended(start) and _is_of(holder, start)):
+    has_ended = bool(start) and start[-1]["what"] == "end"
+    # The driver holds the lock briefly after it has written the end.
+    is_active = holder is not None and not (has_ended and holder.split()[0] == str(start[0].get("pid")))
+    if is_active:
         is_new = bool(start) and step <= start[0].get("step", 0)
-        return (State.STARTING if is_new or not step or _has_ended(start) else State.RUNNING), None
-    if _has_ended(start):
+        return (State.STARTING if is_new or not step or has_ended else State.RUNNING), None
+    if has_ended:
         return State(start[-1].get("how", "ended")), start[-1].get("reason")
     if start or (files.path / PROCESSES_NAME).exists():
         return State.DIED, "killed, or its machine went down: nothing was written down; the same command resumes"
     return (State.FINISHED if step >= steps else State.ENDED), None
-
-
-def _has_ended(start: Sequence[Mapping[str, Any]]) -> bool:
-    return bool(start) and start[-1]["what"] == "end"
-
-
-def _is_of(holder: str, start: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the driver of that start holds the lock: it does so briefly after it has written the end."""
-    return holder.split()[0] == str(start[0].get("pid"))
 
 
 def _faults(history: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.commands.doctor import examine
-from megatrain_ray.commands.finding import Finding, State
+from megatrain_ray.commands.finding import Finding, Severity
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.machine.machine import ram_bytes
 from megatrain_ray.profiling.profiles import this_machine
@@ -77,28 +77,34 @@ def test_a_disk_that_cannot_be_written_to_stops(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
     last = list(examine(tmp_path))[-1]
-    assert (last.topic, last.state) == ("disk", State.STOP)
+    assert (last.topic, last.severity) == ("disk", Severity.STOP)
     assert "Permission denied" in last.text
 
 
 @pytest.mark.parametrize(
     ("topic", "file", "text", "state", "says"),
     [
-        ("overcommit", "proc/sys/vm/overcommit_memory", "2", State.SLOW, "vm.overcommit_memory to 0 or 1"),
-        ("swap", "proc/meminfo", "MemTotal: 9 kB\nSwapTotal: 2048 kB\n", State.NOTE, "2.00 MiB of swap"),
-        ("cores", "sys/fs/cgroup/cpu.max", "50000 100000", State.SLOW, "the time of 0.5"),
-        ("RAM", "sys/fs/cgroup/memory.max", "524288", State.NOTE, "a cgroup allows 512.00 KiB"),
-        ("huge pages", "sys/kernel/mm/transparent_hugepage/enabled", "always [never]", State.NOTE, "never"),
-        ("huge pages", "sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise [never]", State.NOTE, "echo advise"),
+        ("overcommit", "proc/sys/vm/overcommit_memory", "2", Severity.SLOW, "vm.overcommit_memory to 0 or 1"),
+        ("swap", "proc/meminfo", "MemTotal: 9 kB\nSwapTotal: 2048 kB\n", Severity.NOTE, "2.00 MiB of swap"),
+        ("cores", "sys/fs/cgroup/cpu.max", "50000 100000", Severity.SLOW, "the time of 0.5"),
+        ("RAM", "sys/fs/cgroup/memory.max", "524288", Severity.NOTE, "a cgroup allows 512.00 KiB"),
+        ("huge pages", "sys/kernel/mm/transparent_hugepage/enabled", "always [never]", Severity.NOTE, "never"),
+        (
+            "huge pages",
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled",
+            "advise [never]",
+            Severity.NOTE,
+            "echo advise",
+        ),
     ],
 )
-def test_what_hurts_is_named(tmp_path: Path, topic: str, file: str, text: str, state: State, says: str) -> None:
+def test_what_hurts_is_named(tmp_path: Path, topic: str, file: str, text: str, state: Severity, says: str) -> None:
     healthy, hurt = (
         plant(tmp_path / name, HEALTHY | files) for name, files in (("healthy", {}), ("hurt", {file: text}))
     )
-    assert found(healthy, topic).state is State.GOOD
+    assert found(healthy, topic).severity is Severity.GOOD
     finding = found(hurt, topic)
-    assert finding.state is state
+    assert finding.severity is state
     assert says in str(finding)
 
 
@@ -131,7 +137,7 @@ def test_the_limit_of_an_inner_cgroup_of_the_first_version_counts(tmp_path: Path
 def test_one_node_to_work_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     finding = found(plant(tmp_path, HEALTHY | MEMORY_ONLY), "NUMA")
-    assert finding.state is State.GOOD
+    assert finding.severity is Severity.GOOD
     assert finding.text.startswith(
         "one node to work on (node 1: no CPUs to use, 64.00 GiB, 32.00 GiB free; node 2: no CPUs to use, 256.00 GiB, "
     )
@@ -146,7 +152,7 @@ def test_nodes_and_whether_the_kernel_takes_memory_from_them(tmp_path: Path, mon
     nodes = found(here, "NUMA")
     assert nodes.text == "node 0: CPUs 0, 4.00 GiB, 2.00 GiB free; node 1: CPUs 1, no memory"
     memory = found(here, "NUMA memory")
-    assert (memory.state, memory.text) == (State.GOOD, "pages are on the node that was asked for, of 0")
+    assert (memory.severity, memory.text) == (Severity.GOOD, "pages are on the node that was asked for, of 0")
     refused = found(elsewhere, "NUMA memory")
-    assert refused.state is State.SLOW
+    assert refused.severity is Severity.SLOW
     assert "the kernel does not take memory from a node that is asked for (Invalid argument)" in str(refused)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.console.progress import TimeLeft, make_progress
-from megatrain_ray.console.step_split import describe_split
+from megatrain_ray.console.progress import TimeLeft, describe_split, make_progress
 
 
 class Terminal(io.StringIO):

@@ -11,11 +11,13 @@ import pytest
 import yaml
 
 from megatrain_ray.cli import main
-from megatrain_ray.config.checks import known_keys
+from megatrain_ray.config.checks import _fields
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
-from megatrain_ray.convert.convert_config import RESOLVED, TABLES, convert
-from megatrain_ray.convert.key_tables import Table
+from megatrain_ray.convert.conversions import CONVERSIONS
+from megatrain_ray.convert.convert_config import DATA, convert
+from megatrain_ray.convert.key_tables import load_table
+from megatrain_ray.convert.resolve_settings import RESOLVED
 from megatrain_ray.errors import ConfigError
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.tiny import build_tiny
@@ -459,11 +461,13 @@ def test_a_file_of_another_tool(tmp_path: Path) -> None:
         convert(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.tool)
-def test_tables_name_keys_of_ours_and_each_of_theirs_once(table: Table) -> None:
-    later = {"train.label_smoothing"}
-    assert {rule.target for rule in table.sets.values()} <= known_keys(TrainConfig) | RESOLVED | later
+@pytest.mark.parametrize("name", DATA)
+def test_tables_name_keys_of_ours_and_each_of_theirs_once(name: str) -> None:
+    table = load_table(name)
+    assert {rule.target for rule in table.sets.values()} <= _fields(TrainConfig).keys() | RESOLVED | {None}
+    conversions = {rule.conversion for rule in table.sets.values() if isinstance(rule.conversion, str)}
+    assert conversions <= CONVERSIONS.keys()
     reasons = {**table.otherwise, **table.meaningless, **table.refused}
     assert len(reasons) == len(table.otherwise) + len(table.meaningless) + len(table.refused)
     assert not reasons.keys() & table.sets.keys()
-    assert all(reason == reason.strip() and "\n" not in reason for reason in reasons.values())
+    assert all(" " in reason and reason == reason.strip() and "\n" not in reason for reason in reasons.values())

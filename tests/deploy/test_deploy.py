@@ -257,7 +257,7 @@ def commands(text: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_commands_of_pages_are_commands(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands have options that there are, and settings that load where the file is in the repository."""
-    monkeypatch.setattr(cli, "_run", lambda options: 0)
+    monkeypatch.setattr(cli, "COMMANDS", dict.fromkeys(cli.COMMANDS, lambda options: 0))
     for arguments in commands(page.read_text()):
         assert cli.main(arguments) == 0, arguments
         words = [word for word in arguments[1:] if not word.startswith("-")]
@@ -272,7 +272,7 @@ def test_there_are_commands_and_a_made_up_one_is_noticed() -> None:
 
 
 def test_commands_of_recipes_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_run", lambda options: 0)
+    monkeypatch.setattr(cli, "COMMANDS", dict.fromkeys(cli.COMMANDS, lambda options: 0))
     entrypoint = shlex.split(read("kuberay/rayjob.yaml")["spec"]["entrypoint"])
     [start] = re.findall(r"^ExecStart=(.*)$", (DEPLOY / "systemd" / "megatrain.service").read_text(), re.MULTILINE)
     [cmd] = re.findall(r"^CMD (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)

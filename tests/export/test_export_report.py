@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatrain_ray.export.export_report import describe_export
+from megatrain_ray.export.export import describe_export
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, StoredDtype, write_model_folder
 
 

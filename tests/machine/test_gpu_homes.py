@@ -16,7 +16,7 @@ import torch
 
 from megatrain_ray.commands import doctor_numa
 from megatrain_ray.commands.doctor_numa import examine_nodes
-from megatrain_ray.commands.finding import State
+from megatrain_ray.commands.finding import Severity
 from megatrain_ray.config.groups import (
     HardwareConfig,
     NodeConfig,
@@ -281,11 +281,11 @@ def test_doctor_names_the_node_of_each_gpu(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     root = plant(tmp_path / "root", {**machines.TWO_SOCKETS, **gpu_files([0, 1, -1])})
 
-    def found(count: int) -> list[tuple[State, str]]:
+    def found(count: int) -> list[tuple[Severity, str]]:
         see(monkeypatch, [address(k) for k in range(count)])
-        return [(x.state, x.text) for x in examine_nodes(tmp_path, root) if x.topic == "NUMA GPUs"]
+        return [(x.severity, x.text) for x in examine_nodes(tmp_path, root) if x.topic == "NUMA GPUs"]
 
     text = f"GPU 0 ({address(0)}) on node 0, GPU 1 ({address(1)}) on node 1"
     assert found(0) == []
-    assert found(2) == [(State.GOOD, text)]
-    assert found(3) == [(State.NOTE, f"{text}, GPU 2 ({address(2)}) on node ?")]
+    assert found(2) == [(Severity.GOOD, text)]
+    assert found(3) == [(Severity.NOTE, f"{text}, GPU 2 ({address(2)}) on node ?")]

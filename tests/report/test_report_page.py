@@ -31,10 +31,11 @@ TEXTS = """() => {
   return found;
 }"""
 # Of each curve: its frame, and what it draws.
-CURVES = """() => [...document.querySelectorAll('svg path')].map(path => {
-  const frame = path.closest('svg').getBoundingClientRect(), box = path.getBoundingClientRect();
-  return [path.textContent, frame.left, frame.top, frame.right, frame.bottom, box.left, box.top, box.right, box.bottom,
-          path.getTotalLength(), getComputedStyle(path)[path.classList.contains('area') ? 'fill' : 'stroke']];
+CURVES = """() => [...document.querySelectorAll('svg [id^=curve-]')].map(curve => {
+  const frame = curve.closest('svg').querySelector('[id=patch_2]').getBoundingClientRect();
+  const box = curve.getBoundingClientRect(), path = curve.querySelector('path'), style = getComputedStyle(path);
+  return [curve.id, frame.left, frame.top, frame.right, frame.bottom, box.left, box.top, box.right, box.bottom,
+          path.getTotalLength(), style.stroke === 'none' ? style.fill : style.stroke];
 })"""
 STROKE = 4.0  # pixels by which a dot's or line's width may stand out
 
@@ -72,7 +73,7 @@ def page(request: pytest.FixtureRequest, browser: Any, report: Path) -> Iterator
 def test_curves_are_drawn_in_their_frames(page: Any) -> None:
     curves = page.evaluate(CURVES)
     assert len(curves) >= 13
-    page_color = page.evaluate("getComputedStyle(document.querySelector('svg')).backgroundColor")
+    page_color = page.evaluate("getComputedStyle(document.querySelector('svg [id=patch_2] path')).fill")
     for name, left, top, right, bottom, *box, length, color in curves:
         assert right - left > 200, name
         assert left - STROKE <= box[0] <= box[2] <= right + STROKE, name

@@ -20,8 +20,9 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.compile_trial import ACTIVATION_BUDGETS, CompileTrial
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
-from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, Tier
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.candidates import candidates

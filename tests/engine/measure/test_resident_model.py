@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.bench.resident_ceiling import Trial, measure_ceiling, search
+from megatrain_ray.bench.resident_ceiling import SizeTrial, measure_ceiling, search
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.measure.resident_model import ResidentModel
@@ -69,7 +69,7 @@ def test_the_search_for_the_best_micro_batch(
     first: int, limit: int | None, fitting: int, rates: dict[int, float], tried: list[tuple[int, float | None]]
 ) -> None:
     trials = search(lambda size: of_sizes(fitting, rates, size), first, limit)
-    assert trials == tuple(Trial(*each) for each in tried)
+    assert trials == tuple(SizeTrial(*each) for each in tried)
 
 
 def test_the_best_trial_is_the_ceiling(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.gradients.gradient_offloader import OffloadGradient
 from megatrain_ray.engine.gradients.interfaces import LayerForward, StepHooks
-from megatrain_ray.engine.host.interfaces import UpdateHeader
 from megatrain_ray.engine.measure.resident_model import ResidentModel
 from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.schedule import Visit
 from tests.support.recipes import step_input
@@ -36,13 +36,13 @@ class Recording(StepHooks):
     def before_backward(self, stop: Stop) -> None:
         self.events.append((self.name, "before_backward", stop.layer))
 
-    def gradient_ready(self, layer: int, offload: OffloadGradient | None, header: UpdateHeader | None) -> None:
+    def gradient_ready(self, layer: int, offload: OffloadGradient | None, params: UpdateParams | None) -> None:
         self.events.append((self.name, "gradient_ready", layer))
 
     def after_visit(self, visit: Visit) -> None:
         self.events.append((self.name, "after_visit", visit.layer))
 
-    def scale_known(self, header: UpdateHeader) -> None:
+    def scale_known(self, params: UpdateParams) -> None:
         self.events.append((self.name, "scale_known", header.update))
 
     def end_step(self, update: int) -> None:
@@ -59,7 +59,7 @@ def test_points_of_a_step(tmp_path: Path) -> None:
         runner = ResidentModel(factory, structure, plan, device).with_micro_batch(4, Objective())
         runner._hooks = [Recording("first", events), Recording("second", events)]
         runner.read(runner.submit(step_input(1, batch, recipe)))
-        runner.apply_scale(UpdateHeader(1, 1, 1e-3, 1.0, skip=False))
+        runner.apply_scale(UpdateParams(1, 1, 1e-3))
         runner.end(1)
     device.close()
     assert [event for name, *event in events if name == "first"] == [

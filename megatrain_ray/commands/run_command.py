@@ -1,0 +1,169 @@
+"""Runs the commands: each function takes the parsed options, prints what the command says, and returns the exit code.
+
+Torch and Ray are imported inside the functions, so that a wrong key of a configuration is reported at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from megatrain_ray.bench.bench_config import BenchOptions, bench_config
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.console.logs import show
+from megatrain_ray.console.startup import spinner
+from megatrain_ray.errors import ConfigError, MegatrainError
+
+
+def train(options: Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    with spinner("importing PyTorch and Ray"):
+        from megatrain_ray.console.run_summary import summarize
+        from megatrain_ray.trainer import Trainer
+
+    summary = Trainer(config).fit()
+    if summary.loss is None and not summary.evaluations:
+        show(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
+        return 0
+    loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
+    show(f"done: step {summary.step}{loss} ({summary.run_dir})")
+    for line in summarize(summary.rows, summary.run_dir, summary.evaluations, config.train.moments):
+        show(f"  {line}")
+    return 0
+
+
+def plan(options: Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    with spinner("importing PyTorch"):
+        from megatrain_ray.commands.plan import show_plan
+
+    show_plan(config, as_json=options.json, what_if=options.what_if, price_per_hour=options.price)
+    return 0
+
+
+def bench(options: Namespace) -> int:
+    settings = BenchOptions(**{field.name: getattr(options, field.name) for field in fields(BenchOptions)})
+    with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
+        config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
+        with spinner("importing PyTorch and Ray"):
+            from megatrain_ray.bench.bench import measure
+            from megatrain_ray.bench.bench_report import print_table, to_json, to_report
+
+        results = to_report(measure(config, settings), settings)
+    if options.json:
+        show(to_json(results))
+    else:
+        print_table(results)
+    return 0
+
+
+def export(options: Namespace) -> int:
+    with spinner("exporting"):
+        from megatrain_ray.export.export import describe_export, export_run
+
+        step = export_run(options.run_dir, options.out_dir, options.dtype, merge=options.merge)
+    for line in describe_export(options.out_dir, step):
+        print(line)
+    return 0
+
+
+def inspect(options: Namespace) -> int:
+    from megatrain_ray.report.inspect_run import inspect_run, state_of_run
+
+    print(state_of_run(options.run_dir), flush=True)  # at once: the rest comes only when all saves have been read
+    text, good = inspect_run(options.run_dir)
+    print(text)
+    return 0 if good else MegatrainError.exit_code
+
+
+def report(options: Namespace) -> int:
+    from megatrain_ray.report.html_report import write_report
+
+    print(f"wrote {write_report(options.run_dir, options.out)}")
+    return 0
+
+
+def refit(options: Namespace) -> int:
+    from megatrain_ray.commands.refit import describe_refit
+    from megatrain_ray.commands.refit import refit as write_profile
+
+    for line in describe_refit(write_profile(options.run_dir, options.out), options.out):
+        print(line)
+    return 0
+
+
+def doctor(options: Namespace) -> int:
+    from megatrain_ray.commands.doctor import examine
+    from megatrain_ray.commands.finding import Severity
+    from megatrain_ray.config.groups import HardwareConfig
+    from megatrain_ray.machine.machine import machine_of
+    from megatrain_ray.profiling.profiles import measure_everything
+    from megatrain_ray.profiling.spill_disk import forget_rates
+
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder} is no folder: name the one where runs will be")
+    if options.measure:
+        measure_everything(machine_of(HardwareConfig()).device)
+        forget_rates()
+    states = set()
+    for finding in examine(options.folder):
+        print(finding, flush=True)
+        states.add(finding.severity)
+    return MegatrainError.exit_code if Severity.STOP in states else 0
+
+
+def tokenizer(options: Namespace) -> int:
+    from megatrain_ray.commands.train_tokenizer import train_tokenizer
+
+    num_ids = train_tokenizer(
+        options.paths,
+        options.out,
+        vocab_size=options.vocab_size,
+        text_field=options.field,
+        specials=options.special,
+        bad_records=options.bad_records,
+    )
+    fewer = f": the corpus has no more pairs to merge for {options.vocab_size}" if num_ids < options.vocab_size else ""
+    print(f"wrote {num_ids} ids to {options.out}{fewer}; data.tokenizer: {options.out}")
+    return 0
+
+
+def convert_config(options: Namespace) -> int:
+    from megatrain_ray.convert.convert_config import convert
+
+    if options.gpus < 1:
+        raise ConfigError(f"--gpus: {options.gpus}: expected 1 or more")
+    if options.out is not None and options.out.exists():
+        raise ConfigError(f"--out: {options.out} exists: nothing is overwritten; name another one")
+    lenient = options.ignore_unsupported
+    found = convert(options.config, options.overrides, num_gpus=options.gpus, lenient=lenient)
+    for line in found.report:
+        print(line, file=sys.stderr)
+    if found.refused and not lenient:
+        raise ConfigError(
+            "some keys cannot be honoured (see above): change them, or leave them out with --ignore-unsupported"
+        )
+    if options.out is None:
+        print(found.text, end="")
+    else:
+        options.out.write_text(found.text, encoding="utf-8")
+        print(f"wrote {options.out}; megatrain plan {options.out} says whether it fits")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Namespace], int]] = {
+    "train": train,
+    "plan": plan,
+    "bench": bench,
+    "export": export,
+    "inspect": inspect,
+    "report": report,
+    "refit": refit,
+    "doctor": doctor,
+    "tokenizer": tokenizer,
+    "convert-config": convert_config,
+}

@@ -1,0 +1,258 @@
+"""Makes settings of what the tables found, where the meaning of a key depends on other keys, the model or the data."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import override
+from megatrain_ray.convert.conversions import EVERY_LINEAR
+from megatrain_ray.errors import ConfigError
+
+FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
+# Names that tables set and that are no settings of ours; `resolve` derives settings from them.
+RESOLVED = frozenset(
+    {
+        "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
+        "min_lr_ratio", "method", "beta1", "beta2", "bf16", "tf32", "seed", "data_seed", "save_strategy", "save_steps",
+        "saves_per_epoch", "eval_strategy", "eval_steps", "evals_per_epoch", "embedding_lr", "embedding_lr_scale",
+        "lr_groups", "every_linear", "beside", *FREEZING,
+    }
+)  # fmt: skip
+MOST_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up
+UNWARMED = "constant without warm-up"  # what shared.yaml makes of a schedule without warm-up
+EMBEDDINGS = ["embed_tokens", "lm_head"]
+GROUPS = ("model", "data", "train", "lora", "hardware")
+
+
+def resolve(
+    found: Mapping[str, Any],
+    default_warmup: float,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    num_gpus: int = 1,
+    count: Callable[[Mapping[str, Any]], int] | None = None,
+) -> dict[str, Any]:
+    """Return what a table has found as a tree of settings from which a configuration can be made.
+
+    found: settings and names in `RESOLVED`, by dotted key.
+    default_warmup: share of the steps for warm-up if nothing is set.
+    settings, overrides: settings that take precedence over `found`, overrides over both.
+    num_gpus: as in `convert`.
+    count: counts the rows of an epoch; called only if epochs have to be converted to steps. None: tokenize the data and
+        count.
+    """
+    theirs = {key: value for key, value in found.items() if key in RESOLVED}
+    given = {key: value for key, value in found.items() if key not in RESOLVED}
+    _resolve_model_and_data(given, theirs)
+    _resolve_numbers(given, theirs)
+    _resolve_lora(given, theirs)
+    _resolve_batch(given, num_gpus)
+    tree = _merged(_nested(given), settings or {})
+    for text in overrides:
+        override(tree, text)
+    if "freeze_layers" in theirs and "trainable" not in tree["train"]:
+        tree["train"]["trainable"] = _trainable_layers(tree["model"], theirs)
+    if groups := _parameter_groups(theirs, tree["train"].get("lr", 0.0)):
+        tree["train"].setdefault("groups", groups)
+    _resolve_steps(tree, theirs, default_warmup, _Clock(tree, theirs, count or _count_windows))
+    return {key: tree[key] for key in (*GROUPS, *tree) if key in tree}
+
+
+def _resolve_model_and_data(given: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    if (revision := theirs.get("revision", "main")) != "main":
+        given["model.path"] = f"{given.get('model.path')}@{revision}"
+    if theirs.get("neat_packing"):
+        given["data.packing"] = True
+    if given.get("data.kind") != "sft":
+        given.pop("data.chat_template", None)
+    elif "enable_thinking" in theirs:
+        given["data.chat_template_args"] = {"enable_thinking": bool(theirs["enable_thinking"])}
+    if given.get("data.kind") == "pretrain":  # texts are cut into windows, never truncated
+        given.pop("data.truncation", None)
+
+
+def _resolve_numbers(given: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    given["train.betas"] = [theirs["beta1"], theirs["beta2"]]
+    given["train.precision"] = "bf16" if theirs.get("bf16") else "tf32" if theirs.get("tf32") else "fp32"
+    given["train.seed"] = theirs["seed"]
+    given["data.seed"] = theirs.get("data_seed", theirs["seed"])
+    if "min_lr_ratio" in theirs and "train.lr" in given:
+        given["train.min_lr"] = theirs["min_lr_ratio"] * given["train.lr"]
+
+
+def _resolve_lora(given: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Drop the settings of adapters if the method is not lora, as the tools do; otherwise complete them.
+
+    A missing alpha becomes twice the rank, as in LLaMA-Factory.
+    """
+    lora = {key: given.pop(key) for key in list(given) if key.startswith("lora.")}
+    if theirs.get("method", "full") != "lora":
+        return
+    if theirs.get("every_linear"):
+        lora["lora.match"] = [EVERY_LINEAR, *lora.get("lora.match", [])]
+    if "lora.rank" in lora:
+        lora.setdefault("lora.alpha", 2 * lora["lora.rank"])
+    given |= lora
+    if beside := theirs.get("beside"):
+        given["train.trainable"] = [*given.get("train.trainable", []), *beside]
+
+
+def _resolve_batch(given: dict[str, Any], num_gpus: int) -> None:
+    """Set the accumulation. A given batch size takes precedence.
+
+    Here one GPU processes the micro-batches of `num_gpus` GPUs one after the other.
+    """
+    micro = given.get("train.micro_batch_size") or 1
+    if batch := given.pop("train.batch_size", None):
+        given["train.accumulate"] = max(1, batch // micro)
+    else:
+        given["train.accumulate"] *= num_gpus
+
+
+def _nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in dotted.items():
+        *groups, name = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[name] = value
+    return tree
+
+
+def _merged(tree: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the union of both trees, group by group. Values in `first` take precedence."""
+    both = {key: {**tree.get(key, {}), **value} for key, value in first.items() if isinstance(value, Mapping)}
+    return {**tree, **first, **both}
+
+
+def _trainable_layers(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return the patterns for `train.trainable` that correspond to LLaMA-Factory's freeze tuning.
+
+    The last `freeze_layers` layers are trained, or if it is negative the first ones: of them the modules
+    `freeze_modules`, where `all` stands for all of them. Parameters with a text of `freeze_extra` in their name are
+    trained as well.
+    """
+    from megatrain_ray.model.model_source import open_model
+
+    try:
+        num_layers = open_model(ModelConfig.model_validate(model)).setting("num_hidden_layers")
+    except ConfigError as error:
+        raise ConfigError(
+            f"freeze_trainable_layers cannot be followed, as the model's layers cannot be counted: {error}; or give "
+            "train.trainable=[PATTERN] after the file"
+        ) from None
+    number = theirs["freeze_layers"]
+    layers = range(max(0, num_layers - number), num_layers) if number > 0 else range(min(-number, num_layers))
+    numbers = "|".join(map(str, layers))
+    modules = theirs["freeze_modules"] if layers else []
+    return [
+        *(rf"\.(?:{numbers})\.{'' if module == 'all' else re.escape(module)}" for module in modules),
+        *map(re.escape, theirs.get("freeze_extra", ())),
+    ]
+
+
+def _parameter_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, Any]]:
+    """Return the parameter groups that Axolotl makes.
+
+    If any key on groups is set, Axolotl puts the embeddings into a group of their own, without decay.
+
+    theirs: Axolotl's values of names in `RESOLVED`.
+    lr: learning rate of the run.
+    """
+    if not {"embedding_lr", "embedding_lr_scale", "lr_groups"} & theirs.keys():
+        return []
+    own = lr * scale if (scale := theirs.get("embedding_lr_scale")) else theirs.get("embedding_lr")
+    embeddings = {"match": EMBEDDINGS, **({"lr": own} if own else {}), "weight_decay": 0.0}
+    return [embeddings, *theirs.get("lr_groups", ())]
+
+
+def _resolve_steps(tree: dict[str, Any], theirs: Mapping[str, Any], default_warmup: float, clock: _Clock) -> None:
+    """Set everything that is counted in steps, some of which may be given as shares or epochs.
+
+    What overrides have set is not changed.
+    """
+    train = tree["train"]
+    train["steps"] = steps = train.get("steps") or clock.steps()
+    if train["schedule"] == UNWARMED:
+        train["schedule"] = "constant"
+    else:
+        warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), default_warmup, steps)
+        train.setdefault("warmup_steps", warmup)
+    if "save_every" not in tree:
+        tree["save_every"] = clock.every("save", steps)
+    if "eval_path" in tree["data"] and "eval_every" not in tree:
+        tree["eval_every"] = clock.every("eval", steps) or steps
+
+
+def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int) -> int:
+    """Return the number of warm-up steps. A number below 1 is a share of the steps, as in Transformers 5."""
+    if warmup and warmup >= 1:
+        return min(int(warmup), steps)
+    share = warmup or ratio
+    if share is None and warmup is None:
+        return min(int(default * steps), MOST_WARMUP_STEPS)
+    return min(math.ceil((share or 0.0) * steps), steps)
+
+
+class _Clock:
+    """Converts epochs to steps. The data are counted on first use, and only once."""
+
+    def __init__(
+        self, tree: Mapping[str, Any], theirs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]
+    ) -> None:
+        self._tree = tree
+        self._theirs = theirs
+        self._count = count
+
+    def steps(self) -> int:
+        if (most := self._theirs.get("max_steps", -1)) > 0:
+            return int(most)
+        return math.ceil(float(self._theirs["epochs"]) * self._per_epoch)
+
+    def every(self, what: str, steps: int) -> int:
+        """Return the number of steps between saves or evaluations; 0 if there are none before the end."""
+        strategy = self._theirs.get(f"{what}_strategy")
+        if strategy == "no":
+            return 0
+        if times := self._theirs.get(f"{what}s_per_epoch"):
+            return math.ceil(self._per_epoch / float(times))
+        if strategy == "epoch":
+            return math.ceil(self._per_epoch)
+        number = float(self._theirs.get(f"{what}_steps") or 0)
+        return math.ceil(number * steps) if number < 1 else int(number)
+
+    @cached_property
+    def _per_epoch(self) -> float:
+        train = self._tree["train"]
+        size = train.get("batch_size") or (train.get("micro_batch_size") or 1) * (train.get("accumulate") or 1)
+        return self._count(self._tree) / size
+
+
+def _count_windows(tree: Mapping[str, Any]) -> int:
+    """Return the number of windows in an epoch. Tokenizes the data into the cache that the run will use."""
+    from megatrain_ray.data.data_worker import count_windows
+    from megatrain_ray.data.tokenize_data import tokenize
+    from megatrain_ray.model.model_source import open_model
+
+    provisional = {"steps": 1, "warmup_steps": 0, "schedule": "constant"}
+    try:
+        config = TrainConfig.model_validate({**tree, "train": {**tree["train"], **provisional}})
+        vocab_size = open_model(config.model).setting("vocab_size")
+        with tempfile.TemporaryDirectory() as folder:  # used only if the machine has no token cache
+            tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(folder))
+            return count_windows(config.data, tokens, vocab_size)
+    except ConfigError as error:
+        raise ConfigError(
+            f"epochs cannot be made steps, as sequences cannot be counted: {error}; or give train.steps=N after the "
+            "file"
+        ) from None
