@@ -29,13 +29,15 @@ class Batch:
     num_supervised: int  # targets that count in the loss
     num_tokens: int  # inputs that are no pads
     sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
-    position: Mapping[str, Any] | None = None  # of the stream after this batch; None: nothing resumes from here
 
 
 class Stream(Protocol):
     """Yields batches without end. They depend only on data, seed and position."""
 
     def next_batch(self) -> Batch: ...
+
+    def skip(self, num_batches: int) -> None:
+        """Go on by this many batches without making them."""
 
     @property
     def joins_documents(self) -> bool:
@@ -71,6 +73,9 @@ class BatchStream:
     def next_batch(self) -> Batch:
         """Return the batch of the next `batch_size` windows."""
         return assemble(self._windows.rows(self._order.draw(self._batch_size)))
+
+    def skip(self, num_batches: int) -> None:
+        self._order.skip(num_batches * self._batch_size)
 
 
 def assemble(rows: Rows) -> Batch:

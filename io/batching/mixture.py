@@ -50,18 +50,25 @@ class MixedStream:
             order.seek(there)
 
     def next_batch(self) -> Batch:
-        turns = self._turns()
+        turns = self._turns(self._batch_size)
         rows = [
             source.rows(order.draw(turns.count(index))) if index in turns else None
             for index, (source, order) in enumerate(zip(self._sources, self._orders, strict=True))
         ]
         return assemble(_in_turn(turns, rows))
 
-    def _turns(self) -> list[int]:
-        """Return the index of the source of each window of the next batch."""
+    def skip(self, num_batches: int) -> None:
+        # Each source has its exact share whenever as many windows were drawn as the weights add up to.
+        whole, rest = divmod(num_batches * self._batch_size, sum(self._weights))
+        turns = self._turns(rest)
+        for index, (order, weight) in enumerate(zip(self._orders, self._weights, strict=True)):
+            order.skip(whole * weight + turns.count(index))
+
+    def _turns(self, count: int) -> list[int]:
+        """Return the index of the source of each of the next `count` windows."""
         drawn = [order.num_drawn for order in self._orders]
         turns = []
-        for _ in range(self._batch_size):
+        for _ in range(count):
             turn = next_source(self._weights, drawn)
             drawn[turn] += 1
             turns.append(turn)

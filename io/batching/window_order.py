@@ -71,6 +71,13 @@ class WindowOrder:
                 self._begin(self._epoch + 1)
         return np.concatenate(drawn)
 
+    def skip(self, count: int) -> None:
+        """Go on by `count` windows."""
+        epoch, cursor = divmod(self.num_drawn + count, self._num_windows)
+        if epoch != self._epoch:  # else the order stays, which takes long to compute
+            self._begin(epoch)
+        self._cursor = cursor
+
     def _begin(self, epoch: int, cursor: int = 0) -> None:
         self._epoch, self._cursor = epoch, cursor
         self._order = self._order_of(epoch)

@@ -114,16 +114,16 @@ class RunningSave:
         self._start_s = time.monotonic()
         self._waited_since_s: float | None = None
         self._parts: list[WrittenPart] = []
-        self._at: tuple[Progress, Mapping[str, Any]] | None = None
+        self._progress: Progress | None = None
         self._run = run
         self.calls = crew.write_parts(prepare_save(saves, step, run), step, prepared.config.save_compress)
 
-    def reached(self, progress: Progress, position: Mapping[str, Any]) -> None:
-        """Note where training and data stand at the end of the step that is saved.
+    def reached(self, progress: Progress) -> None:
+        """Note where training stands at the end of the step that is saved.
 
-        They may be many steps further when the last part is written.
+        It may be many steps further when the last part is written.
         """
-        self._at = (progress, position)
+        self._progress = progress
 
     def hold_up(self) -> None:
         """Note that from now on training waits for the end of this save, because the next one is due."""
@@ -138,12 +138,12 @@ class RunningSave:
     @property
     def num_updates(self) -> int:
         """Return how many of the run's steps up to the saved one changed the weights. Valid once it is `complete`."""
-        assert self._at is not None
-        return self._at[0].adam_step
+        assert self._progress is not None
+        return self._progress.adam_step
 
     @property
     def complete(self) -> bool:
-        return self._at is not None and not self.calls
+        return self._progress is not None and not self.calls
 
     def take(self, call: Any) -> None:
         """Take the part that one of `calls` has written. Raises what the shard raised."""
@@ -160,7 +160,7 @@ class RunningSave:
 
     def commit(self) -> SaveTiming:
         """Make a complete save exist, and delete saves beyond `save_keep`."""
-        assert self._at is not None
+        assert self._progress is not None
         parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
         timing = SaveTiming(
             predicted_stall_s=self._predicted_stall_s,
@@ -168,8 +168,9 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
+        position = self._crew.position_after(self.step)
         checksums = self._crew.base_checksums
-        manifest = _manifest(self._prepared, *self._at, parts, timing, checksums)
+        manifest = _manifest(self._prepared, self._progress, position, parts, timing, checksums)
         commit_save(self._saves, self.step, replace(manifest, run=self._run))
         prune(self._saves, self._prepared.config.save_keep, self._run)
         return timing

@@ -126,7 +126,6 @@ class Session:
         step = manifest.step if manifest else 0
         self._submitted = self._completed = step
         self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
-        self._position: Mapping[str, Any] | None = manifest.data if manifest else None
         self._saved = step if manifest else -1
         self._saved_updates = manifest.optimizer_step if manifest else 0
         self._updated = step  # the last step that was not skipped
@@ -313,7 +312,7 @@ class Session:
 
     def _record(self, crew: Crew, result: StepResult, view: ProgressView) -> None:
         self._completed = result.progress.step
-        self._progress, self._position = result.progress, result.position
+        self._progress = result.progress
         self._last_row = result.row
         if not result.row["skipped"]:
             self._updated = self._completed
@@ -388,13 +387,9 @@ class Session:
             raise
 
     def _mark(self) -> None:
-        """Give the save the progress and data position at the end of its step.
-
-        Its last part may be written many steps later.
-        """
+        """Tell the save if its step has just ended."""
         if self._save and self._save.step == self._completed:
-            assert self._position is not None  # steps were made, or nothing would be saved
-            self._save.reached(self._progress, self._position)
+            self._save.reached(self._progress)
 
     def _commit(self, save: RunningSave) -> None:
         """Commit a complete save, unless all steps since the newest one were skipped: then drop it."""
@@ -443,8 +438,9 @@ class Session:
             "vocab_size": self._prepared.structure.vocab_size,
             "batch_size": plan.batch_size,
             "num_readers": plan.num_gpus,
-            "step": self._completed,
-            "position": self._position,
+            # Where this attempt began: the data process skips from there to the batch that it is asked for.
+            "step": self._manifest.step if self._manifest else 0,
+            "position": self._manifest.data if self._manifest else None,
             "held_out": self._held_out,
             "traced": traced_steps(config.log.trace),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,12 +86,10 @@ class StepResult:
 
     row: of metrics.jsonl.
     progress: after the step.
-    position: of the data, after the step's batch.
     """
 
     row: dict[str, Any]
     progress: Progress
-    position: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -319,7 +317,7 @@ class GpuWorker:
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
         row = self._rows.row(report, batch, data_s)
         self._moved.end_step(self._rows.newest)
-        return StepResult(row, self._progress, batch.position)
+        return StepResult(row, self._progress)
 
     async def _trace(self, engine: Engine, on: bool) -> None:
         """Begin or end the recording of spans, between two steps."""

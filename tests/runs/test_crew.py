@@ -239,12 +239,8 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
     losses: list[float] = []
     crew = Crew(ready)
 
-    def data_arguments() -> dict[str, Any]:
-        return arguments_of(ready) | {"step": len(losses), "position": positions[-1]}
-
-    positions: list[Any] = [None]
     try:
-        crew.start(data_arguments)
+        crew.start(lambda: arguments_of(ready))
         crew.load(None, None)
         crew.begin(lambda: Progress(len(losses), len(losses)))
         for victims in ((), ("GPU worker",), ("data",), ("data", "GPU worker")):
@@ -264,7 +260,7 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
                     gpu = crew.gpu
                     call = gpu.step.remote(len(losses) + 1, save=False)
             losses.append(result.row["loss"])
-            positions.append(result.position)
+            assert crew.position_after(len(losses))["cursor"] == len(losses) * ready.plan.batch_size
             assert {name for name, pid in crew.pids.items() if before[name] != pid} == set(victims)
         crew.stop()
     finally:
