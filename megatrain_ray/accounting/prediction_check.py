@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatrain_ray.accounting.work_counters import StepWork
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan, UpdateOrder
@@ -23,8 +22,11 @@ MIN_STEPS = 3  # steps to compare at least, without a process's first step, whic
 MIN_STEP_S = 0.05
 # The plan estimates what processes take besides arenas. Up to half as much again has been measured.
 PROCESSES_TOLERANCE = 0.5
+NEWEST = 256  # number of the newest rows that are compared
 # Waits of a step, by cause. The host's wait for the loss is not among them: the device computes meanwhile.
 WAITS = ("h2d", "d2h", "optimizer", "host_accumulation", "data", "python")
+
+Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
 class Kind(Enum):
@@ -134,27 +136,24 @@ class Comparison:
         )
 
 
-def compare(
-    plan: Plan, rows: Sequence[Mapping[str, Any]], work: StepWork | None = None, host_bytes: int | None = None
-) -> Comparison | None:
-    """Compare the plan's prediction with what one process measured.
+def compare(plan: Plan, rows: Rows, pss_bytes: int | None = None) -> Comparison | None:
+    """Compare the plan's prediction with what a start of the run measured.
 
-    rows: rows of metrics of the process, from its first step on.
-    work: disk traffic and update time per step; None if they are not known.
-    host_bytes: host memory of all processes of the run; None if it is not known.
+    rows: its rows of metrics, from its first step on. The newest `NEWEST` count, without the first, which compiles.
+    pss_bytes: host memory of all processes of the run; None if it is not known.
 
     Return None if there are fewer than `MIN_STEPS` rows after the first one, or the plan has no prediction.
     """
-    usual, prediction = rows[1:], plan.prediction
+    usual, prediction = rows[1:][-NEWEST:], plan.prediction
     if len(usual) < MIN_STEPS or prediction is None:
         return None
-    of_memory = _memory(plan, usual, host_bytes)
-    of_work, of_disk = (_work(prediction, work), _disk(plan, work)) if work else ((), ())
-    terms = (*_times(prediction, usual), *of_work, *of_memory, *of_disk)
+    worked = usual[1:]  # the first of them tells of the first step's update
+    of_memory = _memory(plan, usual, pss_bytes)
+    terms = (*_times(prediction, usual), *_work(prediction, worked), *of_memory, *_disk(plan, worked))
     return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, terms)
 
 
-def _times(prediction: Prediction, usual: Sequence[Mapping[str, Any]]) -> Iterator[Term]:
+def _times(prediction: Prediction, usual: Rows) -> Iterator[Term]:
     step_s = statistics.median(row["step_s"] for row in usual)
     yield Term("step", Kind.STEP, prediction.step_s, step_s)
     measured = {cause: statistics.median(row["exposed_s"][cause] for row in usual) for cause in WAITS}
@@ -164,41 +163,51 @@ def _times(prediction: Prediction, usual: Sequence[Mapping[str, Any]]) -> Iterat
     yield from (Term(cause, Kind.PART, expected[cause], measured[cause]) for cause in WAITS)
 
 
-def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
-    if work.update_s:
-        yield Term("updates", Kind.WORK, prediction.busy_s.get("optimizer", 0.0), work.update_s)
-    if work.disk_s:
-        yield Term("disk", Kind.WORK, prediction.disk_s, work.disk_s)
+def _work(prediction: Prediction, rows: Rows) -> Iterator[Term]:
+    if update_s := _mean(row["update_s"] for row in rows if "update_s" in row):
+        yield Term("updates", Kind.WORK, prediction.busy_s.get("optimizer", 0.0), update_s)
+    if disk_s := _mean(row["disk_s"] for row in rows if "disk_s" in row):
+        yield Term("disk", Kind.WORK, prediction.disk_s, disk_s)
 
 
-def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean, or 0 if there are no values. A median would leave out steps that do the work of others."""
+    known = list(values)
+    return statistics.fmean(known) if known else 0.0
+
+
+def _memory(plan: Plan, usual: Rows, pss_bytes: int | None) -> Iterator[Term]:
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # the measured peak includes only tensors
         tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
         yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
-    if host_bytes is not None:
+    if pss_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
         slack = PROCESSES_TOLERANCE * plan.row_bytes(Tier.HOST, "processes")
-        yield Term("host", Kind.HELD, planned, host_bytes, slack)
+        yield Term("host", Kind.HELD, planned, pss_bytes, slack)
 
 
-def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
+def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
     """Yield the terms for the disk: its traffic in total and by GPU workers, and the bytes in use.
 
     While a save is written, shards also read what is saved, and read what was copied aside for it once more. That is at
     most as much again, and the slack of the total traffic allows for it.
     """
     on_disk = plan.total_bytes(Tier.NVME)
-    if not on_disk:
+    moved = [row["disk_bytes"] for row in rows if "disk_bytes" in row]
+    if not on_disk or not moved:
         return
     activations = plan.activation_files_bytes
     of_saves = 2 * (on_disk - activations)
-    yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, work.disk_bytes, of_saves)
+    traffic = _mean(sum(columns.values()) for columns in moved)
+    yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, traffic, of_saves)
     if plan.weights_on_disk:
-        yield Term("weights read", Kind.MOVED, plan.weight_read_bytes, work.weight_bytes)
+        weights = _mean(columns["weights_read"] for columns in moved)
+        yield Term("weights read", Kind.MOVED, plan.weight_read_bytes, weights)
     if activations:
-        yield Term("activation traffic", Kind.MOVED, 2 * plan.num_sweeps * activations, work.activation_bytes)
-    yield Term("on disk", Kind.HELD, on_disk, work.spill_bytes)
+        both_ways = _mean(columns["activations_read"] + columns["activations_written"] for columns in moved)
+        yield Term("activation traffic", Kind.MOVED, 2 * plan.num_sweeps * activations, both_ways)
+    yield Term("on disk", Kind.HELD, on_disk, rows[-1]["spill_bytes"])
 
 
 def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:

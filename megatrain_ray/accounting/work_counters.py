@@ -1,113 +1,87 @@
-"""Computes the work of one step from what the processes of a run's first host had done at two moments. Pure."""
+"""Counts the work of a host's processes in shared memory, where the first GPU worker reads it for rows of metrics."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from megatrain_ray.accounting.gpu_work import GpuWork
-from megatrain_ray.accounting.shard_work import ShardWork
-from megatrain_ray.io.storage.measured_store import Busy, Time
+import numpy as np
+from numpy.typing import NDArray
 
+from megatrain_ray.io.storage.measured_store import METER, Time, busy_s
 
-@dataclass(frozen=True)
-class RunWork:
-    """Holds what the processes of a run's first host have done so far."""
-
-    shards: Sequence[ShardWork]
-    gpus: Sequence[GpuWork]
+# Counters of an optimizer shard: updates of all layers, seconds in which the kernel worked, bytes that its spill file
+# takes, and its traffic of state and gradients. Each number has one writer, so that reading needs no lock.
+SHARD = np.dtype([("updates", "i8"), ("update_s", "f8"), ("spill_bytes", "i8"), ("disk", METER)])
+# Counters of a GPU worker: bytes that its file of activations takes, and its traffic of working copies and activations.
+GPU = np.dtype([("spill_bytes", "i8"), ("weights", METER), ("activations", METER)])
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """Describes the work of one step, of all processes together unless stated otherwise.
+class WorkCounters:
+    """Holds the counters of all processes of one host. They outlive a process, and its replacement goes on with them.
 
-    update_s: seconds of updates of the shard that took longest.
-    disk_bytes: bytes read from disk and written to it, by all processes.
-    disk_s: seconds in which at least one transfer to or from disk was under way, in any process.
-    spill_bytes: bytes that all files take on the disk.
-    weight_bytes, activation_bytes: the part of `disk_bytes` that GPU workers moved, by kind.
+    shards, gpus: of type SHARD and GPU, by the number of the process on its host.
     """
 
-    update_s: float
-    disk_bytes: float = 0.0
-    disk_s: float = 0.0
-    spill_bytes: int = 0
-    weight_bytes: float = 0.0
-    activation_bytes: float = 0.0
+    def __init__(self, buffer: memoryview, num_shards: int, num_gpus: int) -> None:
+        """Find the counters in shared memory of at least `num_bytes` bytes, which are 0 at first."""
+        self.shards = np.frombuffer(buffer, SHARD, num_shards)
+        self.gpus = np.frombuffer(buffer, GPU, num_gpus, offset=self.shards.nbytes)
+
+    @staticmethod
+    def num_bytes(num_shards: int, num_gpus: int) -> int:
+        return num_shards * SHARD.itemsize + num_gpus * GPU.itemsize
 
 
-def work_between(before: RunWork | None, after: RunWork | None) -> StepWork | None:
-    """Return the mean work of one step between two moments.
+class WorkColumns:
+    """Makes columns of metrics.jsonl from the counters of a host: its work since the row before."""
 
-    Return None if a process did not answer or was replaced, or if no step and no update lies between the moments.
-    """
-    if before is None or after is None:
-        return None
-    pairs = list(zip(before.shards, after.shards, strict=False))
-    of_gpus = [(a, b, b.num_steps - a.num_steps) for a, b in zip(before.gpus, after.gpus, strict=False)]
-    same = _pids(before) == _pids(after)
-    # If all layers live on the device, shards make no update at all, and `update` stays 0.
-    if not same or any(count <= 0 for *_, count in of_gpus) or any(a.update >= b.update > 0 for a, b in pairs):
-        return None
-    steps = [(a, b, max(1, b.update - a.update)) for a, b in pairs]
-    weights = sum(b.weights.since(a.weights).total / count for a, b, count in of_gpus)
-    activations = sum(b.activations.since(a.activations).total / count for a, b, count in of_gpus)
-    of_shards = sum(b.moved.since(a.moved).total / count for a, b, count in steps)
-    return StepWork(
-        update_s=max(((b.update_s - a.update_s) / count for a, b, count in steps), default=0.0),
-        disk_bytes=of_shards + weights + activations,
-        disk_s=_disk_s(after, of_gpus[0][2]),
-        spill_bytes=sum(gpu.spill_bytes for gpu in after.gpus) + sum(work.spill_bytes for work in after.shards),
-        weight_bytes=weights,
-        activation_bytes=activations,
-    )
+    def __init__(self, counters: WorkCounters, *, uses_disk: bool) -> None:
+        self._counters = counters
+        self._uses_disk = uses_disk
+        self._updates = self._now_updates()
+        self._moved = self._now_moved()
 
+    def leave_out_evaluation(self) -> None:
+        """Leave out what GPU workers have moved since the last row. Call it when an evaluation has ended."""
+        self._moved |= {kind: moved for kind, moved in self._now_moved().items() if kind != "shards"}
 
-def _pids(work: RunWork) -> list[int]:
-    return [*(gpu.pid for gpu in work.gpus), *(shard.pid for shard in work.shards)]
+    def columns(self, step: Time) -> dict[str, Any]:
+        """Return the columns of the step that has just ended (docs/metrics.md).
 
+        The step has waited for the update of the step before; its own may go on.
+        """
+        now = self._now_updates()
+        updates, seconds = now - self._updates
+        done = updates > 0
+        self._updates = np.where(done, now, self._updates)
+        return {
+            **({"update_s": float((seconds[done] / updates[done]).max())} if done.any() else {}),
+            **(self._disk(step) if self._uses_disk else {}),
+        }
 
-def _disk_s(work: RunWork, num_steps: int) -> float:
-    """Return the mean seconds of a step in which at least one process used the disk.
+    def _disk(self, step: Time) -> dict[str, Any]:
+        before, self._moved = self._moved, self._now_moved()
+        moved = {kind: (self._moved[kind] - before[kind]).tolist() for kind in before}
+        shards, gpus = self._counters.shards, self._counters.gpus
+        meters = shards["disk"], gpus["weights"], gpus["activations"]
+        return {
+            "disk_bytes": {
+                "shards_read": moved["shards"][0],
+                "shards_written": moved["shards"][1],
+                "weights_read": moved["weights"][0],
+                "activations_read": moved["activations"][0],
+                "activations_written": moved["activations"][1],
+            },
+            "disk_s": busy_s(np.concatenate([meter["busy"] for meter in meters]), step),
+            "spill_bytes": int(shards["spill_bytes"].sum() + gpus["spill_bytes"].sum()),
+        }
 
-    The steps are the newest `num_steps` of the first GPU. Times before `since_s` of any process are left out: that
-    process no longer has a complete list of its transfers from then.
-    """
-    every = [*(shard.busy for shard in work.shards), *(busy for gpu in work.gpus for busy in gpu.busy)]
-    since_s = max(busy.since_s for busy in every)
-    steps = work.gpus[0].steps[-num_steps:]
-    known = [Time(max(step.start_s, since_s), step.end_s) for step in steps if step.end_s > since_s]
-    known_s = _total_s(known)
-    if not known_s:
-        return 0.0
-    return _shared_s(_union(every), known) / known_s * statistics.mean(step.end_s - step.start_s for step in steps)
+    def _now_updates(self) -> NDArray[np.float64]:
+        """Return updates and seconds of each shard, [2, shards]."""
+        return np.stack([self._counters.shards["updates"], self._counters.shards["update_s"]])
 
-
-def _union(every: Iterable[Busy]) -> list[Time]:
-    """Return the intervals in which at least one process was busy, disjoint and in order."""
-    merged: list[Time] = []
-    for start_s, end_s in sorted(time for busy in every for time in busy.times):
-        if merged and start_s <= merged[-1].end_s:
-            merged[-1] = Time(merged[-1].start_s, max(end_s, merged[-1].end_s))
-        else:
-            merged.append(Time(start_s, end_s))
-    return merged
-
-
-def _shared_s(first: Sequence[Time], second: Sequence[Time]) -> float:
-    """Return the seconds that lie in both lists of intervals. Each list is disjoint and in order."""
-    total_s, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        a, b = first[i], second[j]
-        total_s += max(0.0, min(a.end_s, b.end_s) - max(a.start_s, b.start_s))
-        if a.end_s < b.end_s:
-            i += 1
-        else:
-            j += 1
-    return total_s
-
-
-def _total_s(times: Iterable[Time]) -> float:
-    return sum(time.end_s - time.start_s for time in times)
+    def _now_moved(self) -> dict[str, NDArray[np.int64]]:
+        """Return bytes read and written by kind, each [2]."""
+        shards, gpus = self._counters.shards, self._counters.gpus
+        meters = {"shards": shards["disk"], "weights": gpus["weights"], "activations": gpus["activations"]}
+        return {kind: meter["moved"].sum(0) for kind, meter in meters.items()}

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 
-from megatrain_ray.accounting.gpu_work import GpuWork
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.crew.batch_feed import Feed
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
@@ -149,9 +148,6 @@ class GpuActor:
 
     async def spans(self, last: int) -> RecordedSpans:
         return await self._worker.spans(last)
-
-    async def work(self) -> GpuWork:
-        return self._worker.work()
 
     async def whereabouts(self) -> str:
         return self._worker.whereabouts()

@@ -37,7 +37,6 @@ from megatrain_ray.crew.crew_posts import check_run_dir, owner_post, shard_post,
 from megatrain_ray.crew.failures import FailureBudget, FaultWatch, Unwatched
 from megatrain_ray.crew.gpu_worker_group import GpuSide
 from megatrain_ray.crew.placement import Placement, crew_spec
-from megatrain_ray.crew.work_calls import WorkCalls
 from megatrain_ray.engine.device.deadlines import transfer_deadline_s
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
@@ -393,13 +392,9 @@ class Crew:
         of_gpus = {gpu_name(rank): call for rank, call in enumerate(self.side.ask_each("spans", last))}
         return {**of_gpus, **shards, DATA: self.data.spans.remote()}
 
-    def work(self) -> WorkCalls:
-        """Ask the processes of the first host what they have done.
-
-        Other hosts are left out: these results hold times, and the clocks of several hosts differ.
-        """
-        of_gpus = self.side.ask_each("work")[: self._prepared.plan.host_gpus]
-        return WorkCalls([post.actor.work.remote() for post in self._shards if not post.host], of_gpus)
+    def update_times(self) -> list[tuple[int, float]]:
+        """Return for each shard of the first host how many updates it has made, and seconds of its kernel in them."""
+        return self._ask_shards("update_time")[: self._prepared.plan.num_shards]
 
     def whereabouts(self) -> str:
         """Return what the GPU worker is doing, for the message about a step that does not end."""

@@ -23,7 +23,6 @@ from megatrain_ray.crew.ray_cluster import Daemons, in_ray_job
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.data.data_worker import HeldOutData
 from megatrain_ray.driver.crew_start import SaveRates, start_crew
-from megatrain_ray.driver.disk_counts import DiskCounts
 from megatrain_ray.driver.failures import understood
 from megatrain_ray.driver.interrupts import Interrupts
 from megatrain_ray.driver.observers import PlanCheck
@@ -139,7 +138,6 @@ class Session:
         self._save_rates = SaveRates(0.0, 0.0)
         self._tracing = Tracing(prepared, run.path, step)
         self._plan_check = PlanCheck(prepared.plan, run.path)
-        self._disk_counts = DiskCounts(prepared.plan, sinks)
 
     def train(self) -> tuple[int, float | None]:
         """Train until the run is done or interrupted. Return the completed steps and the last loss.
@@ -322,7 +320,6 @@ class Session:
             view.update(result.row)
         self._tracing.ended(crew, self._completed)
         self._plan_check.ended(crew, result.row)
-        self._disk_counts.ended(crew)
 
     @property
     def _has_diverged(self) -> bool:

@@ -1,6 +1,6 @@
 """Defines what a sink of metrics is.
 
-A sink takes rows of metrics.jsonl as they are written. It may also take counts and sizes between rows.
+A sink takes rows of metrics.jsonl as they are written. It may also take counts between rows.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol, runtime_checkable
-
-from megatrain_ray.engine.layout.tier import Tier
 
 
 class End(Enum):
@@ -38,8 +36,6 @@ class Count(Enum):
 
     DEATHS = "deaths"
     REPLACEMENTS = "replacements"
-    DISK_READ = "disk_read_bytes"
-    DISK_WRITTEN = "disk_written_bytes"
 
 
 @runtime_checkable
@@ -51,9 +47,6 @@ class CountingSink(Protocol):
 
         kind: kind of the processes concerned.
         """
-
-    def holds(self, tier: Tier, num_bytes: float) -> None:
-        """Record that a tier holds `num_bytes` now."""
 
     def keep(self) -> None:
         """Keep recorded values alive: they are still valid. Called continually."""

@@ -16,7 +16,6 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
-from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.metrics.sink import Count, CountingSink, End, MetricSink
@@ -125,10 +124,6 @@ class MetricSinks:
     def count(self, what: Count, amount: float, kind: str) -> None:
         """Pass a count to the sinks that take counts."""
         self._tell(lambda sink: sink.count(what, amount, kind) if isinstance(sink, CountingSink) else None)
-
-    def holds(self, tier: Tier, num_bytes: float) -> None:
-        """Pass the bytes held by a tier to the sinks that take counts."""
-        self._tell(lambda sink: sink.holds(tier, num_bytes) if isinstance(sink, CountingSink) else None)
 
     def keep(self) -> None:
         """Keep the values of the sinks that take counts alive. Call continually."""

@@ -20,13 +20,8 @@ LABELS = {
 }
 
 
-def comparison_table(found: Comparison, *, has_plan: bool) -> Iterator[str]:
-    """Yield the lines of the table.
-
-    has_plan: whether the plan with the comparison's hash is still in the run directory.
-    """
-    kept = "" if has_plan else ", which is not in this folder any more"
-    yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}{kept}"
+def comparison_table(found: Comparison) -> Iterator[str]:
+    yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}"
     yield f"{'':18} {'predicted':>11} {'measured':>11}"
     for term in compared_terms(found):
         yield f"{term.label:18} {term.predicted:>11} {term.measured:>11}  {term.error}".rstrip()

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.accounting.busy_share import busy_share
-from megatrain_ray.accounting.measured_file import read_comparisons
-from megatrain_ray.accounting.prediction_check import Comparison
 from megatrain_ray.accounting.trace_file import find_traces, read_trace
 from megatrain_ray.config.yaml_file import dump_config
 from megatrain_ray.console.progress import describe_evaluation
@@ -18,6 +16,7 @@ from megatrain_ray.console.text_charts import draw
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_manifest, save_folder, verify
 from megatrain_ray.report.comparison_table import comparison_table
+from megatrain_ray.report.measured_starts import compare_start, measured_starts
 from megatrain_ray.report.page_placement import page_places
 from megatrain_ray.report.run_state import read_state
 from megatrain_ray.run.run_dir import RunFiles
@@ -58,11 +57,7 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         "saves": saves or ["none"],
         "last rows": [_row(row) for row in rows[-NUM_ROWS:]] or ["none"],
         **({"mean step": [describe_split(rows[-NUM_ROWS:])]} if _tell_split(rows[-NUM_ROWS:]) else {}),
-        **(
-            {"plan and measurement": _compared(files, compared[-1])}
-            if (compared := read_comparisons(files.path))
-            else {}
-        ),
+        **({"plan and measurement": compared} if (compared := _compared(files)) else {}),
         **({"pages": pages} if (pages := _pages(files)) else {}),
         **({"traces": list(map(_trace, traces))} if (traces := find_traces(files.path)) else {}),
         **({"last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]]} if evaluations else {}),
@@ -120,9 +115,16 @@ def _row(row: dict[str, Any]) -> str:
     )
 
 
-def _compared(files: RunFiles, newest: Comparison) -> list[str]:
-    has_plan = files.read_plan(newest.plan_sha256) is not None
-    return list(comparison_table(newest, has_plan=has_plan))
+def _compared(files: RunFiles) -> list[str]:
+    """Compare the newest start with its plan. Empty if it has too few steps, or was made by an earlier version."""
+    start = next(reversed(measured_starts(files)), None)
+    if start is None:
+        return []
+    if files.read_plan(start.plan_sha256) is None:
+        steps = f"steps {start.rows[0]['step']} to {start.rows[-1]['step']}"
+        return [f"{steps}, by the plan {start.plan_sha256[:12]}, which is not in this folder any more"]
+    found = compare_start(files, start)
+    return list(comparison_table(found)) if found else []
 
 
 def _pages(files: RunFiles) -> list[str]:

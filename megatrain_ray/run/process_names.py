@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DATA, OWNER, GPU = "data", "arena owner", "GPU worker"
+DATA, OWNER, GPU, SHARD = "data", "arena owner", "GPU worker", "optimizer shard"
 
 
 def gpu_name(rank: int) -> str:
@@ -16,4 +16,4 @@ def owner_name(host: int) -> str:
 
 
 def shard_name(index: int) -> str:
-    return f"optimizer shard {index}"
+    return f"{SHARD} {index}"

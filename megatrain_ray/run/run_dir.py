@@ -4,7 +4,6 @@ owner.json     says that this program made the directory; holds the token of the
 config.yaml    resolved configuration; a directory with this file holds a run
 plan.json      plan of the newest start, written before its first step
 plans/         other plans of earlier starts, named by their hash
-measured.json  what plans predicted, and what was measured (accounting/measured_file.py)
 model.json     the model's configuration and shapes, which a resume must have too
 processes.json process ids, while the run is up and after a death
 metrics.jsonl  one row per update, in order of steps
@@ -36,7 +35,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatrain_ray.accounting.measured_file import MEASURED_NAME
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_config, load_config, resume_diff
 from megatrain_ray.engine.plan.plan import Plan
@@ -237,7 +235,7 @@ class RunDir(RunFiles):
         That is saves, replaced files, and exports into this folder.
         """
         names = [file.name for file in (self.config_file, self.plan_file, self.metrics_file, self.evaluations_file)]
-        names += [MODEL_NAME, PROCESSES_NAME, MEASURED_NAME, REPORT_NAME]
+        names += [MODEL_NAME, PROCESSES_NAME, REPORT_NAME]
         traces = [file.name.split(".", 1)[1].rsplit(".", 2)[0] for file in self.path.glob(".trace_steps_*.new")]
         left = left_by_kills(self.path, [*names, *traces]) if has_mark(self.path, FolderKind.RUN) else []
         for file in left:
@@ -339,7 +337,7 @@ class RunDir(RunFiles):
 # Files that a run overwrites in its directory, and folders that it creates there.
 FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", HISTORY_NAME, MODEL_NAME, PROCESSES_NAME,
-    MEASURED_NAME, REPORT_NAME, MARK_NAME,
+    REPORT_NAME, MARK_NAME,
 )  # fmt: skip
 FOLDERS = ("plans", "saves", "tokenizer", "inputs")
 

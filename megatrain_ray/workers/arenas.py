@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain_ray.accounting.work_counters import WorkCounters
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
 from megatrain_ray.engine.host.signal_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -21,6 +22,7 @@ from megatrain_ray.io.words.atomic_words import WORD_BYTES
 WORKING = "working"
 SLAB = "slab"
 WORDS = "words"
+COUNTERS = "counters"
 
 
 def state_arena(shard: int) -> str:
@@ -45,7 +47,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
 
     layout: of that host.
 
-    Three arenas are mapped by all processes of the host. Each shard has two more, which only it maps, except that the
+    Four arenas are mapped by all processes of the host. Each shard has two more, which only it maps, except that the
     GPU worker reads the shard's momenta if Muon trains something.
     """
     slab_bytes = held_slab_bytes(plan, layout) + plan.direction_slab_bytes
@@ -53,6 +55,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
         WORKING: max(1, layout.size_among(plan.weights_on_host)) * plan.precision.working_dtype.itemsize,
         SLAB: max(1, slab_bytes),  # 0 bytes are needed if everything lives on the device
         WORDS: words_bytes(plan),
+        COUNTERS: WorkCounters.num_bytes(plan.num_shards, plan.host_gpus),
     }
     for k in range(plan.num_shards):
         part = shard_layout(plan, layout, k)

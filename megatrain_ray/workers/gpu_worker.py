@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.accounting.gpu_work import GpuDisk, GpuWork
+from megatrain_ray.accounting.work_counters import WorkColumns, WorkCounters
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Place, RankGroup
@@ -24,6 +24,7 @@ from megatrain_ray.engine.host.momenta import Momenta
 from megatrain_ray.engine.host.shared_host import SharedHost
 from megatrain_ray.engine.host.working_arena import WorkingArena
 from megatrain_ray.engine.layer_calls.compiled_call import keep_compiled_graphs
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt
@@ -37,11 +38,13 @@ from megatrain_ray.io.arenas.arena import ArenaHandle
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.storage.measured_store import DiskMeter
+from megatrain_ray.io.storage.spill_file import taken_bytes
 from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.model.optimizer_settings import muon_of
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
-from megatrain_ray.workers.arenas import SLAB, WORDS, WORKING, activations_file, words_bytes, words_in
+from megatrain_ray.workers.arenas import COUNTERS, SLAB, WORDS, WORKING, activations_file, words_bytes, words_in
 from megatrain_ray.workers.device_layers import DeviceLayers
 from megatrain_ray.workers.device_memory import check_free, memory_explained
 from megatrain_ray.workers.node_memory import settle_gpu_worker
@@ -126,7 +129,7 @@ class GpuWorker:
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
-        self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS)}
+        self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS, COUNTERS)}
         # Must precede the start of any thread, and the registration of the slab, which touches its pages.
         self.home_problems = settle_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
         self._words = words_in(self._arenas[WORDS].buffer, plan, host)
@@ -143,8 +146,11 @@ class GpuWorker:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
                 if self._rank:  # only rank 0 saves them: updates of other ranks wait for no save
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
-        file = self._holder.handles.get(activations_file(self._host_rank))
-        self._moved = GpuDisk(file.fd if file else None)
+        counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
+        self._counters = counters.gpus[self._host_rank]
+        self._weights_meter = DiskMeter(self._counters["weights"])
+        self._activations_meter = DiskMeter(self._counters["activations"])
+        self._work = WorkColumns(counters, uses_disk=plan.total_bytes(Tier.NVME) > 0)
         arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
         self._rows = StepRows(prepared, sum(handle.nbytes for handle in arenas))
         self._turn = asyncio.Condition()
@@ -208,7 +214,7 @@ class GpuWorker:
         device = self._device
         device.pin(slab)
         self._momenta = find_momenta(plan, layout, self._holder)
-        self._disk = open_disk_weights(plan, layout, self._holder, self._moved.of_weights, device.spans)
+        self._disk = open_disk_weights(plan, layout, self._holder, self._weights_meter, device.spans)
         momenta = Momenta(*self._momenta)
         host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk, self._rank)
         self._host = host
@@ -221,7 +227,7 @@ class GpuWorker:
                 muon=muon_of(self._prepared.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
-                spill=open_activations(plan, self._holder, self._moved.of_activations, self._host_rank),
+                spill=open_activations(plan, self._holder, self._activations_meter, self._host_rank),
                 ranks=self._group,
             )  # fmt: skip
             await self._engine.rehearse(self._coming())
@@ -310,13 +316,14 @@ class GpuWorker:
         data_s = time.perf_counter() - start
         if step < self._prepared.config.train.steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-        self._moved.begin_step()
         with memory_explained(self._prepared.plan, f"step {step}"):
             report = await engine.step(self._step_input(step, batch), self._settings(step, save))
         engine.device.timeline.clear()  # nobody reads these records, which take 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
+        if file := self._holder.handles.get(activations_file(self._host_rank)):
+            self._counters["spill_bytes"] = taken_bytes(file.fd)
         row = self._rows.row(report, batch, data_s)
-        self._moved.end_step(self._rows.newest)
+        row |= self._work.columns(self._rows.newest)
         return StepResult(row, self._progress)
 
     async def _trace(self, engine: Engine, on: bool) -> None:
@@ -332,10 +339,6 @@ class GpuWorker:
             assert self._engine is not None  # start came first
             await self._trace(self._engine, False)
             return self._engine.device.spans.take()
-
-    def work(self) -> GpuWork:
-        """Return what this process has read from disk and written to it, up to the newest step."""
-        return self._moved.work()
 
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
         """Return the loss of one batch of the held-out data after the update of `step`, before the next one.
@@ -353,6 +356,7 @@ class GpuWorker:
                 total = await self._engine.evaluate(self._micro_batches(batch), step)
             self._engine.device.timeline.clear()
             self._rows.start_clock()
+            self._work.leave_out_evaluation()
             self._evaluated = step, index + 1
             self._turn.notify_all()
             return HeldOutLoss(total, batch.num_supervised)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from megatrain_ray.accounting.shard_work import ShardWork
+from megatrain_ray.accounting.work_counters import WorkCounters
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.measure.save_cost import measure_copy
@@ -39,6 +37,7 @@ from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.process_end import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 from megatrain_ray.workers.arenas import (
+    COUNTERS,
     SLAB,
     WORDS,
     WORKING,
@@ -80,15 +79,17 @@ class ShardWorker:
         layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
         self._layout = shard_layout(plan, layout, index)
         self._holder = ArenaHolder.adopt(holders)
-        names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
+        names = (WORKING, SLAB, WORDS, COUNTERS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
         # Must precede the start of any thread, and the first touch of any page. All shards get this far before one of
         # them fills its part.
         self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
         self._words = words_in(self._arenas[WORDS].buffer, plan, host)
-        self._disk = DiskMeter()
+        counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
+        self._counters = counters.shards[index]
+        self._disk = DiskMeter(self._counters["disk"])
+        self._update_s_before = float(self._counters["update_s"])  # of its predecessors
         self._shard = self._make_shard()
-        self._work = self._work_until(0)
         # A save with no step after it needs no copies.
         budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
@@ -185,7 +186,7 @@ class ShardWorker:
             plan.layer_order,
             self._gate,
             traced_updates(traced_steps(self._prepared.config.log.trace)),
-            self._note_work,
+            self._count_update,
             plan.stored_layers,
         )
         loop.start()
@@ -194,17 +195,15 @@ class ShardWorker:
         finally:
             self.close()
 
-    def work(self) -> ShardWork:
-        """Return what this process has done up to the newest update."""
-        return replace(self._work, busy=self._disk.busy)
+    def update_time(self) -> tuple[int, float]:
+        """Return how many updates the shard has made in this run, and for how many seconds its kernel has worked."""
+        return int(self._counters["updates"]), float(self._counters["update_s"])
 
-    def _note_work(self, update: int) -> None:
-        self._work = self._work_until(update)
-
-    def _work_until(self, update: int) -> ShardWork:
-        handle = self._holder.handles.get(spill_file(self._index))
-        on_disk = taken_bytes(handle.fd) if handle else 0
-        return ShardWork(os.getpid(), update, self._shard.update_s, self._disk.moved, spill_bytes=on_disk)
+    def _count_update(self, update: int) -> None:
+        if handle := self._holder.handles.get(spill_file(self._index)):
+            self._counters["spill_bytes"] = taken_bytes(handle.fd)
+        self._counters["update_s"] = self._update_s_before + self._shard.update_s
+        self._counters["updates"] += 1
 
     def spans(self, last: int) -> RecordedSpans:
         """Return the spans of the traced updates, once update `last` is done.
