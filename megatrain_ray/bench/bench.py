@@ -20,11 +20,11 @@ from megatrain_ray.bench.bench_config import BenchOptions
 from megatrain_ray.bench.in_process import run_in_process
 from megatrain_ray.bench.resident_ceiling import Ceiling, measure_ceiling
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.interrupts import Interrupts
-from megatrain_ray.driver.session import Job
+from megatrain_ray.driver.job import Job
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.machine.process_memory import DeviceMemory, device_memory, pss_of_run

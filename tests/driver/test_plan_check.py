@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.driver import observers
-from megatrain_ray.driver.observers import PlanCheck
+from megatrain_ray.driver import plan_check
+from megatrain_ray.driver.plan_check import PlanCheck
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.run.run_history import read_history
 from tests.support.planned_steps import PROFILE, measured, planned
@@ -22,7 +22,7 @@ CREW: Any = SimpleNamespace(pids={"optimizer shard 0": 7}, check=lambda: None)
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers, "pss_of_run", lambda pids: {"driver": {"private": 3 << 30}})
+    monkeypatch.setattr(plan_check, "pss_of_run", lambda pids: {"driver": {"private": 3 << 30}})
 
 
 def checked(plan: Plan, folder: Path, rows: list[dict[str, Any]]) -> PlanCheck:
@@ -39,7 +39,7 @@ def test_it_compares_after_three_usual_steps_then_twice_as_many_and_at_the_end(
 ) -> None:
     compared: list[tuple[int, int | None]] = []
     monkeypatch.setattr(
-        observers, "compare", lambda plan, rows, pss_bytes: compared.append((rows[-1]["step"], pss_bytes))
+        plan_check, "compare", lambda plan, rows, pss_bytes: compared.append((rows[-1]["step"], pss_bytes))
     )
     plan = planned(PROFILE)
     check = checked(plan, tmp_path, measured(plan, PROFILE, count=20))
@@ -80,7 +80,7 @@ def test_a_process_that_has_just_died_leaves_host_memory_out(tmp_path: Path, mon
     def of_dead(pids: object) -> dict[str, dict[str, int]]:
         raise ProcessLookupError
 
-    monkeypatch.setattr(observers, "pss_of_run", of_dead)
+    monkeypatch.setattr(plan_check, "pss_of_run", of_dead)
     plan = planned(PROFILE)
     checked(plan, tmp_path, measured(plan, PROFILE)).finish(CREW)
     assert read_history(tmp_path) == ()

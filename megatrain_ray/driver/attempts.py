@@ -1,0 +1,83 @@
+"""Makes attempts at a run until one of them ends well."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatrain_ray.console.logs import say
+from megatrain_ray.crew.placement import Placement
+from megatrain_ray.driver.job import Job
+from megatrain_ray.driver.session import Session
+from megatrain_ray.errors import DamagedSaveError, LostProcessError
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import list_saves
+from megatrain_ray.machine.environment import hardware, versions
+from megatrain_ray.metrics.sinks import open_sinks
+from megatrain_ray.run.resume import clean_after_end, fall_back, newest_save
+from megatrain_ray.run.run_history import History
+from megatrain_ray.run.run_processes import await_end
+
+log = logging.getLogger(__name__)
+
+
+class Trained(NamedTuple):
+    """Holds what the attempts made together.
+
+    loss: of the last step; None if none ran.
+    rows, evaluations: of metrics.jsonl and evaluations.jsonl, without those that were cut again.
+    """
+
+    step: int
+    loss: float | None
+    rows: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+
+
+def train(job: Job, manifest: Manifest | None, placement: Placement | None) -> Trained:
+    """Train, and record the start and its end in the run's history."""
+    plan, steps = job.prepared.plan, job.run.config.train.steps
+    here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
+    # Recorded before anything of the start can fail.
+    with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here):
+        return _train(job, manifest, placement)
+
+
+def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> Trained:
+    """Train, and start again from a save if one turns out to be damaged or a process cannot be replaced.
+
+    After a damaged save an earlier one is used; after a death the newest one.
+
+    placement: holds actors that have started already; used in the first attempt only.
+    """
+    run, plan = job.run, job.prepared.plan
+    first = manifest.step if manifest else 0
+    num_evaluations = len(run.evaluations())
+    while True:
+        step = manifest.step if manifest else 0
+        aliased = ", host memory aliased" if job.prepared.is_aliased else ""
+        log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
+        num_failures = job.failures.count
+        try:
+            # At the start from 0: the evaluation before the first update is written with step 0.
+            with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
+                completed, loss = Session(job, manifest, sinks, placement).train()
+            rows = [row for row in run.rows() if row["step"] > first]
+            return Trained(completed, loss, rows, run.evaluations()[num_evaluations:])
+        except DamagedSaveError as damage:
+            fall_back(run, step, damage)
+        except LostProcessError as death:
+            if job.failures.count == num_failures:  # this death has not been counted yet
+                job.failures.spend("a process of the run", f"{death}; ")
+            saves = list_saves(run.saves)
+            origin = f"going on from the save of step {saves[-1]}" if saves else "nothing is saved: beginning again"
+            say(f"{death}; {origin} ({job.failures})")
+        placement = None
+        await_end(run.path)  # the memory of two crews would not fit
+        clean_after_end(run)
+        manifest = newest_save(run)
+        first = min(first, manifest.step if manifest else 0)
+        run.begin(plan.to_json(), manifest.step if manifest else 0)
+        num_evaluations = min(num_evaluations, len(run.evaluations()))
