@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.io.storage.measured_store import METER, Time, busy_s
+from megatrain_ray.io.storage.spill_file import taken_bytes
 
 # Counters of an optimizer shard: updates of all layers, seconds in which the kernel worked, bytes that its spill file
 # takes, and its traffic of state and gradients. Each number has one writer, so that reading needs no lock.
@@ -35,8 +36,15 @@ class WorkCounters:
 class WorkColumns:
     """Makes columns of metrics.jsonl from the counters of a host: its work since the row before."""
 
-    def __init__(self, counters: WorkCounters, *, uses_disk: bool) -> None:
+    def __init__(self, counters: WorkCounters, rank: int, activation_file: int | None, *, uses_disk: bool) -> None:
+        """Begin to count.
+
+        rank: of this GPU worker among those of its host.
+        activation_file: descriptor of its file of activations; None if there is none.
+        """
         self._counters = counters
+        self._rank = rank
+        self._file = activation_file
         self._uses_disk = uses_disk
         self._updates = self._now_updates()
         self._moved = self._now_moved()
@@ -60,6 +68,8 @@ class WorkColumns:
         }
 
     def _disk(self, step: Time) -> dict[str, Any]:
+        if self._file is not None:
+            self._counters.gpus["spill_bytes"][self._rank] = taken_bytes(self._file)
         before, self._moved = self._moved, self._now_moved()
         moved = {kind: (self._moved[kind] - before[kind]).tolist() for kind in before}
         shards, gpus = self._counters.shards, self._counters.gpus

@@ -27,7 +27,8 @@ from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.process_end import wait_gone
 from megatrain_ray.spans import RecordedSpans
 from megatrain_ray.workers.early_imports import import_first
-from megatrain_ray.workers.gpu_worker import GpuWorker, HeldOutLoss, Progress, Seat, StepResult
+from megatrain_ray.workers.gpu_worker import GpuWorker
+from megatrain_ray.workers.messages import HeldOutLoss, Progress, Seat, StepResult
 
 
 def waiting(kind: type) -> type:

@@ -16,7 +16,7 @@ from megatrain_ray.errors import LostProcessError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.process_names import DATA, gpu_name
-from megatrain_ray.workers.gpu_worker import Progress, Seat
+from megatrain_ray.workers.messages import Progress, Seat
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.process_names import DATA, GPU, gpu_name
 from megatrain_ray.workers.frozen_base_check import base_checksums, checksums_in
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 log = logging.getLogger(__name__)
 

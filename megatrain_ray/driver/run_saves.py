@@ -17,7 +17,7 @@ from megatrain_ray.errors import CapacityError, MegatrainError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_writer import NonFiniteStateError
 from megatrain_ray.spans import Row, SpanLog
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 log = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from megatrain_ray.io.saves.save_folder import (
 )
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 PROBE_VALUES = 4 << 20  # 16 MiB
 PROBE_BUFFERS = 16

@@ -30,7 +30,7 @@ from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import forget, record
 from megatrain_ray.spans import Row
-from megatrain_ray.workers.gpu_worker import Progress, StepResult
+from megatrain_ray.workers.messages import Progress, StepResult
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from megatrain_ray.planning.stop_deadline import stop_wait_s, warning_of
 from megatrain_ray.spans import traced_steps
 from megatrain_ray.units import format_count
 from megatrain_ray.workers.early_imports import TRANSFORMERS, importing
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 
 class SaveRates(NamedTuple):

@@ -48,7 +48,7 @@ from megatrain_ray.workers.arenas import (
     state_views,
     words_in,
 )
-from megatrain_ray.workers.node_memory import settle_shard
+from megatrain_ray.workers.numa_binding import settle_shard
 
 
 class ShardWorker:

@@ -25,7 +25,8 @@ from megatrain_ray.planning.prepare import Prepared, prepare, question_of
 from megatrain_ray.report.comparison_table import comparison_table
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.workers.arenas import activations_file, arena_sizes, spill_files
-from megatrain_ray.workers.gpu_worker import GpuWorker, Progress
+from megatrain_ray.workers.gpu_worker import GpuWorker
+from megatrain_ray.workers.messages import Progress
 from megatrain_ray.workers.shard_worker import ShardWorker
 from tests.support.runs import config, write_config
 from tests.support.spilling import least_ram, long_model

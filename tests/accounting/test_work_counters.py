@@ -22,7 +22,7 @@ def update(counters: WorkCounters, shard: int, seconds: float) -> None:
 
 
 def test_an_update_takes_what_the_slowest_shard_takes(counters: WorkCounters) -> None:
-    work = WorkColumns(counters, uses_disk=False)
+    work = WorkColumns(counters, 0, None, uses_disk=False)
     assert work.columns(Time(0.0, 1.0)) == {}
     update(counters, 0, 0.5)
     update(counters, 1, 0.75)
@@ -31,7 +31,7 @@ def test_an_update_takes_what_the_slowest_shard_takes(counters: WorkCounters) ->
     update(counters, 1, 0.5)
     assert work.columns(Time(2.0, 3.0)) == {"update_s": 0.375}, "the mean of those that were made"
     update(counters, 0, 3.0)
-    assert WorkColumns(counters, uses_disk=False).columns(Time(3.0, 4.0)) == {}
+    assert WorkColumns(counters, 0, None, uses_disk=False).columns(Time(3.0, 4.0)) == {}
 
 
 def moving(row: Any, kind: str, *bytes_moved: Moved) -> None:
@@ -43,7 +43,7 @@ def moving(row: Any, kind: str, *bytes_moved: Moved) -> None:
 
 def test_what_all_processes_move_is_added_up_and_evaluations_are_left_out(counters: WorkCounters) -> None:
     first, second = counters.gpus
-    work = WorkColumns(counters, uses_disk=True)
+    work = WorkColumns(counters, 0, None, uses_disk=True)
     moving(counters.shards[0], "disk", Moved(1, 2))
     for gpu in (first, second):
         moving(gpu, "weights", Moved(10, 0))
@@ -70,7 +70,7 @@ def test_the_disk_is_at_work_while_any_process_moves_something(counters: WorkCou
     counters.gpus[0]["weights"]["busy"][:2] = (1.5, 2.25), (3.5, 5.0)
     counters.gpus[1]["activations"]["busy"][:2] = (7.5, 8.5), (8.0, 8.25)
     counters.shards[1]["disk"]["busy"][0] = 9.5, 4.0  # is being written: its end is that of an earlier time
-    work = WorkColumns(counters, uses_disk=True)
+    work = WorkColumns(counters, 0, None, uses_disk=True)
     for step, expected in (
         (Time(0.0, 10.0), 0.75 + 2.5 + 1.0 + 1.0),
         (Time(2.0, 8.0), 0.25 + 2.5 + 0.5),

@@ -23,7 +23,7 @@ from megatrain_ray.errors import DeadlineError, LostPeerError, LostProcessError,
 from megatrain_ray.planning.prepare import Prepared, prepare
 from megatrain_ray.run.process_end import wait_gone
 from megatrain_ray.run.process_names import DATA
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 from tests.support.runs import config
 from tests.support.texts import tokens_of
 

@@ -28,8 +28,9 @@ from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.planning.prepare import Prepared, prepare
 from megatrain_ray.spans import RecordedSpans, Row
 from megatrain_ray.workers.arenas import WORDS, WORKING, arena_sizes
-from megatrain_ray.workers.device_memory import check_free, memory_explained
-from megatrain_ray.workers.gpu_worker import GpuWorker, HeldOutLoss, Progress
+from megatrain_ray.workers.gpu_worker import GpuWorker
+from megatrain_ray.workers.messages import HeldOutLoss, Progress
+from megatrain_ray.workers.open_device import check_free, memory_explained
 from megatrain_ray.workers.shard_worker import ShardWorker
 from tests.support.runs import config
 from tests.support.texts import tokens_of
