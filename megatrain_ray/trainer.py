@@ -177,9 +177,8 @@ def _check_absolute(config: TrainConfig) -> None:
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Return the machine. It is measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
-    return with_spill(
-        measured(machine_of(hardware), hardware.profile, startup, hardware.num_gpus // hardware.num_hosts), config.spill
-    )
+    num_gpus = hardware.num_gpus // hardware.num_hosts
+    return with_spill(measured(machine_of(hardware), hardware.profile, startup, num_gpus), config.spill)
 
 
 def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:

@@ -99,10 +99,8 @@ def refitted(
 ) -> Refitted:
     """Return the prediction's profile with those rates changed that the run has timed.
 
-    prediction: of the run's plan, with its profile.
-    found: what the run measured.
     predict: predicts the same plan with another profile.
-    gathered: whether uploads were completed by all-gathers.
+    gathered: uploads were completed by all-gathers.
     """
     before = prediction.profile
     assert before is not None
@@ -133,8 +131,7 @@ def _fit_compute(
 ) -> tuple[HardwareProfile, list[str]]:
     """Scale all compute rates by one factor: steps are timed as a whole, so the single rates cannot be told apart.
 
-    sums_s: predicted seconds of sums over GPUs. They are part of the measured time but depend on the link, whose rate
-        is not changed.
+    sums_s: predicted seconds of sums over GPUs, which are measured too, but depend on the link. Its rate stays.
     """
     term = found.term("compute")
     if term is None or term.predicted <= sums_s:

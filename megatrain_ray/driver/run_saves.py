@@ -33,11 +33,7 @@ class RunSaves:
     """
 
     def __init__(self, job: Job, crew: Crew, manifest: Manifest | None, spans: SpanLog) -> None:
-        """Prepare to save.
-
-        manifest: of the save that the attempt goes on from; None: there is none.
-        spans: the driver's.
-        """
+        """Prepare to save. `manifest`: of the save that the attempt goes on from; None: there is none."""
         self._job = job
         self._crew = crew
         self._spans = spans
@@ -53,11 +49,11 @@ class RunSaves:
 
         step_s: seconds of the newest step; 0: none has ended.
         """
-        run, prepared, predicted_s = self._job.run, self._job.prepared, 0.0
+        prepared, predicted_s = self._job.prepared, 0.0
         if completed < step < prepared.config.train.steps and step_s:
             predicted_s = predict_stall_s(prepared.plan, step_s, *self.rates)
         try:
-            self.running = RunningSave(prepared, self._crew, run.saves, run.token, step, predicted_s)
+            self.running = RunningSave(self._job, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault
             raise MegatrainError(f"{error}; {self.safe}, and the same command resumes") from None
         self.missed = False

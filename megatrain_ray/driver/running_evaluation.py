@@ -37,7 +37,6 @@ class RunningEvaluation:
 
     @property
     def calls(self) -> list[Any]:
-        """Return the calls that are under way."""
         return list(self._called)
 
     @property

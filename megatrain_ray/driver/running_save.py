@@ -16,6 +16,7 @@ import ray
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.driver.job import Job
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.plan.plan import Plan
@@ -25,6 +26,7 @@ from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.free_space import check_room
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
 from megatrain_ray.io.files.partial_folder import remove_abandoned
+from megatrain_ray.io.saves import save_folder
 from megatrain_ray.io.saves.manifest import (
     FORMAT_VERSION,
     LayerEntry,
@@ -33,17 +35,7 @@ from megatrain_ray.io.saves.manifest import (
     PartManifest,
     SaveTiming,
 )
-from megatrain_ray.io.saves.save_folder import (
-    Piece,
-    abandon_save,
-    commit_save,
-    list_saves,
-    prepare_save,
-    prune,
-    save_room,
-    why_kept,
-    write_part,
-)
+from megatrain_ray.io.saves.save_folder import Piece, commit_save, list_saves, prepare_save, prune
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 from megatrain_ray.workers.messages import Progress
@@ -63,7 +55,7 @@ def check_save_room(prepared: Prepared, saves: Path, step: int, run: str | None 
     every = config.save_every or config.train.steps
     to_come = 1 + (config.train.steps - 1) // every - step // every
     # One more than is kept, since the newest is written before the oldest is deleted.
-    num_there = sum(why_kept(saves, saved, run) is None for saved in list_saves(saves))
+    num_there = sum(save_folder.why_kept(saves, saved, run) is None for saved in list_saves(saves))
     together = min(to_come, max(1, config.save_keep + 1 - num_there))
     what = "the save" if together == 1 else f"{together} saves"
     check_room(saves, together * room_of_one(prepared.plan), what, ADVICE)
@@ -71,7 +63,7 @@ def check_save_room(prepared: Prepared, saves: Path, step: int, run: str | None 
 
 def room_of_one(plan: Plan) -> int:
     """Return the most bytes that one save takes on disk."""
-    return save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
+    return save_folder.save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
 
 
 def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
@@ -86,7 +78,7 @@ def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> f
         probe = OwnedFolder.make(saves / f".probe_{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
     start_s = time.monotonic()
     try:
-        asyncio.run(write_part(probe.path, 0, [piece], compression=compression))
+        asyncio.run(save_folder.write_part(probe.path, 0, [piece], compression=compression))
         return len(buffers) * values.nbytes / (time.monotonic() - start_s)
     finally:
         probe.remove()
@@ -98,31 +90,23 @@ class RunningSave:
     Raises what a shard raised; then call `abandon`.
     """
 
-    def __init__(
-        self, prepared: Prepared, crew: Crew, saves: Path, run: str, step: int, predicted_stall_s: float
-    ) -> None:
-        """Begin to write the save. Raises CapacityError, with nothing written, if there is no room for it.
-
-        run: the token of the run.
-        """
-        check_room(saves, room_of_one(prepared.plan), f"the save of step {step}", ADVICE)
+    def __init__(self, job: Job, crew: Crew, step: int, predicted_stall_s: float) -> None:
+        """Begin to write the save. Raises CapacityError, with nothing written, if there is no room for it."""
+        run = job.run
+        check_room(run.saves, room_of_one(job.prepared.plan), f"the save of step {step}", ADVICE)
         self.step = step
-        self._prepared = prepared
+        self._job = job
         self._crew = crew
-        self._saves = saves
         self._predicted_stall_s = predicted_stall_s
         self._start_s = time.monotonic()
         self._waited_since_s: float | None = None
         self._parts: list[WrittenPart] = []
         self._progress: Progress | None = None
-        self._run = run
-        self.calls = crew.write_parts(prepare_save(saves, step, run), step, prepared.config.save_compress)
+        folder = prepare_save(run.saves, step, run.token)
+        self.calls = crew.write_parts(folder, step, job.prepared.config.save_compress)
 
     def reached(self, progress: Progress) -> None:
-        """Note where training stands at the end of the step that is saved.
-
-        It may be many steps further when the last part is written.
-        """
+        """Note where training stands at the end of the saved step. It may be further when the last part is written."""
         self._progress = progress
 
     def hold_up(self) -> None:
@@ -152,7 +136,7 @@ class RunningSave:
 
     def check_deadline(self) -> None:
         """Raise DeadlineError if the save takes longer than the steps before it and the slowest disk would."""
-        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._prepared.plan.save_bytes)
+        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._job.prepared.plan.save_bytes)
         if time.monotonic() - self._start_s > limit_s:
             raise DeadlineError(
                 f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
@@ -168,11 +152,11 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        position = self._crew.position_after(self.step)
-        checksums = self._crew.base_checksums
-        manifest = _manifest(self._prepared, self._progress, position, parts, timing, checksums)
-        commit_save(self._saves, self.step, replace(manifest, run=self._run))
-        prune(self._saves, self._prepared.config.save_keep, self._run)
+        prepared, run, crew = self._job.prepared, self._job.run, self._crew
+        position = crew.position_after(self.step)
+        manifest = _manifest(prepared, self._progress, position, parts, timing, crew.base_checksums)
+        commit_save(run.saves, self.step, replace(manifest, run=run.token))
+        prune(run.saves, prepared.config.save_keep, run.token)
         return timing
 
     def abandon(self) -> None:
@@ -180,17 +164,13 @@ class RunningSave:
         self._crew.abandon_save()
         if self.calls:
             ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
-        abandon_save(self._saves, self.step)
+        save_folder.abandon_save(self._job.run.saves, self.step)
 
 
 def _manifest(
-    prepared: Prepared,
-    progress: Progress,
-    position: Mapping[str, Any],
-    parts: tuple[PartManifest, ...],
-    timing: SaveTiming,
-    checksums: Sequence[int | None],
-) -> Manifest:
+    prepared: Prepared, progress: Progress, position: Mapping[str, Any], parts: tuple[PartManifest, ...],
+    timing: SaveTiming, checksums: Sequence[int | None],
+) -> Manifest:  # fmt: skip
     """Return the manifest of a save.
 
     checksums: of each layer's frozen part if the save leaves that out, else empty.

@@ -49,7 +49,6 @@ class GpuSteps:
         self._evaluated = (0, 0)  # step after which the newest evaluation runs, and its finished batches
         self.waits_for = ""  # name of the batch that the data process is awaited for
         self._next_batch = asyncio.ensure_future(fetch_batch(progress.step + 1))
-        rows.start_clock()
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Run one step.

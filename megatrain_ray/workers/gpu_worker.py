@@ -1,7 +1,4 @@
-"""Runs the process of one GPU: it attaches and pins arenas, and runs an engine on its event loop.
-
-Each step yields one row of metrics.
-"""
+"""Runs the process of one GPU: it attaches and pins arenas, and runs an engine on its event loop."""
 
 from __future__ import annotations
 
@@ -36,13 +33,23 @@ from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.model.optimizer_settings import muon_of
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.spans import RecordedSpans
-from megatrain_ray.workers.arenas import COUNTERS, SLAB, WORDS, WORKING, activations_file, words_bytes, words_in
+from megatrain_ray.workers.arenas import (
+    COUNTERS,
+    SLAB,
+    WORDS,
+    WORKING,
+    activations_file,
+    find_momenta,
+    open_activations,
+    open_disk_weights,
+    words_bytes,
+    words_in,
+)
 from megatrain_ray.workers.device_layers import DeviceLayers
 from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, objective_of
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, Seat, StepResult
 from megatrain_ray.workers.numa_binding import settle_gpu_worker
 from megatrain_ray.workers.open_device import check_free, make_device, memory_explained
-from megatrain_ray.workers.shard_files import find_momenta, open_activations, open_disk_weights
 
 
 class GpuWorker:
@@ -88,15 +95,9 @@ class GpuWorker:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
                 if self._rank:  # only rank 0 saves them: updates of other ranks wait for no save
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
-        counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
-        own = counters.gpus[self._host_rank]
+        self._counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
+        own = self._counters.gpus[self._host_rank]
         self._weights_meter, self._activations_meter = DiskMeter(own["weights"]), DiskMeter(own["activations"])
-        file = self._holder.handles.get(activations_file(self._host_rank))
-        self._work = WorkColumns(
-            counters, self._host_rank, file.fd if file else None, uses_disk=plan.total_bytes(Tier.NVME) > 0
-        )
-        arenas = (handle for handle in self._holder.handles.values() if not handle.path)  # not on disk
-        self._rows = StepRows(prepared, sum(handle.nbytes for handle in arenas))
         self._host: SharedHost | None = None
         self._engine: Engine | None = None
         self._group: RankGroup | None = None
@@ -107,10 +108,7 @@ class GpuWorker:
         return self._holder.handles
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fill the layers that live on the device, if there are any, from a save or from the model's source.
-
-        save_folder, manifest: of the save; None: the model's source.
-        """
+        """Fill the layers that live on the device, if there are any, from a save, or without one from the model."""
         if self._device_layers is not None:
             await asyncio.to_thread(self._device_layers.fill, save_folder, manifest)
 
@@ -131,7 +129,6 @@ class GpuWorker:
         )
 
     def _working_of(self, layer: int) -> torch.Tensor:
-        """Return the working copy of a layer that is not on disk."""
         if self._device_layers is not None and layer in self._device_layers.shard.layers:
             return self._device_layers.shard.working_of(layer)
         return WorkingArena(self._prepared.plan, self._layout, self._working()).of_layer(layer)
@@ -226,10 +223,14 @@ class GpuWorker:
         for filled in (self._working(), *self._momenta[1], *windows):
             self._device.pin(filled.view(torch.uint8))
         assert self._engine is not None  # build came first
+        handles = self._holder.handles
+        file = handles.get(activations_file(self._host_rank))
+        uses_disk = self._prepared.plan.total_bytes(Tier.NVME) > 0
+        work = WorkColumns(self._counters, self._host_rank, file.fd if file else None, uses_disk=uses_disk)
+        rows = StepRows(self._prepared, sum(handle.nbytes for handle in handles.values() if not handle.path))
         self._steps = GpuSteps(
-            self._prepared, self._engine, self._rank, self._fetch_batch, self._fetch_held_out, self._rows, self._work,
-            progress,
-        )  # fmt: skip
+            self._prepared, self._engine, self._rank, self._fetch_batch, self._fetch_held_out, rows, work, progress
+        )
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Run one step, as `GpuSteps.step` does."""

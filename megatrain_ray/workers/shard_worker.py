@@ -118,10 +118,7 @@ class ShardWorker:
         )
 
     def _make_ring(self, arena: torch.Tensor) -> SpillRing:
-        """Return the ring through which spilled state moves between disk and memory.
-
-        arena: of this shard's state, 1-D uint8.
-        """
+        """Return the ring through which spilled state moves. `arena`: of this shard's state, 1-D uint8."""
         plan, part = self._prepared.plan, self._layout
         layout = spill_layout(plan, part)
         store: BlobStore = MemoryStore()
@@ -135,11 +132,9 @@ class ShardWorker:
         return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Return the handles of all arenas of the host, which this process also keeps alive."""
         return self._holder.handles
 
     def kernel_name(self) -> str:
-        """Return the name of the kernel that updates run as."""
         return self._shard.kernel_name
 
     def home_problems(self) -> tuple[str, ...]:
@@ -177,18 +172,12 @@ class ShardWorker:
         abandoned: no update waits for this or an earlier save.
         """
         self._gate.abandon(abandoned)
-        plan = self._prepared.plan
+        plan, slab = self._prepared.plan, torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
+        traced = traced_updates(traced_steps(self._prepared.config.log.trace))
         loop = ShardLoop(
-            self._shard,
-            self._words,
-            torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8),
-            plan.wire_dtype,
-            plan.layer_order,
-            self._gate,
-            traced_updates(traced_steps(self._prepared.config.log.trace)),
-            self._count_update,
+            self._shard, self._words, slab, plan.wire_dtype, plan.layer_order, self._gate, traced, self._count_update,
             plan.stored_layers,
-        )
+        )  # fmt: skip
         loop.start()
         try:
             loop.join(timeout_s=None)
@@ -226,10 +215,7 @@ class ShardWorker:
         self._spare.close()
 
     def _take_state_memory(self) -> None:
-        """Allocate the pages of the state, with all threads.
-
-        This happens only when the state is about to be filled, since meanwhile the GPU worker builds its engine.
-        """
+        # Only when the state is about to be filled: until then the GPU worker builds its engine.
         self._arenas[state_arena(self._index)].populate(self._prepared.plan.num_shard_threads)
 
     def _take_spare_memory(self) -> None:
@@ -246,5 +232,4 @@ class ShardWorker:
         return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self._shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
-        """Abandon a save: updates do not wait for it any more."""
         self._gate.abandon(attempt)
