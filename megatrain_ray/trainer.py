@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.worker_group import Crew
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.data.tokenize_data import check_there
-from megatrain_ray.driver.attempts import train
+from megatrain_ray.driver.attempts import Trained, train
 from megatrain_ray.driver.job import Job, check_inputs
 from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.start_processes import ray_processes
@@ -46,20 +46,8 @@ from megatrain_ray.run.run_processes import await_end
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TrainSummary:
-    """Holds the result of a training.
-
-    step: updates of the run so far, those of earlier processes included.
-    loss: of the last update; None if none ran.
-    rows, evaluations: of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
-    """
-
-    step: int
-    loss: float | None
-    run_dir: Path
-    rows: Sequence[Mapping[str, Any]] = ()
-    evaluations: Sequence[Mapping[str, Any]] = ()
+class TrainSummary(Trained):
+    """Holds the result of a training, and gives its model away."""
 
     def export(self, out_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False) -> Path:
         """Write the newest save as a Hugging Face folder, and return the folder.
@@ -157,8 +145,7 @@ class Trainer:
                 budget = FailureBudget(run.config.max_failures)
                 job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end)
                 with report_behind(run.path):
-                    done = train(job, manifest, placement)
-                return TrainSummary(done.step, done.loss, run.path, done.rows, done.evaluations)
+                    return TrainSummary(**vars(train(job, manifest, placement)))
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
         return prepare(config, machine, source)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.placement import Placement
@@ -23,17 +25,20 @@ from megatrain_ray.run.run_processes import await_end
 log = logging.getLogger(__name__)
 
 
-class Trained(NamedTuple):
-    """Holds what the attempts made together.
+@dataclass(frozen=True)
+class Trained:
+    """Holds the result of a training.
 
-    loss: of the last step; None if none ran.
-    rows, evaluations: of metrics.jsonl and evaluations.jsonl, without those that were cut again.
+    step: updates of the run so far, those of earlier processes included.
+    loss: of the last update; None if none ran.
+    rows, evaluations: of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
     """
 
     step: int
     loss: float | None
-    rows: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]]
+    run_dir: Path
+    rows: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[Mapping[str, Any]] = ()
 
 
 def train(job: Job, manifest: Manifest | None, placement: Placement | None) -> Trained:
@@ -53,10 +58,9 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
     placement: holds actors that have started already; used in the first attempt only.
     """
     run, plan = job.run, job.prepared.plan
-    first = manifest.step if manifest else 0
+    step = first = manifest.step if manifest else 0
     num_evaluations = len(run.evaluations())
     while True:
-        step = manifest.step if manifest else 0
         aliased = ", host memory aliased" if job.prepared.is_aliased else ""
         log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
         num_failures = job.failures.count
@@ -65,7 +69,7 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
                 completed, loss = Session(job, manifest, sinks, placement).train()
             rows = [row for row in run.rows() if row["step"] > first]
-            return Trained(completed, loss, rows, run.evaluations()[num_evaluations:])
+            return Trained(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
             fall_back(run, step, damage)
         except LostProcessError as death:
@@ -78,6 +82,7 @@ def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> 
         await_end(run.path)  # the memory of two crews would not fit
         clean_after_end(run)
         manifest = newest_save(run)
-        first = min(first, manifest.step if manifest else 0)
-        run.begin(plan.to_json(), manifest.step if manifest else 0)
+        step = manifest.step if manifest else 0
+        first = min(first, step)
+        run.begin(plan.to_json(), step)
         num_evaluations = min(num_evaluations, len(run.evaluations()))

@@ -56,15 +56,15 @@ def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> 
 def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
     """Bind a shard's memory to its home (CPUs and NUMA nodes), and with `pinned` all threads of this process.
 
-    Nothing of that memory may have been touched. Returns what the kernel refused; nothing is bound if the plan has no
-    homes.
+    Nothing of that memory may have been touched. Returns what the kernel refused.
     """
     if not plan.shard_homes:
         return ()
     sizes = {name: arena.handle.nbytes for name, arena in arenas.items()}
     home = plan.shard_homes[part.index]
     problem = pin_process(home.cpu_set) if pinned else ""
-    return _told(problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes)))
+    problems = problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes))
+    return tuple(filter(None, problems))
 
 
 def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
@@ -79,7 +79,8 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
     if home and pinned:
         problem += pin_process(home.cpu_set)
     of_slab = [] if host_rank else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
-    return _told(problem, _take(slab_nodes(plan.gpu_homes, plan.host_gpus, home), arenas, of_slab))
+    problems = problem, _take(slab_nodes(plan.gpu_homes, plan.host_gpus, home), arenas, of_slab)
+    return tuple(filter(None, problems))
 
 
 def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
@@ -91,10 +92,6 @@ def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
     if home or (address and address in [of_gpu.address for of_gpu in plan.gpu_homes]):
         return home, ""
     return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
-
-
-def _told(*problems: str) -> tuple[str, ...]:
-    return tuple(filter(None, problems))
 
 
 def _take(nodes: Sequence[int], arenas: Mapping[str, Arena], stretches: Iterable[Stretch]) -> str:

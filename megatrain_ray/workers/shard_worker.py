@@ -36,18 +36,8 @@ from megatrain_ray.model.optimizer_settings import hyper_of
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.process_end import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
-from megatrain_ray.workers.arenas import (
-    COUNTERS,
-    SLAB,
-    WORDS,
-    WORKING,
-    journal_arena,
-    spill_file,
-    spill_memory,
-    state_arena,
-    state_views,
-    words_in,
-)
+from megatrain_ray.workers import arenas
+from megatrain_ray.workers.arenas import COUNTERS, SLAB, WORDS, WORKING, journal_arena, spill_file, state_arena
 from megatrain_ray.workers.numa_binding import settle_shard
 
 
@@ -84,7 +74,7 @@ class ShardWorker:
         # Must precede the start of any thread, and the first touch of any page. All shards get this far before one of
         # them fills its part.
         self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
-        self._words = words_in(self._arenas[WORDS].buffer, plan, host)
+        self._words = arenas.words_in(self._arenas[WORDS].buffer, plan, host)
         counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
         self._counters = counters.shards[index]
         self._disk = DiskMeter(self._counters["disk"])
@@ -102,7 +92,7 @@ class ShardWorker:
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
         num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
-        state = state_views(arena, self._layout, plan.precision)
+        state = arenas.state_views(arena, self._layout, plan.precision)
         make = partial(SpillingShard, self._make_ring(arena)) if plan.uses_disk else AdamShard
         return make(
             self._layout,
@@ -125,7 +115,7 @@ class ShardWorker:
         name = ""
         if layout.blob_bytes:
             store, name = self._holder.spill(spill_file(self._index), plan.disk_io)
-        memory = spill_memory(arena, plan, part)
+        memory = arenas.spill_memory(arena, plan, part)
         if plan.disk_packed:
             store = SpillTable(layout, memory).packing(store)
         measured = MeasuredStore(store, self._disk)
@@ -138,7 +128,6 @@ class ShardWorker:
         return self._shard.kernel_name
 
     def home_problems(self) -> tuple[str, ...]:
-        """Return why threads or memory of this shard are not where the plan has them."""
         return self._home_problems
 
     def copy_bytes_per_s(self) -> float:
