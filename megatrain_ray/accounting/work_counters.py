@@ -13,8 +13,10 @@ from megatrain_ray.io.storage.spill_file import taken_bytes
 # Counters of an optimizer shard: updates of all layers, seconds in which the kernel worked, bytes that its spill file
 # takes, and its traffic of state and gradients. Each number has one writer, so that reading needs no lock.
 SHARD = np.dtype([("updates", "i8"), ("update_s", "f8"), ("spill_bytes", "i8"), ("disk", METER)])
-# Counters of a GPU worker: bytes that its file of activations takes, and its traffic of working copies and activations.
-GPU = np.dtype([("spill_bytes", "i8"), ("weights", METER), ("activations", METER)])
+# Counters of a GPU worker: bytes that its file of activations takes, its traffic of working copies and activations, and
+# how much of that (read and written, of each) belongs to steps: up to the end of the newest step with an even number,
+# and up to the newest with an odd number.
+GPU = np.dtype([("spill_bytes", "i8"), ("weights", METER), ("activations", METER), ("in_steps", "i8", (2, 2, 2))])
 
 
 class WorkCounters:
@@ -46,14 +48,18 @@ class WorkColumns:
         self._rank = rank
         self._file = activation_file
         self._uses_disk = uses_disk
+        self._own = counters.gpus[rank]
+        self._own["in_steps"][:] = self._own["in_steps"].max(0)  # where a predecessor stood
         self._updates = self._now_updates()
-        self._moved = self._now_moved()
+        self._shards_moved = self._now_moved_by_shards()
+        self._gpus_moved = counters.gpus["in_steps"].max(1).sum(0)
+        self._newest = self._now_moved()
 
     def leave_out_evaluation(self) -> None:
-        """Leave out what GPU workers have moved since the last row. Call it when an evaluation has ended."""
-        self._moved |= {kind: moved for kind, moved in self._now_moved().items() if kind != "shards"}
+        """Leave out what this GPU worker has moved since its last row. Call it when an evaluation has ended."""
+        self._newest = self._now_moved()
 
-    def columns(self, step: Time) -> dict[str, Any]:
+    def columns(self, step: int, time: Time) -> dict[str, Any]:
         """Return the columns of the step that has just ended (docs/metrics.md).
 
         The step has waited for the update of the step before; its own may go on.
@@ -64,25 +70,32 @@ class WorkColumns:
         self._updates = np.where(done, now, self._updates)
         return {
             **({"update_s": float((seconds[done] / updates[done]).max())} if done.any() else {}),
-            **(self._disk(step) if self._uses_disk else {}),
+            **(self._disk(step, time) if self._uses_disk else {}),
         }
 
-    def _disk(self, step: Time) -> dict[str, Any]:
+    def _disk(self, step: int, time: Time) -> dict[str, Any]:
         if self._file is not None:
-            self._counters.gpus["spill_bytes"][self._rank] = taken_bytes(self._file)
-        before, self._moved = self._moved, self._now_moved()
-        moved = {kind: (self._moved[kind] - before[kind]).tolist() for kind in before}
+            self._own["spill_bytes"] = taken_bytes(self._file)
+        before, self._newest = self._newest, self._now_moved()
+        self._own["in_steps"][step % 2] = self._own["in_steps"].max(0) + self._newest - before
+        # Other GPU workers may be in this step still, or already in the next one. All have ended the step before.
+        in_steps = self._counters.gpus["in_steps"][:, (step - 1) % 2].copy()
+        in_steps[self._rank] = self._own["in_steps"][step % 2]
+        gpus_before, self._gpus_moved = self._gpus_moved, in_steps.sum(0)
+        weights, activations = (self._gpus_moved - gpus_before).tolist()
+        shards_before, self._shards_moved = self._shards_moved, self._now_moved_by_shards()
+        by_shards = (self._shards_moved - shards_before).tolist()
         shards, gpus = self._counters.shards, self._counters.gpus
-        meters = shards["disk"], gpus["weights"], gpus["activations"]
+        busy = [shards["disk"]["busy"], gpus["weights"]["busy"], gpus["activations"]["busy"]]
         return {
             "disk_bytes": {
-                "shards_read": moved["shards"][0],
-                "shards_written": moved["shards"][1],
-                "weights_read": moved["weights"][0],
-                "activations_read": moved["activations"][0],
-                "activations_written": moved["activations"][1],
+                "shards_read": by_shards[0],
+                "shards_written": by_shards[1],
+                "weights_read": weights[0],
+                "activations_read": activations[0],
+                "activations_written": activations[1],
             },
-            "disk_s": busy_s(np.concatenate([meter["busy"] for meter in meters]), step),
+            "disk_s": busy_s(np.concatenate(busy), time),
             "spill_bytes": int(shards["spill_bytes"].sum() + gpus["spill_bytes"].sum()),
         }
 
@@ -90,8 +103,10 @@ class WorkColumns:
         """Return updates and seconds of each shard, [2, shards]."""
         return np.stack([self._counters.shards["updates"], self._counters.shards["update_s"]])
 
-    def _now_moved(self) -> dict[str, NDArray[np.int64]]:
-        """Return bytes read and written by kind, each [2]."""
-        shards, gpus = self._counters.shards, self._counters.gpus
-        meters = {"shards": shards["disk"], "weights": gpus["weights"], "activations": gpus["activations"]}
-        return {kind: meter["moved"].sum(0) for kind, meter in meters.items()}
+    def _now_moved(self) -> NDArray[np.int64]:
+        """Return bytes of weights and of activations that this GPU worker has read and written, [2, 2]."""
+        return np.stack([self._own["weights"]["moved"], self._own["activations"]["moved"]])
+
+    def _now_moved_by_shards(self) -> NDArray[np.int64]:
+        moved: NDArray[np.int64] = self._counters.shards["disk"]["moved"].sum(0)
+        return moved

@@ -78,7 +78,7 @@ class GpuSteps:
         self._engine.device.timeline.clear()  # nobody reads these records, which take 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
         row = self._rows.row(report, batch, data_s)
-        return StepResult(row | self._work.columns(self._rows.newest), self._progress)
+        return StepResult(row | self._work.columns(step, self._rows.newest), self._progress)
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""

@@ -23,15 +23,15 @@ def update(counters: WorkCounters, shard: int, seconds: float) -> None:
 
 def test_an_update_takes_what_the_slowest_shard_takes(counters: WorkCounters) -> None:
     work = WorkColumns(counters, 0, None, uses_disk=False)
-    assert work.columns(Time(0.0, 1.0)) == {}
+    assert work.columns(1, Time(0.0, 1.0)) == {}
     update(counters, 0, 0.5)
     update(counters, 1, 0.75)
-    assert work.columns(Time(1.0, 2.0)) == {"update_s": 0.75}
+    assert work.columns(2, Time(1.0, 2.0)) == {"update_s": 0.75}
     update(counters, 1, 0.25)
     update(counters, 1, 0.5)
-    assert work.columns(Time(2.0, 3.0)) == {"update_s": 0.375}, "the mean of those that were made"
+    assert work.columns(3, Time(2.0, 3.0)) == {"update_s": 0.375}, "the mean of those that were made"
     update(counters, 0, 3.0)
-    assert WorkColumns(counters, 0, None, uses_disk=False).columns(Time(3.0, 4.0)) == {}
+    assert WorkColumns(counters, 0, None, uses_disk=False).columns(4, Time(3.0, 4.0)) == {}
 
 
 def moving(row: Any, kind: str, *bytes_moved: Moved) -> None:
@@ -42,26 +42,32 @@ def moving(row: Any, kind: str, *bytes_moved: Moved) -> None:
 
 
 def test_what_all_processes_move_is_added_up_and_evaluations_are_left_out(counters: WorkCounters) -> None:
-    first, second = counters.gpus
-    work = WorkColumns(counters, 0, None, uses_disk=True)
-    moving(counters.shards[0], "disk", Moved(1, 2))
-    for gpu in (first, second):
-        moving(gpu, "weights", Moved(10, 0))
-        moving(gpu, "activations", Moved(100, 200), Moved(0, 1000))
-    counters.shards["spill_bytes"] = 3, 4
-    second["spill_bytes"] = 5
-    columns = work.columns(Time(0.0, 1.0))
-    assert columns["disk_bytes"] == {
-        "shards_read": 1, "shards_written": 2, "weights_read": 20, "activations_read": 200, "activations_written": 2400,
-    }  # fmt: skip
-    assert columns["spill_bytes"] == 12
-    moving(counters.shards[1], "disk", Moved(5, 6))
-    moving(first, "weights", Moved(10, 0))
-    work.leave_out_evaluation()
-    moving(first, "weights", Moved(7, 0))
-    assert work.columns(Time(1.0, 2.0))["disk_bytes"] == {
-        "shards_read": 5, "shards_written": 6, "weights_read": 7, "activations_read": 0, "activations_written": 0,
-    }  # fmt: skip
+    """Of other GPU workers in the row after, since they end a step at their own time."""
+    ranks = [WorkColumns(counters, rank, None, uses_disk=True) for rank in (0, 1)]
+    moved = []
+    for step in (1, 2, 3):
+        moving(counters.shards[step % 2], "disk", Moved(step, 2 * step))
+        for rank, gpu in enumerate(counters.gpus):
+            moving(gpu, "weights", Moved(10 * step, 0))
+            moving(gpu, "activations", Moved(100, 200 * rank), Moved(0, 1000))
+        counters.shards["spill_bytes"] = 3, 4
+        time = Time(step - 1.0, step)
+        if step == 2:
+            ranks[1].columns(step, time)  # the other one ends first
+        row = ranks[0].columns(step, time)
+        if step != 2:
+            ranks[1].columns(step, time)
+        moved.append(tuple(row["disk_bytes"].values()))
+        assert row["spill_bytes"] == 7
+        moving(counters.gpus[0], "weights", Moved(7777, 0))
+        ranks[0].leave_out_evaluation()
+    assert list(row["disk_bytes"]) == [
+        "shards_read", "shards_written", "weights_read", "activations_read", "activations_written"
+    ]  # fmt: skip
+    assert moved == [(1, 2, 10, 100, 1000), (2, 4, 20 + 10, 200, 2200), (3, 6, 30 + 20, 200, 2200)]
+    again = WorkColumns(counters, 0, None, uses_disk=True)  # takes the place of one that died
+    moving(counters.gpus[0], "weights", Moved(5, 0))
+    assert again.columns(4, Time(3.0, 4.0))["disk_bytes"]["weights_read"] == 5
 
 
 def test_the_disk_is_at_work_while_any_process_moves_something(counters: WorkCounters) -> None:
@@ -77,7 +83,7 @@ def test_the_disk_is_at_work_while_any_process_moves_something(counters: WorkCou
         (Time(5.0, 7.0), 0.0),
         (Time(11.0, 12.0), 1.0),
     ):
-        assert work.columns(step)["disk_s"] == pytest.approx(expected)
+        assert work.columns(1, step)["disk_s"] == pytest.approx(expected)
 
 
 def test_a_replacement_goes_on_counting(counters: WorkCounters) -> None:
