@@ -29,7 +29,7 @@ WAITS = ("h2d", "d2h", "optimizer", "host_accumulation", "data", "python")
 Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
-class Kind(Enum):
+class TermKind(Enum):
     """Says what the two numbers of a term count."""
 
     STEP = "step"  # seconds of a whole step
@@ -47,7 +47,7 @@ class Term:
     """
 
     name: str
-    kind: Kind
+    kind: TermKind
     predicted: float
     measured: float
     slack_bytes: float = 0.0
@@ -59,7 +59,7 @@ class Term:
 
     @property
     def is_of_bytes(self) -> bool:
-        return self.kind in (Kind.HELD, Kind.MOVED)
+        return self.kind in (TermKind.HELD, TermKind.MOVED)
 
     def is_off(self, step_s: float) -> bool:
         """Return whether the numbers differ by more than the tolerance: times by a share of the measured step.
@@ -68,9 +68,9 @@ class Term:
         """
         over = self.measured - self.predicted
         match self.kind:
-            case Kind.STEP | Kind.PART:
+            case TermKind.STEP | TermKind.PART:
                 return abs(over) > TIME_TOLERANCE * step_s
-            case Kind.HELD | Kind.MOVED:
+            case TermKind.HELD | TermKind.MOVED:
                 return over > max(BYTES_TOLERANCE * self.predicted, self.slack_bytes)
         return False
 
@@ -97,11 +97,11 @@ class Comparison:
 
     @property
     def step(self) -> Term:
-        return next(term for term in self.terms if term.kind is Kind.STEP)
+        return next(term for term in self.terms if term.kind is TermKind.STEP)
 
     @property
     def worst_part(self) -> Term:
-        parts = (term for term in self.terms if term.kind is Kind.PART)
+        parts = (term for term in self.terms if term.kind is TermKind.PART)
         return max(parts, key=lambda term: abs(term.measured - term.predicted))
 
     def off(self, prediction: Prediction) -> tuple[Term, ...]:
@@ -137,19 +137,19 @@ def compare(plan: Plan, rows: Rows, pss_bytes: int | None = None) -> Comparison 
 
 def _times(prediction: Prediction, usual: Rows) -> Iterator[Term]:
     step_s = statistics.median(row["step_s"] for row in usual)
-    yield Term("step", Kind.STEP, prediction.step_s, step_s)
+    yield Term("step", TermKind.STEP, prediction.step_s, step_s)
     measured = {cause: statistics.median(row["exposed_s"][cause] for row in usual) for cause in WAITS}
     expected = {cause: prediction.exposed_s.get(cause, 0.0) for cause in WAITS}
     compute = prediction.step_s - sum(expected.values()), step_s - sum(measured.values())
-    yield Term("compute", Kind.PART, *compute)
-    yield from (Term(cause, Kind.PART, expected[cause], measured[cause]) for cause in WAITS)
+    yield Term("compute", TermKind.PART, *compute)
+    yield from (Term(cause, TermKind.PART, expected[cause], measured[cause]) for cause in WAITS)
 
 
 def _work(prediction: Prediction, rows: Rows) -> Iterator[Term]:
     if update_s := _mean(row["update_s"] for row in rows if "update_s" in row):
-        yield Term("updates", Kind.WORK, prediction.busy_s.get("optimizer", 0.0), update_s)
+        yield Term("updates", TermKind.WORK, prediction.busy_s.get("optimizer", 0.0), update_s)
     if disk_s := _mean(row["disk_s"] for row in rows if "disk_s" in row):
-        yield Term("disk", Kind.WORK, prediction.disk_s, disk_s)
+        yield Term("disk", TermKind.WORK, prediction.disk_s, disk_s)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -162,11 +162,11 @@ def _memory(plan: Plan, usual: Rows, pss_bytes: int | None) -> Iterator[Term]:
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # the measured peak includes only tensors
         tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
-        yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
+        yield Term("HBM", TermKind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
     if pss_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
         slack = PROCESSES_TOLERANCE * plan.row_bytes(Tier.HOST, "processes")
-        yield Term("host", Kind.HELD, planned, pss_bytes, slack)
+        yield Term("host", TermKind.HELD, planned, pss_bytes, slack)
 
 
 def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
@@ -182,14 +182,14 @@ def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
     activations = plan.activation_files_bytes
     of_saves = 2 * (on_disk - activations)
     traffic = _mean(sum(columns.values()) for columns in moved)
-    yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, traffic, of_saves)
+    yield Term("disk traffic", TermKind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, traffic, of_saves)
     if plan.weights_on_disk:
         weights = _mean(columns["weights_read"] for columns in moved)
-        yield Term("weights read", Kind.MOVED, plan.weight_read_bytes, weights)
+        yield Term("weights read", TermKind.MOVED, plan.weight_read_bytes, weights)
     if activations:
         both_ways = _mean(columns["activations_read"] + columns["activations_written"] for columns in moved)
-        yield Term("activation traffic", Kind.MOVED, 2 * plan.num_sweeps * activations, both_ways)
-    yield Term("on disk", Kind.HELD, on_disk, rows[-1]["spill_bytes"])
+        yield Term("activation traffic", TermKind.MOVED, 2 * plan.num_sweeps * activations, both_ways)
+    yield Term("on disk", TermKind.HELD, on_disk, rows[-1]["spill_bytes"])
 
 
 def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:

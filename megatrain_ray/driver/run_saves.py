@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -44,14 +45,14 @@ class RunSaves:
         self.rates = SaveRates()
         self._has_told_of_waiting = False
 
-    def begin(self, step: int, completed: int, step_s: float) -> None:
+    def begin(self, step: int, completed: int, last_row: Mapping[str, Any]) -> None:
         """Begin the save of a step, which may not have run yet. Raises MegatrainError if there is no room for it.
 
-        step_s: seconds of the newest step; 0: none has ended.
+        last_row: of metrics; empty: no step has ended.
         """
         prepared, predicted_s = self._job.prepared, 0.0
-        if completed < step < prepared.config.train.steps and step_s:
-            predicted_s = predict_stall_s(prepared.plan, step_s, *self.rates)
+        if completed < step < prepared.config.train.steps and last_row:
+            predicted_s = predict_stall_s(prepared.plan, last_row["step_s"], *self.rates)
         try:
             self.running = RunningSave(self._job, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault

@@ -117,7 +117,7 @@ class Session:
                     save = self._policy.saves_next(seen)
                     self._submitted += 1
                     if save:
-                        self._begin_save(self._submitted)
+                        self._saves.begin(self._submitted, self._progress.step, self._last_row)
                     self._under_way.append(self._crew.step(self._submitted, save))
                 case Action.EVALUATE:
                     assert self._job.held_out and self._held_out  # eval_every needs data.eval_path
@@ -125,7 +125,7 @@ class Session:
                         self._crew.evaluate, self._held_out, self._job.held_out.weights, self._progress.step
                     )
                 case Action.SAVE:
-                    self._begin_save(self._progress.step)
+                    self._saves.begin(self._progress.step, self._progress.step, self._last_row)
                     self._saves.reached(self._progress)
                 case Action.WAIT:
                     waits_for_save = not (self._under_way or self._evaluation) and self._policy.saves_next(seen)
@@ -150,9 +150,6 @@ class Session:
             evaluated=self._evaluated,
             evaluating=self._evaluation is not None,
         )
-
-    def _begin_save(self, step: int) -> None:
-        self._saves.begin(step, self._progress.step, self._last_row.get("step_s", 0.0))
 
     def _wait_for_all(self) -> None:
         """Wait as `_wait` does, and replace a process that died or whose device failed."""

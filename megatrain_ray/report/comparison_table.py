@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatrain_ray.accounting.prediction_check import Comparison, Kind, Term
+from megatrain_ray.accounting.prediction_check import Comparison, Term, TermKind
 from megatrain_ray.console.step_split import SMALLEST_SHARE
 from megatrain_ray.units import format_bytes
 
@@ -50,11 +50,11 @@ def compared_terms(found: Comparison) -> list[ComparedTerm]:
 
 def _is_told(term: Term, step_s: float) -> bool:
     """Return whether a term is worth a line: any but a wait that is short both in prediction and measurement."""
-    return term.kind is not Kind.PART or max(term.predicted, term.measured) >= SMALLEST_SHARE * step_s
+    return term.kind is not TermKind.PART or max(term.predicted, term.measured) >= SMALLEST_SHARE * step_s
 
 
 def _label(term: Term) -> str:
-    is_wait = term.kind is Kind.PART and term.name != "compute"
+    is_wait = term.kind is TermKind.PART and term.name != "compute"
     return f"wait {term.name.replace('_', ' ')}" if is_wait else LABELS.get(term.name, term.name)
 
 
@@ -64,4 +64,4 @@ def _number(term: Term, value: float) -> str:
 
 def _error(term: Term) -> str:
     """Return the relative error as text; empty for a wait, where a share of almost nothing means nothing."""
-    return "" if term.kind is Kind.PART and term.name != "compute" else f"{term.error:+.0%}"
+    return "" if term.kind is TermKind.PART and term.name != "compute" else f"{term.error:+.0%}"
