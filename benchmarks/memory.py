@@ -26,7 +26,7 @@ from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.machine.process_memory import pss
 from megatrain_ray.planning.prepare import Prepared, prepare
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 ROOT = Path(__file__).parent.parent
 NUM_LAYERS = (6, 20)

@@ -29,13 +29,15 @@ class Batch:
     num_supervised: int  # targets that count in the loss
     num_tokens: int  # inputs that are no pads
     sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
-    position: Mapping[str, Any] | None = None  # of the stream after this batch; None: nothing resumes from here
 
 
 class Stream(Protocol):
     """Yields batches without end. They depend only on data, seed and position."""
 
     def next_batch(self) -> Batch: ...
+
+    def skip(self, num_batches: int) -> None:
+        """Go on by this many batches without making them."""
 
     @property
     def joins_documents(self) -> bool:
@@ -107,6 +109,15 @@ class BatchStream:
         self._epoch, self._cursor = epoch, cursor
         count = self._windows.num_windows
         self._order = permutation(count, self._seed, epoch) if self._shuffle else np.arange(count)
+
+    def skip(self, num_batches: int) -> None:
+        self.skip_windows(num_batches * self._batch_size)
+
+    def skip_windows(self, count: int) -> None:
+        epoch, cursor = divmod(self.num_drawn + count, self._windows.num_windows)
+        if epoch != self._epoch:  # else the order stays, which takes long to compute
+            self._begin(epoch)
+        self._cursor = cursor
 
 
 def assemble(rows: Rows) -> Batch:

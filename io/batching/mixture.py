@@ -47,17 +47,24 @@ class MixedStream:
             stream.seek(there)
 
     def next_batch(self) -> Batch:
-        turns = self._turns()
+        turns = self._turns(self._batch_size)
         rows = [
             stream.draw(turns.count(index)) if index in turns else None for index, stream in enumerate(self._streams)
         ]
         return assemble(_in_turn(turns, rows))
 
-    def _turns(self) -> list[int]:
-        """Return the index of the source of each window of the next batch."""
+    def skip(self, num_batches: int) -> None:
+        # Each source has its exact share whenever as many windows were drawn as the weights add up to.
+        whole, rest = divmod(num_batches * self._batch_size, sum(self._weights))
+        turns = self._turns(rest)
+        for index, (stream, weight) in enumerate(zip(self._streams, self._weights, strict=True)):
+            stream.skip_windows(whole * weight + turns.count(index))
+
+    def _turns(self, count: int) -> list[int]:
+        """Return the index of the source of each of the next `count` windows."""
         drawn = [stream.num_drawn for stream in self._streams]
         turns = []
-        for _ in range(self._batch_size):
+        for _ in range(count):
             turn = next_source(self._weights, drawn)
             drawn[turn] += 1
             turns.append(turn)

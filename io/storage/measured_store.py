@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block
 
 MAX_TIMES = 4096  # kept at most; a step that waits for the disk has few of them
+
+# The counters of a meter: bytes read and written, and the newest busy times, start and end in seconds. The end of a
+# time that goes on is infinite.
+METER = np.dtype([("moved", "i8", 2), ("busy", "f8", (MAX_TIMES, 2))])
 
 
 class Moved(NamedTuple):
@@ -19,19 +24,6 @@ class Moved(NamedTuple):
 
     read: int = 0
     written: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.read + self.written
-
-    def since(self, before: Moved) -> Moved:
-        return Moved(self.read - before.read, self.written - before.written)
-
-    def plus(self, more: Moved) -> Moved:
-        return Moved(self.read + more.read, self.written + more.written)
-
-
-NOTHING = Moved()
 
 
 class Time(NamedTuple):
@@ -41,63 +33,59 @@ class Time(NamedTuple):
     end_s: float
 
 
-class Busy(NamedTuple):
-    """Lists the times in which at least one transfer was in flight, in order. Old ones may be missing.
-
-    since_s: times that ended before this moment may be left out.
-    """
-
-    times: tuple[Time, ...] = ()
-    since_s: float = 0.0
-
-
-NEVER = Busy()
-
-
 class DiskMeter:
     """Counts bytes read and written, and the times with at least one transfer in flight. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: np.void | None = None) -> None:
+        """Go on counting where the bytes in `counters` stand, and forget the times in it.
+
+        counters: of type METER, in memory that other processes read; None: nobody does.
+        """
+        counters = np.zeros(1, METER)[0] if counters is None else counters
+        self._moved, self._busy = counters["moved"], counters["busy"]
+        self._busy[:] = 0.0  # a predecessor that was killed may have left a time that goes on
         self._lock = threading.Lock()
-        self._moved = NOTHING
-        self._times: deque[Time] = deque(maxlen=MAX_TIMES)
-        self._left_out_s = 0.0  # end of the newest time that was dropped for lack of room
         self._under_way = 0
-        self._since_s = 0.0  # when the current time with transfers in flight began
+        self._num_times = 0
 
     @property
     def moved(self) -> Moved:
         """Return the bytes moved up to now by transfers that have ended."""
         with self._lock:
-            return self._moved
+            return Moved(*self._moved.tolist())
 
     @property
-    def busy(self) -> Busy:
-        """Return the busy times up to now. The last one includes transfers in flight."""
-        with self._lock:
-            now = (Time(self._since_s, time.perf_counter()),) if self._under_way else ()
-            return Busy((*self._times, *now), self._left_out_s)
+    def busy(self) -> list[Time]:
+        """Return the newest busy times, oldest first."""
+        return [Time(*time) for time in sorted(self._busy.tolist()) if time[1]]
 
     @contextmanager
     def transfer(self, num_bytes: Moved) -> Iterator[None]:
         """Measure the block as one transfer of so many bytes."""
         with self._lock:
             if not self._under_way:
-                self._since_s = time.perf_counter()
+                self._busy[self._num_times % MAX_TIMES] = time.perf_counter(), np.inf
             self._under_way += 1
         try:
             yield
         finally:
             with self._lock:
                 self._under_way -= 1
-                self._moved = self._moved.plus(num_bytes)
+                self._moved += num_bytes
                 if not self._under_way:
-                    self._keep(Time(self._since_s, time.perf_counter()))
+                    self._busy[self._num_times % MAX_TIMES, 1] = time.perf_counter()
+                    self._num_times += 1
 
-    def _keep(self, newest: Time) -> None:
-        if len(self._times) == MAX_TIMES:
-            self._left_out_s = self._times[0].end_s
-        self._times.append(newest)
+
+def busy_s(busy: np.ndarray[Any, np.dtype[np.float64]], within: Time) -> float:
+    """Return for how many seconds of a time at least one of several meters had a transfer in flight.
+
+    busy: the counter of that name of each meter, [meters, MAX_TIMES, 2].
+    """
+    spans = busy[busy[..., 1] > within.start_s].clip(*within)
+    spans = spans[spans[:, 0].argsort()]
+    reached = np.maximum.accumulate([within.start_s, *spans[:, 1]])  # by this span and those before it
+    return float((reached[1:] - np.maximum(spans[:, 0], reached[:-1])).clip(0.0).sum())
 
 
 class MeasuredStore:

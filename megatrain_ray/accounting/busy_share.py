@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
 
 from megatrain_ray.accounting.trace_file import Event
+from megatrain_ray.io.storage.measured_store import Time, busy_s
 from megatrain_ray.spans import Row
-
-
-class _Interval(NamedTuple):
-    """Describes an interval of time in microseconds."""
-
-    start: float
-    stop: float
 
 
 def busy_share(events: Iterable[Event]) -> float:
@@ -27,15 +23,14 @@ def busy_share(events: Iterable[Event]) -> float:
     Raises ValueError if the events hold no step.
     """
     found = list(events)
-    steps = [_interval(event) for event in _of(found, Row.STEPS) if event["name"].startswith("step ")]
-    if not steps:
+    steps = _times(event for event in _of(found, Row.STEPS) if event["name"].startswith("step "))
+    if not steps.size:
         raise ValueError("the trace holds no step")
-    window = _Interval(min(step.start for step in steps), max(step.stop for step in steps))
+    window = Time(steps.min(), steps.max())
     compute = list(_of(found, Row.COMPUTE))
-    inside = [(event["cat"] == "wait", _cut(_interval(event), window)) for event in compute]
-    waiting = _length(interval for waits, interval in inside if waits)
+    waits_s = busy_s(_times(event for event in compute if event["cat"] == "wait"), window)
     # A wait may lie inside the work span that needs its result, so its time is subtracted from the work.
-    return (_length(interval for _, interval in inside) - waiting) / (window.stop - window.start)
+    return (busy_s(_times(compute), window) - waits_s) / (window.end_s - window.start_s)
 
 
 def _of(events: Iterable[Event], row: Row) -> Iterator[Event]:
@@ -45,19 +40,6 @@ def _of(events: Iterable[Event], row: Row) -> Iterator[Event]:
     return (event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) in threads)
 
 
-def _interval(event: Event) -> _Interval:
-    return _Interval(event["ts"], event["ts"] + event["dur"])
-
-
-def _cut(interval: _Interval, window: _Interval) -> _Interval:
-    start = min(max(interval.start, window.start), window.stop)
-    return _Interval(start, max(start, min(interval.stop, window.stop)))
-
-
-def _length(intervals: Iterable[_Interval]) -> float:
-    """Return the length of the union of the intervals, in microseconds."""
-    total, reached = 0.0, -1.0
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total
+def _times(events: Iterable[Event]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return start and end of each event, [events, 2], in microseconds."""
+    return np.array([(event["ts"], event["ts"] + event["dur"]) for event in events], float).reshape(-1, 2)

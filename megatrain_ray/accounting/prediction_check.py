@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatrain_ray.accounting.work_counters import StepWork
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan, UpdateOrder
@@ -23,25 +22,21 @@ MIN_STEPS = 3  # steps to compare at least, without a process's first step, whic
 MIN_STEP_S = 0.05
 # The plan estimates what processes take besides arenas. Up to half as much again has been measured.
 PROCESSES_TOLERANCE = 0.5
+NEWEST = 256  # number of the newest rows that are compared
 # Waits of a step, by cause. The host's wait for the loss is not among them: the device computes meanwhile.
 WAITS = ("h2d", "d2h", "optimizer", "host_accumulation", "data", "python")
 
+Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
-class Kind(Enum):
-    """Says what the two numbers of a term count.
 
-    STEP: seconds of a whole step.
-    PART: seconds of compute, or of the waits with one cause. The parts add up to the step.
-    WORK: seconds in which a stage worked, whether or not other work hid them.
-    HELD: bytes of memory or disk in use.
-    MOVED: bytes that a step reads from the disk and writes to it.
-    """
+class TermKind(Enum):
+    """Says what the two numbers of a term count."""
 
-    STEP = "step"
-    PART = "part"
-    WORK = "work"
-    HELD = "held"
-    MOVED = "moved"
+    STEP = "step"  # seconds of a whole step
+    PART = "part"  # seconds of compute, or of the waits with one cause; the parts add up to the step
+    WORK = "work"  # seconds in which a stage worked, whether or not other work hid them
+    HELD = "held"  # bytes of memory or disk in use
+    MOVED = "moved"  # bytes that a step reads from the disk and writes to it
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Term:
     """
 
     name: str
-    kind: Kind
+    kind: TermKind
     predicted: float
     measured: float
     slack_bytes: float = 0.0
@@ -64,21 +59,18 @@ class Term:
 
     @property
     def is_of_bytes(self) -> bool:
-        return self.kind in (Kind.HELD, Kind.MOVED)
+        return self.kind in (TermKind.HELD, TermKind.MOVED)
 
     def is_off(self, step_s: float) -> bool:
-        """Return whether the two numbers differ by more than the tolerance.
+        """Return whether the numbers differ by more than the tolerance: times by a share of the measured step.
 
-        For times, a difference in either direction counts, as a share of the step. For bytes, only an excess over the
-        prediction does. Terms of kind WORK are never off.
-
-        step_s: measured seconds of the step.
+        Of bytes only an excess over the prediction counts. Terms of kind WORK are never off.
         """
         over = self.measured - self.predicted
         match self.kind:
-            case Kind.STEP | Kind.PART:
+            case TermKind.STEP | TermKind.PART:
                 return abs(over) > TIME_TOLERANCE * step_s
-            case Kind.HELD | Kind.MOVED:
+            case TermKind.HELD | TermKind.MOVED:
                 return over > max(BYTES_TOLERANCE * self.predicted, self.slack_bytes)
         return False
 
@@ -96,32 +88,24 @@ class Comparison:
     terms: tuple[Term, ...]
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the terms hold a step and its parts, times above 0, and finite numbers."""
-        numbers = [number for term in self.terms for number in (term.predicted, term.measured)]
-        kinds = {term.kind for term in self.terms}
-        worked = all(term.measured > 0 for term in self.terms if term.kind in (Kind.STEP, Kind.WORK))
-        if not (worked and kinds >= {Kind.STEP, Kind.PART} and all(map(math.isfinite, numbers))):
-            raise ValueError("a comparison is of a step that took time and of its parts, all of them finite")
+        """Raise ValueError for numbers that no run measures: rows can be changed by hand."""
+        if self.step.measured <= 0 or not all(math.isfinite(term.measured) for term in self.terms):
+            raise ValueError("a comparison is of a step that took time, and of finite numbers")
 
     def term(self, name: str) -> Term | None:
-        """Return the term with this name, or None if it was not measured."""
         return next((term for term in self.terms if term.name == name), None)
 
     @property
     def step(self) -> Term:
-        return next(term for term in self.terms if term.kind is Kind.STEP)
+        return next(term for term in self.terms if term.kind is TermKind.STEP)
 
     @property
     def worst_part(self) -> Term:
-        """Return the part of the step whose measured and predicted seconds differ most."""
-        parts = (term for term in self.terms if term.kind is Kind.PART)
+        parts = (term for term in self.terms if term.kind is TermKind.PART)
         return max(parts, key=lambda term: abs(term.measured - term.predicted))
 
     def off(self, prediction: Prediction) -> tuple[Term, ...]:
-        """Return the terms that differ from the prediction by more than the tolerance.
-
-        Times are included only if the prediction was made from measured rates and the steps take at least `MIN_STEP_S`.
-        """
+        """Return the terms that are off; times only if rates were measured and steps take at least `MIN_STEP_S`."""
         step_s = self.step.measured
         timed = prediction.is_measured and step_s >= MIN_STEP_S
         return tuple(term for term in self.terms if (timed or term.is_of_bytes) and term.is_off(step_s))
@@ -134,71 +118,78 @@ class Comparison:
         )
 
 
-def compare(
-    plan: Plan, rows: Sequence[Mapping[str, Any]], work: StepWork | None = None, host_bytes: int | None = None
-) -> Comparison | None:
-    """Compare the plan's prediction with what one process measured.
+def compare(plan: Plan, rows: Rows, pss_bytes: int | None = None) -> Comparison | None:
+    """Compare the plan's prediction with what a start of the run measured.
 
-    rows: rows of metrics of the process, from its first step on.
-    work: disk traffic and update time per step; None if they are not known.
-    host_bytes: host memory of all processes of the run; None if it is not known.
+    rows: its rows of metrics, from its first step on. The newest `NEWEST` count, without the first, which compiles.
+    pss_bytes: host memory of all processes of the run; None if it is not known.
 
     Return None if there are fewer than `MIN_STEPS` rows after the first one, or the plan has no prediction.
     """
-    usual, prediction = rows[1:], plan.prediction
+    usual, prediction = rows[1:][-NEWEST:], plan.prediction
     if len(usual) < MIN_STEPS or prediction is None:
         return None
-    of_memory = _memory(plan, usual, host_bytes)
-    of_work, of_disk = (_work(prediction, work), _disk(plan, work)) if work else ((), ())
-    terms = (*_times(prediction, usual), *of_work, *of_memory, *of_disk)
+    worked = usual[1:]  # the first of them tells of the first step's update
+    of_memory = _memory(plan, usual, pss_bytes)
+    terms = (*_times(prediction, usual), *_work(prediction, worked), *of_memory, *_disk(plan, worked))
     return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, terms)
 
 
-def _times(prediction: Prediction, usual: Sequence[Mapping[str, Any]]) -> Iterator[Term]:
+def _times(prediction: Prediction, usual: Rows) -> Iterator[Term]:
     step_s = statistics.median(row["step_s"] for row in usual)
-    yield Term("step", Kind.STEP, prediction.step_s, step_s)
+    yield Term("step", TermKind.STEP, prediction.step_s, step_s)
     measured = {cause: statistics.median(row["exposed_s"][cause] for row in usual) for cause in WAITS}
     expected = {cause: prediction.exposed_s.get(cause, 0.0) for cause in WAITS}
     compute = prediction.step_s - sum(expected.values()), step_s - sum(measured.values())
-    yield Term("compute", Kind.PART, *compute)
-    yield from (Term(cause, Kind.PART, expected[cause], measured[cause]) for cause in WAITS)
+    yield Term("compute", TermKind.PART, *compute)
+    yield from (Term(cause, TermKind.PART, expected[cause], measured[cause]) for cause in WAITS)
 
 
-def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
-    if work.update_s:
-        yield Term("updates", Kind.WORK, prediction.busy_s.get("optimizer", 0.0), work.update_s)
-    if work.disk_s:
-        yield Term("disk", Kind.WORK, prediction.disk_s, work.disk_s)
+def _work(prediction: Prediction, rows: Rows) -> Iterator[Term]:
+    if update_s := _mean(row["update_s"] for row in rows if "update_s" in row):
+        yield Term("updates", TermKind.WORK, prediction.busy_s.get("optimizer", 0.0), update_s)
+    if disk_s := _mean(row["disk_s"] for row in rows if "disk_s" in row):
+        yield Term("disk", TermKind.WORK, prediction.disk_s, disk_s)
 
 
-def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean, or 0 if there are no values. A median would leave out steps that do the work of others."""
+    known = list(values)
+    return statistics.fmean(known) if known else 0.0
+
+
+def _memory(plan: Plan, usual: Rows, pss_bytes: int | None) -> Iterator[Term]:
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # the measured peak includes only tensors
         tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
-        yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
-    if host_bytes is not None:
+        yield Term("HBM", TermKind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
+    if pss_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
         slack = PROCESSES_TOLERANCE * plan.row_bytes(Tier.HOST, "processes")
-        yield Term("host", Kind.HELD, planned, host_bytes, slack)
+        yield Term("host", TermKind.HELD, planned, pss_bytes, slack)
 
 
-def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
+def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
     """Yield the terms for the disk: its traffic in total and by GPU workers, and the bytes in use.
 
     While a save is written, shards also read what is saved, and read what was copied aside for it once more. That is at
     most as much again, and the slack of the total traffic allows for it.
     """
     on_disk = plan.total_bytes(Tier.NVME)
-    if not on_disk:
+    moved = [row["disk_bytes"] for row in rows if "disk_bytes" in row]
+    if not on_disk or not moved:
         return
     activations = plan.activation_files_bytes
     of_saves = 2 * (on_disk - activations)
-    yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, work.disk_bytes, of_saves)
+    traffic = _mean(sum(columns.values()) for columns in moved)
+    yield Term("disk traffic", TermKind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, traffic, of_saves)
     if plan.weights_on_disk:
-        yield Term("weights read", Kind.MOVED, plan.weight_read_bytes, work.weight_bytes)
+        weights = _mean(columns["weights_read"] for columns in moved)
+        yield Term("weights read", TermKind.MOVED, plan.weight_read_bytes, weights)
     if activations:
-        yield Term("activation traffic", Kind.MOVED, 2 * plan.num_sweeps * activations, work.activation_bytes)
-    yield Term("on disk", Kind.HELD, on_disk, work.spill_bytes)
+        both_ways = _mean(columns["activations_read"] + columns["activations_written"] for columns in moved)
+        yield Term("activation traffic", TermKind.MOVED, 2 * plan.num_sweeps * activations, both_ways)
+    yield Term("on disk", TermKind.HELD, on_disk, rows[-1]["spill_bytes"])
 
 
 def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:
@@ -234,10 +225,7 @@ def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrde
 
 
 def update_rate(profile: HardwareProfile, order: UpdateOrder) -> float:
-    """Return the rate of updates that predictions use, in parameters per second.
-
-    Updates in forward order have the host nearly to themselves; others compete with copies.
-    """
+    """Return the predicted parameters per second. Updates in forward order have the host nearly to themselves."""
     return profile.adamw_per_s if order is UpdateOrder.FORWARD else profile.adamw_busy_per_s
 
 

@@ -1,113 +1,112 @@
-"""Computes the work of one step from what the processes of a run's first host had done at two moments. Pure."""
+"""Counts the work of a host's processes in shared memory, where the first GPU worker reads it for rows of metrics."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from megatrain_ray.accounting.gpu_work import GpuWork
-from megatrain_ray.accounting.shard_work import ShardWork
-from megatrain_ray.io.storage.measured_store import Busy, Time
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain_ray.io.storage.measured_store import METER, Time, busy_s
+from megatrain_ray.io.storage.spill_file import taken_bytes
+
+# Counters of an optimizer shard: updates of all layers, seconds in which the kernel worked, bytes that its spill file
+# takes, and its traffic of state and gradients. Each number has one writer, so that reading needs no lock.
+SHARD = np.dtype([("updates", "i8"), ("update_s", "f8"), ("spill_bytes", "i8"), ("disk", METER)])
+# Counters of a GPU worker: bytes that its file of activations takes, its traffic of working copies and activations, and
+# how much of that (read and written, of each) belongs to steps: up to the end of the newest step with an even number,
+# and up to the newest with an odd number.
+GPU = np.dtype([("spill_bytes", "i8"), ("weights", METER), ("activations", METER), ("in_steps", "i8", (2, 2, 2))])
 
 
-@dataclass(frozen=True)
-class RunWork:
-    """Holds what the processes of a run's first host have done so far."""
+class WorkCounters:
+    """Holds the counters of all processes of one host. They outlive a process, and its replacement goes on with them.
 
-    shards: Sequence[ShardWork]
-    gpus: Sequence[GpuWork]
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """Describes the work of one step, of all processes together unless stated otherwise.
-
-    update_s: seconds of updates of the shard that took longest.
-    disk_bytes: bytes read from disk and written to it, by all processes.
-    disk_s: seconds in which at least one transfer to or from disk was under way, in any process.
-    spill_bytes: bytes that all files take on the disk.
-    weight_bytes, activation_bytes: the part of `disk_bytes` that GPU workers moved, by kind.
+    shards, gpus: of type SHARD and GPU, by the number of the process on its host.
     """
 
-    update_s: float
-    disk_bytes: float = 0.0
-    disk_s: float = 0.0
-    spill_bytes: int = 0
-    weight_bytes: float = 0.0
-    activation_bytes: float = 0.0
+    def __init__(self, buffer: memoryview, num_shards: int, num_gpus: int) -> None:
+        """Find the counters in shared memory of at least `num_bytes` bytes, which are 0 at first."""
+        self.shards = np.frombuffer(buffer, SHARD, num_shards)
+        self.gpus = np.frombuffer(buffer, GPU, num_gpus, offset=self.shards.nbytes)
+
+    @staticmethod
+    def num_bytes(num_shards: int, num_gpus: int) -> int:
+        return num_shards * SHARD.itemsize + num_gpus * GPU.itemsize
 
 
-def work_between(before: RunWork | None, after: RunWork | None) -> StepWork | None:
-    """Return the mean work of one step between two moments.
+class WorkColumns:
+    """Makes columns of metrics.jsonl from the counters of a host: its work since the row before."""
 
-    Return None if a process did not answer or was replaced, or if no step and no update lies between the moments.
-    """
-    if before is None or after is None:
-        return None
-    pairs = list(zip(before.shards, after.shards, strict=False))
-    of_gpus = [(a, b, b.num_steps - a.num_steps) for a, b in zip(before.gpus, after.gpus, strict=False)]
-    same = _pids(before) == _pids(after)
-    # If all layers live on the device, shards make no update at all, and `update` stays 0.
-    if not same or any(count <= 0 for *_, count in of_gpus) or any(a.update >= b.update > 0 for a, b in pairs):
-        return None
-    steps = [(a, b, max(1, b.update - a.update)) for a, b in pairs]
-    weights = sum(b.weights.since(a.weights).total / count for a, b, count in of_gpus)
-    activations = sum(b.activations.since(a.activations).total / count for a, b, count in of_gpus)
-    of_shards = sum(b.moved.since(a.moved).total / count for a, b, count in steps)
-    return StepWork(
-        update_s=max(((b.update_s - a.update_s) / count for a, b, count in steps), default=0.0),
-        disk_bytes=of_shards + weights + activations,
-        disk_s=_disk_s(after, of_gpus[0][2]),
-        spill_bytes=sum(gpu.spill_bytes for gpu in after.gpus) + sum(work.spill_bytes for work in after.shards),
-        weight_bytes=weights,
-        activation_bytes=activations,
-    )
+    def __init__(self, counters: WorkCounters, rank: int, activation_file: int | None, *, uses_disk: bool) -> None:
+        """Begin to count.
 
+        rank: of this GPU worker among those of its host.
+        activation_file: descriptor of its file of activations; None if there is none.
+        """
+        self._counters = counters
+        self._rank = rank
+        self._file = activation_file
+        self._uses_disk = uses_disk
+        self._own = counters.gpus[rank]
+        self._own["in_steps"][:] = self._own["in_steps"].max(0)  # where a predecessor stood
+        self._updates = self._now_updates()
+        self._shards_moved = self._now_moved_by_shards()
+        self._gpus_moved = counters.gpus["in_steps"].max(1).sum(0)
+        self._newest = self._now_moved()
 
-def _pids(work: RunWork) -> list[int]:
-    return [*(gpu.pid for gpu in work.gpus), *(shard.pid for shard in work.shards)]
+    def leave_out_evaluation(self) -> None:
+        """Leave out what this GPU worker has moved since its last row. Call it when an evaluation has ended."""
+        self._newest = self._now_moved()
 
+    def columns(self, step: int, time: Time) -> dict[str, Any]:
+        """Return the columns of the step that has just ended (docs/metrics.md).
 
-def _disk_s(work: RunWork, num_steps: int) -> float:
-    """Return the mean seconds of a step in which at least one process used the disk.
+        The step has waited for the update of the step before; its own may go on.
+        """
+        now = self._now_updates()
+        updates, seconds = now - self._updates
+        done = updates > 0
+        self._updates = np.where(done, now, self._updates)
+        return {
+            **({"update_s": float((seconds[done] / updates[done]).max())} if done.any() else {}),
+            **(self._disk(step, time) if self._uses_disk else {}),
+        }
 
-    The steps are the newest `num_steps` of the first GPU. Times before `since_s` of any process are left out: that
-    process no longer has a complete list of its transfers from then.
-    """
-    every = [*(shard.busy for shard in work.shards), *(busy for gpu in work.gpus for busy in gpu.busy)]
-    since_s = max(busy.since_s for busy in every)
-    steps = work.gpus[0].steps[-num_steps:]
-    known = [Time(max(step.start_s, since_s), step.end_s) for step in steps if step.end_s > since_s]
-    known_s = _total_s(known)
-    if not known_s:
-        return 0.0
-    return _shared_s(_union(every), known) / known_s * statistics.mean(step.end_s - step.start_s for step in steps)
+    def _disk(self, step: int, time: Time) -> dict[str, Any]:
+        if self._file is not None:
+            self._own["spill_bytes"] = taken_bytes(self._file)
+        before, self._newest = self._newest, self._now_moved()
+        self._own["in_steps"][step % 2] = self._own["in_steps"].max(0) + self._newest - before
+        # Other GPU workers may be in this step still, or already in the next one. All have ended the step before.
+        in_steps = self._counters.gpus["in_steps"][:, (step - 1) % 2].copy()
+        in_steps[self._rank] = self._own["in_steps"][step % 2]
+        gpus_before, self._gpus_moved = self._gpus_moved, in_steps.sum(0)
+        weights, activations = (self._gpus_moved - gpus_before).tolist()
+        shards_before, self._shards_moved = self._shards_moved, self._now_moved_by_shards()
+        by_shards = (self._shards_moved - shards_before).tolist()
+        shards, gpus = self._counters.shards, self._counters.gpus
+        busy = [shards["disk"]["busy"], gpus["weights"]["busy"], gpus["activations"]["busy"]]
+        return {
+            "disk_bytes": {
+                "shards_read": by_shards[0],
+                "shards_written": by_shards[1],
+                "weights_read": weights[0],
+                "activations_read": activations[0],
+                "activations_written": activations[1],
+            },
+            "disk_s": busy_s(np.concatenate(busy), time),
+            "spill_bytes": int(shards["spill_bytes"].sum() + gpus["spill_bytes"].sum()),
+        }
 
+    def _now_updates(self) -> NDArray[np.float64]:
+        """Return updates and seconds of each shard, [2, shards]."""
+        return np.stack([self._counters.shards["updates"], self._counters.shards["update_s"]])
 
-def _union(every: Iterable[Busy]) -> list[Time]:
-    """Return the intervals in which at least one process was busy, disjoint and in order."""
-    merged: list[Time] = []
-    for start_s, end_s in sorted(time for busy in every for time in busy.times):
-        if merged and start_s <= merged[-1].end_s:
-            merged[-1] = Time(merged[-1].start_s, max(end_s, merged[-1].end_s))
-        else:
-            merged.append(Time(start_s, end_s))
-    return merged
+    def _now_moved(self) -> NDArray[np.int64]:
+        """Return bytes of weights and of activations that this GPU worker has read and written, [2, 2]."""
+        return np.stack([self._own["weights"]["moved"], self._own["activations"]["moved"]])
 
-
-def _shared_s(first: Sequence[Time], second: Sequence[Time]) -> float:
-    """Return the seconds that lie in both lists of intervals. Each list is disjoint and in order."""
-    total_s, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        a, b = first[i], second[j]
-        total_s += max(0.0, min(a.end_s, b.end_s) - max(a.start_s, b.start_s))
-        if a.end_s < b.end_s:
-            i += 1
-        else:
-            j += 1
-    return total_s
-
-
-def _total_s(times: Iterable[Time]) -> float:
-    return sum(time.end_s - time.start_s for time in times)
+    def _now_moved_by_shards(self) -> NDArray[np.int64]:
+        moved: NDArray[np.int64] = self._counters.shards["disk"]["moved"].sum(0)
+        return moved

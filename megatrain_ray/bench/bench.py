@@ -13,27 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.accounting.busy_share import busy_share
-from megatrain_ray.accounting.measured_file import read_comparisons
 from megatrain_ray.accounting.prediction_check import Comparison
-from megatrain_ray.accounting.shard_work import ShardWork
 from megatrain_ray.accounting.trace_file import find_traces, read_trace
 from megatrain_ray.bench.aliased_memory import NOTE, HostMemory, with_aliases
 from megatrain_ray.bench.bench_config import BenchOptions
 from megatrain_ray.bench.in_process import run_in_process
 from megatrain_ray.bench.resident_ceiling import Ceiling, measure_ceiling
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.crew.actor_role import answer
 from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.interrupts import Interrupts
-from megatrain_ray.driver.session import Job
+from megatrain_ray.driver.job import Job
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.machine.process_memory import GpuMemoryUse, device_memory, pss_of_run
 from megatrain_ray.machine.subprocess_call import in_own_process
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.report.measured_starts import compare_starts
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.trainer import Trainer, TrainSummary
 from megatrain_ray.units import format_bytes
 
@@ -44,13 +43,14 @@ class Observed:
 
     tokens: folders of the tokenized data sources.
     kernel_names: names of the update kernels in use.
+    update_times: updates of each shard, and seconds of its kernel in them.
     pss_bytes: proportional set size by process and kind of memory.
     """
 
     prepared: Prepared
     tokens: tuple[Path, ...]
     kernel_names: tuple[str, ...]
-    shard_work: tuple[ShardWork, ...]
+    update_times: Sequence[tuple[int, float]]
     pss_bytes: Mapping[str, Mapping[str, int]]
     device_memory: GpuMemoryUse
 
@@ -87,7 +87,7 @@ def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
         observed = seen[-1]
         _check_updates(summary)
         busy = next((busy_share(read_trace(trace)) for trace in find_traces(summary.run_dir)), None)
-        compared = read_comparisons(summary.run_dir)
+        compared = compare_starts(RunFiles(summary.run_dir))
         startup = Startup()
         ceiling = in_process = None
         if options.with_ceiling:
@@ -127,14 +127,12 @@ def _check_updates(summary: TrainSummary) -> None:
 
 def _observe(job: Job, crew: Crew) -> Observed:
     plan = job.prepared.plan
-    calls = crew.work().shards
-    shard_work = tuple(answer("the run's processes did not say what they did", call, crew.check) for call in calls)
     on_gpu = plan.device == "cuda"
     return Observed(
         prepared=job.prepared,
         tokens=job.tokens,
         kernel_names=tuple(crew.kernel_names),
-        shard_work=shard_work,
+        update_times=crew.update_times(),
         pss_bytes=pss_of_run(crew.pids),
         device_memory=device_memory(crew.pids["GPU worker"]) if on_gpu else GpuMemoryUse(None, "the device is the CPU"),
     )

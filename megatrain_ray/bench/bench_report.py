@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatrain_ray.accounting.measured_file import comparison_tree
+from megatrain_ray.accounting.prediction_check import Comparison
 from megatrain_ray.bench.aliased_memory import NOTE, HostMemory
 from megatrain_ray.bench.bench import BenchResult
 from megatrain_ray.bench.bench_config import BenchOptions
@@ -52,7 +53,7 @@ def to_report(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
         "busy_share": result.busy_share,
         "prediction": plan.pop("prediction", None),
         "plan_sha256": prepared.plan.sha256,
-        "comparison": result.comparison and comparison_tree(result.comparison),
+        "comparison": result.comparison and TypeAdapter(Comparison).dump_python(result.comparison, mode="json"),
         "ceiling": _ceiling(result, tflops),
         "in_process": _in_process(result, options, step_s["median"]),
         "memory": _memory(result),
@@ -151,7 +152,7 @@ def _shards(result: BenchResult) -> Iterator[dict[str, Any]]:
     prepared = result.observed.prepared
     plan = prepared.plan
     layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.num_hosts)
-    for k, work in enumerate(result.observed.shard_work):
+    for k, (updates, update_s) in enumerate(result.observed.update_times):
         part = shard_layout(plan, layout, k)
         count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
         home = plan.shard_homes[k] if plan.shard_homes else None
@@ -159,7 +160,7 @@ def _shards(result: BenchResult) -> Iterator[dict[str, Any]]:
             "nodes": list(home.nodes) if home else None,
             "cpus": home.cpus if home else None,
             "num_parameters": count,
-            "parameters_per_s": count * work.update / work.update_s if work.update_s else None,
+            "parameters_per_s": count * updates / update_s if update_s else None,
         }
 
 

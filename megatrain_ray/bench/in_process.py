@@ -18,7 +18,9 @@ from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.workers.arenas import arena_sizes, spill_files
-from megatrain_ray.workers.gpu_worker import FetchBatch, GpuWorker, Progress
+from megatrain_ray.workers.gpu_steps import FetchBatch
+from megatrain_ray.workers.gpu_worker import GpuWorker
+from megatrain_ray.workers.messages import Progress
 from megatrain_ray.workers.shard_worker import ShardWorker
 
 

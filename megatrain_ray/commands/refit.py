@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatrain_ray.accounting.measured_file import MEASURED_NAME, read_comparisons
 from megatrain_ray.accounting.prediction_check import (
     MIN_STEP_S,
     MIN_STEPS,
@@ -26,6 +25,7 @@ from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.planning.prepare import predictor
+from megatrain_ray.report.measured_starts import compare_start, measured_starts
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_lock import hold_lock
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS
@@ -71,23 +71,21 @@ def refit(run_dir: Path, out: Path) -> Refitted:
 
 def _compared(files: RunFiles) -> tuple[Comparison, Plan]:
     """Return the comparison of the newest start, and the plan that it had."""
-    compared = read_comparisons(files.path)
-    if not compared and (files.path / MEASURED_NAME).exists():
-        raise ConfigError(
-            f"{files.path}: {MEASURED_NAME} is damaged or of another version; the next start that makes "
-            f"{MIN_STEPS + 1} steps writes it anew"
-        )
-    if not compared:
+    starts = measured_starts(files)
+    if not starts:
         raise ConfigError(f"{files.path}: nothing was measured: a start must make {MIN_STEPS + 1} steps at least")
-    found = compared[-1]
-    plan = files.read_plan(found.plan_sha256)
+    start = starts[-1]
+    plan = files.read_plan(start.plan_sha256)
     if plan is None:
         raise ConfigError(
-            f"{files.path}: no plan has the SHA-256 {found.plan_sha256}, which that of steps {found.first_step} to "
-            f"{found.last_step} had before them; put plan.json back as it was written"
+            f"{files.path}: no plan has the SHA-256 {start.plan_sha256}, which that of steps "
+            f"{start.rows[0]['step']} to {start.rows[-1]['step']} had before them; put plan.json back as it was written"
         )
     if plan.prediction is None or plan.prediction.profile is None:
         raise ConfigError(f"{files.path}: the plan is one of an earlier version and does not hold its rates")
+    found = compare_start(files, start)
+    if found is None:
+        raise ConfigError(f"{files.path}: the rows of metrics.jsonl are of an earlier version, or were changed")
     if found.step.measured < MIN_STEP_S:
         raise ConfigError(
             f"{files.path}: its steps take {1000 * found.step.measured:.3g} ms, which is mostly Ray and Python and no "
@@ -101,10 +99,8 @@ def refitted(
 ) -> Refitted:
     """Return the prediction's profile with those rates changed that the run has timed.
 
-    prediction: of the run's plan, with its profile.
-    found: what the run measured.
     predict: predicts the same plan with another profile.
-    gathered: whether uploads were completed by all-gathers.
+    gathered: uploads were completed by all-gathers.
     """
     before = prediction.profile
     assert before is not None
@@ -135,8 +131,7 @@ def _fit_compute(
 ) -> tuple[HardwareProfile, list[str]]:
     """Scale all compute rates by one factor: steps are timed as a whole, so the single rates cannot be told apart.
 
-    sums_s: predicted seconds of sums over GPUs. They are part of the measured time but depend on the link, whose rate
-        is not changed.
+    sums_s: predicted seconds of sums over GPUs, which are measured too, but depend on the link. Its rate stays.
     """
     term = found.term("compute")
     if term is None or term.predicted <= sums_s:

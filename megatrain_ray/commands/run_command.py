@@ -23,6 +23,7 @@ def train(options: Namespace) -> int:
     config = load_config(options.config, options.overrides)
     with spinner("importing PyTorch and Ray"):
         from megatrain_ray.console.run_summary import summarize
+        from megatrain_ray.run.run_files import RunFiles
         from megatrain_ray.trainer import Trainer
 
     summary = Trainer(config).fit()
@@ -31,7 +32,8 @@ def train(options: Namespace) -> int:
         return 0
     loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
     show(f"done: step {summary.step}{loss} ({summary.run_dir})")
-    for line in summarize(summary.rows, summary.run_dir, summary.evaluations, config.train.moments):
+    plan = RunFiles(summary.run_dir).read_plan()
+    for line in summarize(summary.rows, summary.run_dir, summary.evaluations, config.train.moments, plan):
         show(f"  {line}")
     return 0
 

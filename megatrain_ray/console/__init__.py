@@ -1,1 +1,1 @@
-"""Prints what a person reads while a run goes on."""
+"""Prints what a person reads while a run goes on, and handles Ctrl-C."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.accounting.measured_file import read_comparisons
-from megatrain_ray.accounting.prediction_check import disk_rate
+from megatrain_ray.accounting.prediction_check import compare, disk_rate
 from megatrain_ray.console.progress import describe_evaluation
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.units import format_bytes, format_count, format_duration
 
 SHOWN_WAITS = 3
@@ -21,6 +21,7 @@ def summarize(
     run_dir: Path,
     evaluations: Sequence[Mapping[str, Any]] = (),
     moments: str = "fp32",
+    plan: Plan | None = None,
 ) -> Iterator[str]:
     """Yield the lines of the summary.
 
@@ -28,10 +29,11 @@ def summarize(
     run_dir: directory of the run.
     evaluations: rows of evaluations of the same process.
     moments: value of train.moments.
+    plan: plan of these steps; None if it cannot be read.
     """
     if rows:
         yield from _of_steps(rows)
-        yield from _of_disk(rows, run_dir)
+        yield from _of_disk(rows, plan)
     if rows and moments == "bf16":
         yield f"moments   {NARROW_MOMENTS}"
     if evaluations:
@@ -59,9 +61,9 @@ def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"skipped   {skipped} updates whose gradient was not finite"
 
 
-def _of_disk(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> Iterator[str]:
-    """Yield a line on the disk traffic of these steps, if it was compared with the plan."""
-    found = next((found for found in read_comparisons(run_dir) if found.first_step == rows[0]["step"]), None)
+def _of_disk(rows: Sequence[Mapping[str, Any]], plan: Plan | None) -> Iterator[str]:
+    """Yield a line on the disk traffic, if the plan has something on disk."""
+    found = plan and compare(plan, rows)
     if found and (moved := found.term("disk traffic")):
         measured, planned = (format_bytes(int(num_bytes)) for num_bytes in (moved.measured, moved.predicted))
         rate = f", {disk_rate(found) / 1e9:.3g} GB/s while it was at work" if disk_rate(found) else ""

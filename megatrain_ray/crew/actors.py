@@ -23,7 +23,8 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.workers.early_imports import import_first
-from megatrain_ray.workers.gpu_worker import GpuWorker, Progress, Seat
+from megatrain_ray.workers.gpu_worker import GpuWorker
+from megatrain_ray.workers.messages import Progress, Seat
 
 
 def waiting(kind: type) -> type:

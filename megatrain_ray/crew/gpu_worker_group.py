@@ -16,7 +16,7 @@ from megatrain_ray.errors import LostProcessError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.run_processes import DATA, gpu_name
-from megatrain_ray.workers.gpu_worker import Progress, Seat
+from megatrain_ray.workers.messages import Progress, Seat
 
 Holders = Callable[[int], Sequence[Handles]]  # returns the processes that hold the arenas of a host
 Until = Callable[[Mapping[Any, str], float], None]  # waits for calls, {call: text if late}, within seconds

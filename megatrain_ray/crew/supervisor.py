@@ -21,7 +21,7 @@ from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.metrics.deaths import Faults
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.run_processes import GPU
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 log = logging.getLogger(__name__)
 

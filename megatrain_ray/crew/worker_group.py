@@ -15,17 +15,22 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.console.logs import say
-from megatrain_ray.crew.actor_role import AGAIN, ActorRole, answer, held, result_or_cause
+from megatrain_ray.crew.actor_role import (
+    AGAIN,
+    ActorRole,
+    answer,
+    held,
+    result_or_cause,
+)
 from megatrain_ray.crew.host_roles import check_run_dir, warn_of_memory
 from megatrain_ray.crew.supervisor import Supervisor
-from megatrain_ray.crew.work_calls import WorkCalls
 from megatrain_ray.engine.device.deadlines import transfer_deadline_s
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT, SaveAttempt
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.run.run_processes import DATA, GPU, gpu_name
 from megatrain_ray.workers.frozen_base_check import base_checksums, checksums_in
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +184,17 @@ class Crew(Supervisor):
         """
         return self.group.ask("evaluate", step, index)
 
+    def position_after(self, step: int) -> Mapping[str, Any]:
+        """Return the position of the data after the batch of a step. The data process is replaced if it has died."""
+        while True:
+            try:
+                late = "the data process did not say where it stands"
+                position: Mapping[str, Any] = answer(late, self.data.position_after.remote(step), self.check)
+            except RayActorError as error:
+                self.recover(error)
+            else:
+                return position
+
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
         """Let all processes that hold state write their parts of a step's save; return the calls. Training goes on."""
         attempt = self._newest_save = SaveAttempt(step, self._newest_save.number + 1)
@@ -205,13 +221,9 @@ class Crew(Supervisor):
         shards = {shard.name: shard.actor.spans.remote(last) for shard in self._shards}
         return {**gpus, **shards, DATA: self.data.spans.remote()}
 
-    def work(self) -> WorkCalls:
-        """Ask the processes of the first host what they have done.
-
-        Other hosts are left out: these results hold times, and the clocks of several hosts differ.
-        """
-        of_gpus = self.group.ask_each("work")[: self._prepared.plan.host_gpus]
-        return WorkCalls([shard.actor.work.remote() for shard in self._shards if not shard.host], of_gpus)
+    def update_times(self) -> list[tuple[int, float]]:
+        """Return for each shard of the first host how many updates it has made, and seconds of its kernel in them."""
+        return self.ask_shards("update_time")[: self._prepared.plan.num_shards]
 
     def whereabouts(self) -> str:
         """Return what the GPU worker is doing, for the message about a step that does not end."""

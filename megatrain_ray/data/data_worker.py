@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatrain_ray.io.batching.windows import Windows, cut
 from megatrain_ray.io.tokens.corpus import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
-REMEMBERED_STEPS = 64  # positions kept: more than the batches that a dead GPU worker had requested but not computed
+REMEMBERED_STEPS = 1024  # positions kept: more than the steps that are made while a save is written
 
 
 def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tuple[str, ...]]:
@@ -103,7 +103,7 @@ class DataWorker:
         position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
         num_readers: int = 1,
     ) -> None:  # fmt: skip
-        """Continue after `step` updates at `position`; without a position, from the start.
+        """Start from `position`, which is that after `step` updates; without a position, from the start.
 
         tokens: as for open_stream.
         traced: steps whose spans are recorded.
@@ -114,7 +114,8 @@ class DataWorker:
         if position is not None:
             self._stream.seek(position)
         self._step = step
-        self._positions = {step: self._stream.position}
+        self._start = step, self._stream.position
+        self._positions = {step: self._stream.position}  # by step: that after its batch
         self._traced = traced
         self._spans = SpanLog()
         self._newest: dict[int, Batch] = {}  # kept for several readers, which are about a step apart
@@ -124,42 +125,48 @@ class DataWorker:
         return os.getpid()
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of a step, with the stream's position after it.
+        """Return the batch of a step.
 
         Usually this is the next step. It is an earlier one if a GPU worker repeats a step, and a later one if GPU
         workers have already had batches from an earlier data process.
         """
         if step in self._newest:
             return self._newest[step]
-        if step != self._step + 1:
-            self._go_to(step - 1)
+        self._go_to(step - 1)
         self._spans.on = step in self._traced or step - 1 in self._traced  # drawn during the step before
         with self._spans.span(Row.BATCHES, f"batch {step}"):
-            batch = replace(self._draw(), position=self._positions[step])
+            batch = self._stream.next_batch()
+        self._arrive(step)
         if self._num_kept:
             self._newest[step] = batch
             self._newest.pop(step - self._num_kept, None)
         return batch
 
-    def _draw(self) -> Batch:
-        batch = self._stream.next_batch()
-        self._step += 1
-        self._positions[self._step] = self._stream.position
-        self._positions.pop(self._step - REMEMBERED_STEPS, None)
-        return batch
+    def position_after(self, step: int) -> Mapping[str, Any]:
+        """Return the position of the stream after the batch of a step, whether or not this process drew it.
+
+        Raises ValueError for a step before the one that the process was started from.
+        """
+        if step not in self._positions:
+            self._go_to(step)
+        return self._positions[step]
 
     def _go_to(self, step: int) -> None:
-        """Move the stream to the end of a step. Raises ValueError if the step is too far away."""
-        if step in self._positions:
-            self._stream.seek(self._positions[step])
-            self._step = step
-        elif not self._step < step <= self._step + REMEMBERED_STEPS:
-            raise ValueError(
-                f"step {step + 1} asked for, the next is {self._step + 1}; those from {min(self._positions) + 1} to "
-                f"{self._step + REMEMBERED_STEPS + 1} can be"
-            )
-        while self._step < step:
-            self._draw()
+        """Move the stream to the end of a step: forwards, or from the last position known before it."""
+        if step < self._step:
+            known = {number: there for number, there in (self._start, *self._positions.items()) if number <= step}
+            if not known:
+                raise ValueError(f"step {step + 1} asked for, and this process knows of steps after {self._start[0]}")
+            self._step = max(known)
+            self._stream.seek(known[self._step])
+        if step > self._step:
+            self._stream.skip(step - self._step)
+            self._arrive(step)
+
+    def _arrive(self, step: int) -> None:
+        self._step = step
+        self._positions[step] = self._stream.position
+        self._positions.pop(step - REMEMBERED_STEPS, None)
 
     def held_out_batch(self, index: int) -> Batch:
         assert self._held_out is not None  # called only if there are held-out data

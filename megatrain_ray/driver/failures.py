@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.errors import MegatrainError, ShardFailedError
+from megatrain_ray.errors import LostDeviceError, MegatrainError, ShardFailedError
 
 
 def understood(error: RayError, crew: Crew) -> MegatrainError:
@@ -21,3 +21,11 @@ def understood(error: RayError, crew: Crew) -> MegatrainError:
         if isinstance(cause, RayActorError):
             return crew.explain(cause)
     return MegatrainError(f"an actor failed: {type(error).__name__}: {error}")
+
+
+def may_be_of_a_node(error: RayError) -> bool:
+    """Return whether an error may come from the loss of a whole node.
+
+    It may if a process or a device was lost. Any other error already says what is wrong.
+    """
+    return isinstance(error, RayActorError) or isinstance(getattr(error, "cause", None), LostDeviceError)

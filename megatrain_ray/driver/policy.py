@@ -78,6 +78,14 @@ class RunPolicy:
             return False
         return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
+    def is_done_after(self, step: int, evaluated: int) -> bool:
+        """Return whether a run that is not under way is done after `step` updates.
+
+        evaluated: as in Observation. If the last evaluation is missing, the run was killed during that, or eval_every
+            is new.
+        """
+        return self.is_done(Observation(step, step, step, interrupted=False, evaluated=evaluated))
+
     def is_done(self, seen: Observation) -> bool:
         """Return whether nothing but a save is left to do."""
         return seen.completed >= self.steps and not self._owes_evaluation(seen)

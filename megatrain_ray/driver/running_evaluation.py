@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatrain_ray.io.batching.held_out import HeldOut
-from megatrain_ray.workers.gpu_worker import HeldOutLoss
+from megatrain_ray.workers.messages import HeldOutLoss
 
 BATCHES_AHEAD = 2  # batches under way at once: the next one is made while one is computed
 
@@ -37,7 +37,6 @@ class RunningEvaluation:
 
     @property
     def calls(self) -> list[Any]:
-        """Return the calls that are under way."""
         return list(self._called)
 
     @property

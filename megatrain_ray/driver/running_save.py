@@ -16,6 +16,7 @@ import ray
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.driver.job import Job
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.plan.plan import Plan
@@ -24,6 +25,7 @@ from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.files.disk_errors import check_room, explained
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
 from megatrain_ray.io.files.partial_folder import remove_abandoned
+from megatrain_ray.io.saves import save_folder
 from megatrain_ray.io.saves.manifest import (
     FORMAT_VERSION,
     LayerEntry,
@@ -33,19 +35,15 @@ from megatrain_ray.io.saves.manifest import (
     SaveTiming,
 )
 from megatrain_ray.io.saves.save_folder import (
-    abandon_save,
     commit_save,
     list_saves,
     prepare_save,
     prune,
-    save_room,
-    why_kept,
-    write_part,
 )
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 PROBE_VALUES = 4 << 20  # 16 MiB
 PROBE_BUFFERS = 16
@@ -62,7 +60,7 @@ def check_save_room(prepared: Prepared, saves: Path, step: int, run: str | None 
     every = config.save_every or config.train.steps
     to_come = 1 + (config.train.steps - 1) // every - step // every
     # One more than is kept, since the newest is written before the oldest is deleted.
-    num_there = sum(why_kept(saves, saved, run) is None for saved in list_saves(saves))
+    num_there = sum(save_folder.why_kept(saves, saved, run) is None for saved in list_saves(saves))
     together = min(to_come, max(1, config.save_keep + 1 - num_there))
     what = "the save" if together == 1 else f"{together} saves"
     check_room(saves, together * room_of_one(prepared.plan), what, ADVICE)
@@ -70,7 +68,7 @@ def check_save_room(prepared: Prepared, saves: Path, step: int, run: str | None 
 
 def room_of_one(plan: Plan) -> int:
     """Return the most bytes that one save takes on disk."""
-    return save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
+    return save_folder.save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
 
 
 def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
@@ -85,7 +83,7 @@ def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> f
         probe = OwnedFolder.make(saves / f".probe_{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
     start_s = time.monotonic()
     try:
-        asyncio.run(write_part(probe.path, 0, [piece], compression=compression))
+        asyncio.run(save_folder.write_part(probe.path, 0, [piece], compression=compression))
         return len(buffers) * values.nbytes / (time.monotonic() - start_s)
     finally:
         probe.remove()
@@ -97,32 +95,24 @@ class RunningSave:
     Raises what a shard raised; then call `abandon`.
     """
 
-    def __init__(
-        self, prepared: Prepared, crew: Crew, saves: Path, run: str, step: int, predicted_stall_s: float
-    ) -> None:
-        """Begin to write the save. Raises CapacityError, with nothing written, if there is no room for it.
-
-        run: the token of the run.
-        """
-        check_room(saves, room_of_one(prepared.plan), f"the save of step {step}", ADVICE)
+    def __init__(self, job: Job, crew: Crew, step: int, predicted_stall_s: float) -> None:
+        """Begin to write the save. Raises CapacityError, with nothing written, if there is no room for it."""
+        run = job.run
+        check_room(run.saves, room_of_one(job.prepared.plan), f"the save of step {step}", ADVICE)
         self.step = step
-        self._prepared = prepared
+        self._job = job
         self._crew = crew
-        self._saves = saves
         self._predicted_stall_s = predicted_stall_s
         self._start_s = time.monotonic()
         self._waited_since_s: float | None = None
         self._parts: list[WrittenPart] = []
-        self._at: tuple[Progress, Mapping[str, Any]] | None = None
-        self._run = run
-        self.calls = crew.write_parts(prepare_save(saves, step, run), step, prepared.config.save_compress)
+        self._progress: Progress | None = None
+        folder = prepare_save(run.saves, step, run.token)
+        self.calls = crew.write_parts(folder, step, job.prepared.config.save_compress)
 
-    def reached(self, progress: Progress, position: Mapping[str, Any]) -> None:
-        """Note where training and data stand at the end of the step that is saved.
-
-        They may be many steps further when the last part is written.
-        """
-        self._at = (progress, position)
+    def reached(self, progress: Progress) -> None:
+        """Note where training stands at the end of the saved step. It may be further when the last part is written."""
+        self._progress = progress
 
     def hold_up(self) -> None:
         """Note that from now on training waits for the end of this save, because the next one is due."""
@@ -137,12 +127,12 @@ class RunningSave:
     @property
     def num_updates(self) -> int:
         """Return how many of the run's steps up to the saved one changed the weights. Valid once it is `complete`."""
-        assert self._at is not None
-        return self._at[0].adam_step
+        assert self._progress is not None
+        return self._progress.adam_step
 
     @property
     def complete(self) -> bool:
-        return self._at is not None and not self.calls
+        return self._progress is not None and not self.calls
 
     def take(self, call: Any) -> None:
         """Take the part that one of `calls` has written. Raises what the shard raised."""
@@ -151,7 +141,7 @@ class RunningSave:
 
     def check_deadline(self) -> None:
         """Raise DeadlineError if the save takes longer than the steps before it and the slowest disk would."""
-        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._prepared.plan.save_bytes)
+        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._job.prepared.plan.save_bytes)
         if time.monotonic() - self._start_s > limit_s:
             raise DeadlineError(
                 f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
@@ -159,7 +149,7 @@ class RunningSave:
 
     def commit(self) -> SaveTiming:
         """Make a complete save exist, and delete saves beyond `save_keep`."""
-        assert self._at is not None
+        assert self._progress is not None
         parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
         timing = SaveTiming(
             predicted_stall_s=self._predicted_stall_s,
@@ -167,10 +157,11 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        checksums = self._crew.base_checksums
-        manifest = _manifest(self._prepared, *self._at, parts, timing, checksums)
-        commit_save(self._saves, self.step, replace(manifest, run=self._run))
-        prune(self._saves, self._prepared.config.save_keep, self._run)
+        prepared, run, crew = self._job.prepared, self._job.run, self._crew
+        position = crew.position_after(self.step)
+        manifest = _manifest(prepared, self._progress, position, parts, timing, crew.base_checksums)
+        commit_save(run.saves, self.step, replace(manifest, run=run.token))
+        prune(run.saves, prepared.config.save_keep, run.token)
         return timing
 
     def abandon(self) -> None:
@@ -178,17 +169,13 @@ class RunningSave:
         self._crew.abandon_save()
         if self.calls:
             ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
-        abandon_save(self._saves, self.step)
+        save_folder.abandon_save(self._job.run.saves, self.step)
 
 
 def _manifest(
-    prepared: Prepared,
-    progress: Progress,
-    position: Mapping[str, Any],
-    parts: tuple[PartManifest, ...],
-    timing: SaveTiming,
-    checksums: Sequence[int | None],
-) -> Manifest:
+    prepared: Prepared, progress: Progress, position: Mapping[str, Any], parts: tuple[PartManifest, ...],
+    timing: SaveTiming, checksums: Sequence[int | None],
+) -> Manifest:  # fmt: skip
     """Return the manifest of a save.
 
     checksums: of each layer's frozen part if the save leaves that out, else empty.

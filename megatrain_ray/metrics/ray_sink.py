@@ -17,7 +17,12 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.metrics.sink import Count, End, MetricSink
+from megatrain_ray.metrics.sink import (
+    Count,
+    End,
+    MetricSink,
+)
+from megatrain_ray.run.run_processes import GPU, SHARD
 
 EXPOSED = "exposed_s/"
 KEEP_S = 5.0  # interval after which gauges are set again
@@ -32,14 +37,18 @@ GAUGES = {
     "tokens_per_s": ("megatrain_tokens_per_second", "Tokens of the newest step by its seconds; 0 once the run ended"),
     "model_tflops": ("megatrain_model_tflops", "Model TFLOPS of the newest step; 0 once the run ended"),
 }
-HELD = {"hbm_peak_bytes": Tier.HBM, "host_bytes": Tier.HOST}  # column of a row, and the tier that it counts bytes of
+# Column of a row, and the tier that it counts bytes of.
+HELD = {"hbm_peak_bytes": Tier.HBM, "host_bytes": Tier.HOST, "spill_bytes": Tier.NVME}
 SPEEDS = ("tokens_per_s", "model_tflops")
 COUNTED = {
     Count.DEATHS: "Processes of the run that died, by kind",
     Count.REPLACEMENTS: "Of these the ones that were replaced",
-    Count.DISK_READ: "Bytes read of what spills, by kind of process",
-    Count.DISK_WRITTEN: "Bytes written of what spills, by kind of process",
 }
+DISK_COUNTERS = {
+    "read": ("megatrain_disk_read_bytes", "Bytes read of what spills, by kind of process"),
+    "written": ("megatrain_disk_written_bytes", "Bytes written of what spills, by kind of process"),
+}
+DISK = "disk_bytes/"  # columns of it are named by who moved what, and by read or written
 
 
 class RaySink(MetricSink):
@@ -73,6 +82,7 @@ class RaySink(MetricSink):
         planned = self._make(Gauge, "megatrain_planned_tier_bytes", "Bytes that the plan counts on, by tier", "tier")
         for tier in Tier:
             self._set(planned, plan.total_bytes(tier) if plan else 0, tier.value)
+        self._disk = {way: self._make(Counter, *described, "kind") for way, described in DISK_COUNTERS.items()}
         self._counted = {
             what: self._make(Counter, f"megatrain_{what.value}", text, "kind") for what, text in COUNTED.items()
         }
@@ -83,7 +93,7 @@ class RaySink(MetricSink):
                 self._set(gauge, numbers[key])
         for key, tier in HELD.items():
             if key in numbers:
-                self.holds(tier, numbers[key])
+                self._set(self._held, numbers[key], tier.value)
         if "step_s" in numbers:  # the row is of an update, not of an evaluation
             self._update(step, numbers)
 
@@ -97,13 +107,15 @@ class RaySink(MetricSink):
         for key, waited_s in numbers.items():
             if key.startswith(EXPOSED) and waited_s > 0:  # Ray refuses to add 0
                 self._exposed.inc(waited_s, {"cause": key.removeprefix(EXPOSED)})
+        for key, num_bytes in numbers.items():
+            if key.startswith(DISK) and num_bytes > 0:
+                moved, _, way = key.removeprefix(DISK).rpartition("_")
+                kind = SHARD if moved == "shards" else GPU
+                self._disk[way].inc(num_bytes, {"kind": kind})
 
     def count(self, what: Count, amount: float, kind: str) -> None:
         if amount > 0:
             self._counted[what].inc(amount, {"kind": kind})
-
-    def holds(self, tier: Tier, num_bytes: float) -> None:
-        self._set(self._held, num_bytes, tier.value)
 
     def keep(self) -> None:
         if self._clock() - self._kept_s >= KEEP_S:

@@ -1,11 +1,12 @@
-"""Defines what a sink of metrics is: it takes rows of metrics.jsonl as they are written, and counts between rows."""
+"""Defines what a sink of metrics is.
+
+A sink takes rows of metrics.jsonl as they are written. It may also take counts between rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-
-from megatrain_ray.engine.layout.tier import Tier
 
 
 class End(Enum):
@@ -21,8 +22,6 @@ class Count(Enum):
 
     DEATHS = "deaths"
     REPLACEMENTS = "replacements"
-    DISK_READ = "disk_read_bytes"
-    DISK_WRITTEN = "disk_written_bytes"
 
 
 class MetricSink:
@@ -40,9 +39,6 @@ class MetricSink:
 
         kind: kind of the processes concerned.
         """
-
-    def holds(self, tier: Tier, num_bytes: float) -> None:
-        """Record that a tier holds `num_bytes` now."""
 
     def keep(self) -> None:
         """Keep recorded values alive: they are still valid. Called continually."""

@@ -16,7 +16,6 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import config_to_dict, leaves
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
-from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.metrics.sink import Count, End, MetricSink
@@ -124,9 +123,6 @@ class MetricSinks:
 
     def count(self, what: Count, amount: float, kind: str) -> None:
         self._call(lambda sink: sink.count(what, amount, kind))
-
-    def holds(self, tier: Tier, num_bytes: float) -> None:
-        self._call(lambda sink: sink.holds(tier, num_bytes))
 
     def keep(self) -> None:
         self._call(lambda sink: sink.keep())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatrain_ray.accounting.prediction_check import Comparison, Kind, Term
+from megatrain_ray.accounting.prediction_check import Comparison, Term, TermKind
 from megatrain_ray.console.progress import SMALLEST_SHARE
 from megatrain_ray.units import format_bytes
 
@@ -20,13 +20,8 @@ LABELS = {
 }
 
 
-def comparison_table(found: Comparison, *, has_plan: bool) -> Iterator[str]:
-    """Yield the lines of the table.
-
-    has_plan: whether the plan with the comparison's hash is still in the run directory.
-    """
-    kept = "" if has_plan else ", which is not in this folder any more"
-    yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}{kept}"
+def comparison_table(found: Comparison) -> Iterator[str]:
+    yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}"
     yield f"{'':18} {'predicted':>11} {'measured':>11}"
     for term in compared_terms(found):
         yield f"{term.label:18} {term.predicted:>11} {term.measured:>11}  {term.error}".rstrip()
@@ -48,13 +43,15 @@ def compared_terms(found: Comparison) -> list[ComparedTerm]:
     """Return as text the terms that are worth a line: all but waits that are short both as predicted and measured."""
     shortest_s = SMALLEST_SHARE * found.step.measured
     told = (
-        term for term in found.terms if term.kind is not Kind.PART or max(term.predicted, term.measured) >= shortest_s
+        term
+        for term in found.terms
+        if term.kind is not TermKind.PART or max(term.predicted, term.measured) >= shortest_s
     )
     return [_as_text(term) for term in told]
 
 
 def _as_text(term: Term) -> ComparedTerm:
-    is_wait = term.kind is Kind.PART and term.name != "compute"
+    is_wait = term.kind is TermKind.PART and term.name != "compute"
     label = f"wait {term.name.replace('_', ' ')}" if is_wait else LABELS.get(term.name, term.name)
     predicted, measured = (
         format_bytes(int(value)) if term.is_of_bytes else f"{value:.3g} s" for value in (term.predicted, term.measured)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatrain_ray import __version__
-from megatrain_ray.accounting.measured_file import read_comparisons
 from megatrain_ray.config.yaml_file import dump_config
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
@@ -23,6 +22,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.report.comparison_table import ComparedTerm, compared_terms
+from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.report.run_state import RunState, read_state
 from megatrain_ray.run.run_files import REPORT_NAME, RunFiles
 from megatrain_ray.run.run_history import read_history
@@ -178,7 +178,7 @@ def _tiers(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
 
 def _comparisons(files: RunFiles) -> list[tuple[str, list[ComparedTerm]]]:
     """Return the comparison of each start, newest first."""
-    starts = read_comparisons(files.path)
+    starts = compare_starts(files)
     return [
         (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
         for found in reversed(starts)
@@ -194,6 +194,8 @@ def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
             told = f"{row.get('process')}, after step {row.get('step')}"
         case "replaced":
             told = f"{row.get('process')}, in {row.get('took_s', math.nan):.1f} s"
+        case "memory":
+            told = f"host memory of all processes: {format_bytes(row.get('pss_bytes', 0))}"
         case _:
             told = f"{row.get('how', '')}{': ' if row.get('reason') else ''}{row.get('reason') or ''}"
     return _moment(row["unix_s"]), str(row["what"]), told

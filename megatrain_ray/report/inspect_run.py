@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.accounting.busy_share import busy_share
-from megatrain_ray.accounting.measured_file import read_comparisons
 from megatrain_ray.accounting.trace_file import find_traces, read_trace
 from megatrain_ray.config.yaml_file import dump_config
 from megatrain_ray.console.progress import describe_evaluation, describe_split
@@ -16,6 +15,7 @@ from megatrain_ray.console.text_charts import draw
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_manifest, save_folder, verify
 from megatrain_ray.report.comparison_table import comparison_table
+from megatrain_ray.report.measured_starts import compare_start, measured_starts
 from megatrain_ray.report.page_placement import pages_of_run
 from megatrain_ray.report.run_state import read_state
 from megatrain_ray.run.run_files import RunFiles
@@ -114,10 +114,15 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def _compared(files: RunFiles) -> list[str]:
-    if not (compared := read_comparisons(files.path)):
+    """Compare the newest start with its plan. Empty if it has too few steps, or was made by an earlier version."""
+    start = next(reversed(measured_starts(files)), None)
+    if start is None:
         return []
-    has_plan = files.read_plan(compared[-1].plan_sha256) is not None
-    return list(comparison_table(compared[-1], has_plan=has_plan))
+    if files.read_plan(start.plan_sha256) is None:
+        steps = f"steps {start.rows[0]['step']} to {start.rows[-1]['step']}"
+        return [f"{steps}, by the plan {start.plan_sha256[:12]}, which is not in this folder any more"]
+    found = compare_start(files, start)
+    return list(comparison_table(found)) if found else []
 
 
 def _pages(files: RunFiles) -> list[str]:

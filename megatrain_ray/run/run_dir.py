@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.accounting.measured_file import MEASURED_NAME
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_config, resume_diff
 from megatrain_ray.errors import ConfigError, MegatrainError
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 # Files that a run overwrites in its directory, and folders that it creates there.
 FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", HISTORY_NAME, MODEL_NAME, PROCESSES_NAME,
-    MEASURED_NAME, REPORT_NAME, MARK_NAME,
+    REPORT_NAME, MARK_NAME,
 )  # fmt: skip
 FOLDERS = ("plans", "saves", "tokenizer", "inputs")
 
@@ -95,7 +94,7 @@ class RunDir(RunFiles):
         That is saves, replaced files, and exports into this folder.
         """
         names = [file.name for file in (self.config_file, self.plan_file, self.metrics_file, self.evaluations_file)]
-        names += [MODEL_NAME, PROCESSES_NAME, MEASURED_NAME, REPORT_NAME]
+        names += [MODEL_NAME, PROCESSES_NAME, REPORT_NAME]
         traces = [file.name.split(".", 1)[1].rsplit(".", 2)[0] for file in self.path.glob(".trace_steps_*.new")]
         left = left_by_kills(self.path, [*names, *traces]) if has_mark(self.path, FolderKind.RUN) else []
         for file in left:

@@ -4,7 +4,6 @@ owner.json     says that this program made the directory; holds the token of the
 config.yaml    resolved configuration; a directory with this file holds a run
 plan.json      plan of the newest start, written before its first step
 plans/         other plans of earlier starts, named by their hash
-measured.json  what plans predicted, and what was measured (accounting/measured_file.py)
 model.json     the model's configuration and shapes, which a resume must have too
 processes.json process ids, while the run is up and after a death
 metrics.jsonl  one row per update, in order of steps

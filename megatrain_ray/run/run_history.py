@@ -23,9 +23,13 @@ HISTORY_NAME = "history.jsonl"
 
 
 class What(Enum):
-    """Names what a row reports. DIED: a process of the run died; REPLACED: another one took its place."""
+    """Names what a row reports.
+
+    MEMORY: how much host memory the run takes; DIED: a process of the run died; REPLACED: another one took its place.
+    """
 
     START = "start"
+    MEMORY = "memory"
     DIED = "died"
     REPLACED = "replaced"
     END = "end"
@@ -58,6 +62,10 @@ class History:
             self._append(What.END, how="failed", reason=str(error) or type(error).__name__)
             raise
         self._append(What.END, how="finished", reason=None)
+
+    def memory(self, pss_bytes: int) -> None:
+        """Write the host memory of all processes of the run, in which each shared page counts once."""
+        self._append(What.MEMORY, pss_bytes=pss_bytes)
 
     def died(self, process: str, step: int) -> None:
         """Write that a process died.

@@ -19,7 +19,7 @@ from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.process_identity import PidNamespace, start_ticks
 
-DATA, OWNER, GPU = "data", "arena owner", "GPU worker"  # in messages and in files of a run
+DATA, OWNER, GPU, SHARD = "data", "arena owner", "GPU worker", "optimizer shard"  # in messages and in files of a run
 PROCESSES_NAME = "processes.json"
 END_S = 30.0  # Ray ends the actors of a killed driver within a few seconds
 POLL_S = 0.1
@@ -38,7 +38,7 @@ def owner_name(host: int) -> str:
 
 
 def shard_name(index: int) -> str:
-    return f"optimizer shard {index}"
+    return f"{SHARD} {index}"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,6 @@ class ArenaOwner:
         return memory_warning(self._other.folder, f" on {self._other.name}")
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Return handles that `ArenaHolder.adopt` takes in any process of this machine."""
         return self._holder.handles
 
     def digest_of(self, path: str) -> str | None:

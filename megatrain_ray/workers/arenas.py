@@ -1,4 +1,4 @@
-"""Names the arenas and spill files of a run, computes their sizes, and finds a shard's state in its arena."""
+"""Names the arenas and spill files of a run, computes their sizes, and opens what lies in them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatrain_ray.accounting.work_counters import WorkCounters
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
 from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -14,13 +15,19 @@ from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.undo_log import Journal
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_shards import shard_layout, spill_layout
-from megatrain_ray.io.storage.blob_store import aligned
+from megatrain_ray.engine.spill.disk_weights import DiskWeights, ShardFile
+from megatrain_ray.engine.spill.spill_table import SpillTable
+from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.storage.blob_store import BlobStore, aligned
+from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
 from megatrain_ray.io.storage.spill_file import SpillFile
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
+from megatrain_ray.spans import SpanLog
 
 WORKING = "working"
 SLAB = "slab"
 WORDS = "words"
+COUNTERS = "counters"
 
 
 def state_arena(shard: int) -> str:
@@ -45,7 +52,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
 
     layout: of that host.
 
-    Three arenas are mapped by all processes of the host. Each shard has two more, which only it maps, except that the
+    Four arenas are mapped by all processes of the host. Each shard has two more, which only it maps, except that the
     GPU worker reads the shard's momenta if Muon trains something.
     """
     slab_bytes = held_slab_bytes(plan, layout) + plan.direction_slab_bytes
@@ -53,6 +60,7 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
         WORKING: max(1, layout.size_among(plan.weights_on_host)) * plan.precision.working_dtype.itemsize,
         SLAB: max(1, slab_bytes),  # 0 bytes are needed if everything lives on the device
         WORDS: words_bytes(plan),
+        COUNTERS: WorkCounters.num_bytes(plan.num_shards, plan.host_gpus),
     }
     for k in range(plan.num_shards):
         part = shard_layout(plan, layout, k)
@@ -110,3 +118,49 @@ def state_views(arena: torch.Tensor, part: ShardLayout, precision: Precision) ->
         views[kind] = arena[start:stop].view(dtype)
         start = stop
     return views
+
+
+def open_disk_weights(
+    plan: Plan, layout: ModelLayout, holder: ArenaHolder, meter: DiskMeter, spans: SpanLog
+) -> DiskWeights | None:
+    """Open the working copies that are on disk; return None if there are none.
+
+    holder: of the run's arenas and files; must stay open as long as the weights are read.
+    meter: counts the bytes that are read.
+    """
+    if not plan.weights_on_disk:
+        return None
+    files = []
+    for k in range(plan.num_shards):
+        part = shard_layout(plan, layout, k)
+        on_disk = spill_layout(plan, part)
+        if on_disk.layers:
+            arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
+            table = SpillTable(on_disk, spill_memory(arena, plan, part))
+            store, name = holder.spill(spill_file(k), plan.disk_io)
+            store = table.packing(store) if plan.disk_packed else store
+            files.append(ShardFile(on_disk, table, MeasuredStore(store, meter), name))
+    return DiskWeights(plan, layout, files, spans=spans)
+
+
+def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_rank: int) -> tuple[BlobStore, str] | None:
+    """Return store and name of the file in which a GPU worker keeps activations, or None if none go to disk.
+
+    host_rank: of the worker among those of its host.
+    meter: counts the bytes that move.
+    """
+    if not plan.disk_activations:
+        return None
+    store, name = holder.spill(activations_file(host_rank), plan.activations_io)
+    return MeasuredStore(store, meter), name
+
+
+def find_momenta(plan: Plan, layout: ModelLayout, holder: ArenaHolder) -> tuple[list[ShardLayout], list[torch.Tensor]]:
+    """Return the shards' layouts and momenta, both empty unless Muon trains something."""
+    parts, tensors = [], []
+    for k in range(plan.num_shards if plan.num_muon else 0):
+        part = shard_layout(plan, layout, k)
+        arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
+        parts.append(part)
+        tensors.append(state_views(arena, part, plan.precision)["m"])
+    return parts, tensors

@@ -48,11 +48,9 @@ class DeviceLayers:
             self.shard.load_frozen(source.base_weights(), plan.num_compute_threads)
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
-        """Write this part of a save, as a shard does."""
         return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self.shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
-        """Abandon a save: updates do not wait for it any more."""
         self._gate.abandon(attempt)
 
     def close(self) -> None:

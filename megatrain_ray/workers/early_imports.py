@@ -72,6 +72,6 @@ def importing(modules: Sequence[str]) -> Iterator[None]:
 
 
 def _import_unsignalled(modules: Sequence[str], stopped: threading.Event) -> None:
-    """Import with SIGTERM blocked, since the main thread decides when it handles a SIGTERM."""
+    # The main thread decides when it handles a SIGTERM.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     import_all(modules, stopped)

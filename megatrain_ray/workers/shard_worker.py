@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from megatrain_ray.accounting.shard_work import ShardWork
+from megatrain_ray.accounting.work_counters import WorkCounters
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.measure.save_cost import measure_copy
@@ -38,18 +36,9 @@ from megatrain_ray.model.optimizer_settings import hyper_of
 from megatrain_ray.planning.prepare import Prepared
 from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
-from megatrain_ray.workers.arenas import (
-    SLAB,
-    WORDS,
-    WORKING,
-    journal_arena,
-    spill_file,
-    spill_memory,
-    state_arena,
-    state_views,
-    words_in,
-)
-from megatrain_ray.workers.node_memory import settle_shard
+from megatrain_ray.workers import arenas
+from megatrain_ray.workers.arenas import COUNTERS, SLAB, WORDS, WORKING, journal_arena, spill_file, state_arena
+from megatrain_ray.workers.numa_binding import settle_shard
 
 
 class ShardWorker:
@@ -80,15 +69,17 @@ class ShardWorker:
         layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
         self._layout = shard_layout(plan, layout, index)
         self._holder = ArenaHolder.adopt(holders)
-        names = (WORKING, SLAB, WORDS, state_arena(index), journal_arena(index))
+        names = (WORKING, SLAB, WORDS, COUNTERS, state_arena(index), journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
         # Must precede the start of any thread, and the first touch of any page. All shards get this far before one of
         # them fills its part.
         self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
-        self._words = words_in(self._arenas[WORDS].buffer, plan, host)
-        self._disk = DiskMeter()
+        self._words = arenas.words_in(self._arenas[WORDS].buffer, plan, host)
+        counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
+        self._counters = counters.shards[index]
+        self._disk = DiskMeter(self._counters["disk"])
+        self._update_s_before = float(self._counters["update_s"])  # of its predecessors
         self._shard = self._make_shard()
-        self._work = self._work_until(0)
         # The GPU worker has the rest, for the layers on its device.
         budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
@@ -101,7 +92,7 @@ class ShardWorker:
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
         num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
-        state = state_views(arena, self._layout, plan.precision)
+        state = arenas.state_views(arena, self._layout, plan.precision)
         make = partial(SpillingShard, self._make_ring(arena)) if plan.uses_disk else AdamShard
         return make(
             self._layout,
@@ -117,32 +108,26 @@ class ShardWorker:
         )
 
     def _make_ring(self, arena: torch.Tensor) -> SpillRing:
-        """Return the ring through which spilled state moves between disk and memory.
-
-        arena: of this shard's state, 1-D uint8.
-        """
+        """Return the ring through which spilled state moves. `arena`: of this shard's state, 1-D uint8."""
         plan, part = self._prepared.plan, self._layout
         layout = spill_layout(plan, part)
         store: BlobStore = HeldFiles()  # nothing is read from it if nothing is spilled
         name = ""
         if layout.blob_bytes:
             store, name = self._holder.spill(spill_file(self._index), plan.disk_io)
-        memory = spill_memory(arena, plan, part)
+        memory = arenas.spill_memory(arena, plan, part)
         if plan.disk_packed:
             store = SpillTable(layout, memory).packing(store)
         measured = MeasuredStore(store, self._disk)
         return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Return the handles of all arenas of the host, which this process also keeps alive."""
         return self._holder.handles
 
     def kernel_name(self) -> str:
-        """Return the name of the kernel that updates run as."""
         return self._shard.kernel_name
 
     def home_problems(self) -> tuple[str, ...]:
-        """Return why threads or memory of this shard are not where the plan has them."""
         return self._home_problems
 
     def copy_bytes_per_s(self) -> float:
@@ -176,35 +161,27 @@ class ShardWorker:
         abandoned: no update waits for this or an earlier save.
         """
         self._gate.abandon(abandoned)
-        plan = self._prepared.plan
+        plan, slab = self._prepared.plan, torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
+        traced = traced_updates(traced_steps(self._prepared.config.log.trace))
         loop = ShardLoop(
-            self._shard,
-            self._words,
-            torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8),
-            plan.wire_dtype,
-            plan.layer_order,
-            self._gate,
-            traced_updates(traced_steps(self._prepared.config.log.trace)),
-            self._note_work,
+            self._shard, self._words, slab, plan.wire_dtype, plan.layer_order, self._gate, traced, self._count_update,
             plan.stored_layers,
-        )
+        )  # fmt: skip
         loop.start()
         try:
             loop.join(timeout_s=None)
         finally:
             self.close()
 
-    def work(self) -> ShardWork:
-        """Return what this process has done up to the newest update."""
-        return replace(self._work, busy=self._disk.busy)
+    def update_time(self) -> tuple[int, float]:
+        """Return how many updates the shard has made in this run, and for how many seconds its kernel has worked."""
+        return int(self._counters["updates"]), float(self._counters["update_s"])
 
-    def _note_work(self, update: int) -> None:
-        self._work = self._work_until(update)
-
-    def _work_until(self, update: int) -> ShardWork:
-        handle = self._holder.handles.get(spill_file(self._index))
-        on_disk = taken_bytes(handle.fd) if handle else 0
-        return ShardWork(os.getpid(), update, self._shard.update_s, self._disk.moved, spill_bytes=on_disk)
+    def _count_update(self, update: int) -> None:
+        if handle := self._holder.handles.get(spill_file(self._index)):
+            self._counters["spill_bytes"] = taken_bytes(handle.fd)
+        self._counters["update_s"] = self._update_s_before + self._shard.update_s
+        self._counters["updates"] += 1
 
     def spans(self, last: int) -> RecordedSpans:
         """Return the spans of the traced updates, once update `last` is done.
@@ -227,10 +204,7 @@ class ShardWorker:
         self._spare.close()
 
     def _take_state_memory(self) -> None:
-        """Allocate the pages of the state, with all threads.
-
-        This happens only when the state is about to be filled, since meanwhile the GPU worker builds its engine.
-        """
+        # Only when the state is about to be filled: until then the GPU worker builds its engine.
         self._arenas[state_arena(self._index)].populate(self._prepared.plan.num_shard_threads)
 
     def _take_spare_memory(self) -> None:
@@ -247,5 +221,4 @@ class ShardWorker:
         return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self._shard.spans)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
-        """Abandon a save: updates do not wait for it any more."""
         self._gate.abandon(attempt)

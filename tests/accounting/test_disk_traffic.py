@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megatrain_ray.accounting.prediction_check import Comparison, compare
-from megatrain_ray.accounting.work_counters import RunWork, work_between
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.layout.tier import Tier
@@ -26,7 +25,8 @@ from megatrain_ray.planning.prepare import Prepared, prepare, question_of
 from megatrain_ray.report.comparison_table import comparison_table
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.workers.arenas import activations_file, arena_sizes, spill_files
-from megatrain_ray.workers.gpu_worker import GpuWorker, Progress
+from megatrain_ray.workers.gpu_worker import GpuWorker
+from megatrain_ray.workers.messages import Progress
 from megatrain_ray.workers.shard_worker import ShardWorker
 from tests.support.runs import config, write_config
 from tests.support.spilling import least_ram, long_model
@@ -62,11 +62,10 @@ def handles(ready: Prepared) -> Iterator[Handles]:
     torch.set_num_threads(num_threads)
 
 
-async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], list[RunWork], Sequence[Span]]:
+async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], Sequence[Span]]:
     """Train with an evaluation after the second and the last step.
 
-    Returns the rows of all steps, the work that had been done at each evaluation, and the spans of the GPU worker's
-    trace.
+    Returns the rows of all steps, and the spans of the GPU worker's trace.
     """
     config, plan = ready.config, ready.plan
     tokens = tokens_of(config.data, Path(config.run_dir))
@@ -76,7 +75,7 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
         return data.batch(step)
 
     async def fetch_held_out(index: int) -> Batch:
-        return held_out.batch(len(done) + 1)
+        return held_out.batch(index + 1)
 
     shards = [ShardWorker(ready, k, [handles]) for k in range(plan.num_shards)]
     worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
@@ -84,7 +83,7 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
     for shard in shards:
         shard.initialize()
     await worker.start(Progress(0, 0))
-    rows, done = [], []
+    rows = []
     async with asyncio.TaskGroup() as tasks:
         for shard in shards:
             tasks.create_task(asyncio.to_thread(shard.run, NO_ATTEMPT))
@@ -92,18 +91,17 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
             for step in range(1, STEPS + 1):
                 rows.append((await worker.step(step, save=False)).row)
                 if step in (2, STEPS):
-                    await worker.evaluate(step, 0)  # which waits for the update
-                    done.append(RunWork([shard.work() for shard in shards], [worker.work()]))
+                    await worker.evaluate(step, 0)
             spans = (await worker.spans(TRACED)).spans
         finally:
             await worker.close()
             for shard in shards:
                 shard.stop()
-    return rows, done, spans
+    return rows, spans
 
 
-def compared(ready: Prepared, rows: Sequence[dict[str, Any]], done: Sequence[RunWork]) -> Comparison:
-    found = compare(ready.plan, rows, work_between(*done))
+def compared(ready: Prepared, rows: Sequence[dict[str, Any]]) -> Comparison:
+    found = compare(ready.plan, rows)
     assert found is not None
     return found
 
@@ -111,17 +109,17 @@ def compared(ready: Prepared, rows: Sequence[dict[str, Any]], done: Sequence[Run
 async def test_a_step_moves_what_the_plan_says(ready: Prepared, handles: Handles) -> None:
     plan = ready.plan
     assert plan.weights_on_disk and plan.disk_activations and plan.stored_layers
-    rows, done, spans = await run(ready, handles)
-    found = compared(ready, rows, done)
+    rows, spans = await run(ready, handles)
+    found = compared(ready, rows)
     weights, activations = found.term("weights read"), found.term("activation traffic")
     assert weights and weights.measured == weights.predicted == plan.weight_read_bytes
     assert activations and activations.measured == activations.predicted
     assert activations.measured == 2 * sum(
         row.num_bytes for row in plan.rows if (row.tier, row.name) == (Tier.NVME, "activations")
     )
-    for work in done:
-        assert all(busy.times for busy in (*(shard.busy for shard in work.shards), *work.gpus[0].busy))
-        assert (work.gpus[0].weights.written, work.gpus[0].activations.read) == (0, work.gpus[0].activations.written)
+    for row in rows:
+        assert row["disk_bytes"]["weights_read"] == plan.weight_read_bytes, "none of an evaluation"
+        assert row["disk_bytes"]["activations_read"] == row["disk_bytes"]["activations_written"]
 
     traffic, disk, taken = (found.term(name) for name in ("disk traffic", "disk", "on disk"))
     files = sum(handle.nbytes for handle in handles.values() if handle.path)
@@ -135,7 +133,7 @@ async def test_a_step_moves_what_the_plan_says(ready: Prepared, handles: Handles
     assert 0 < disk.measured <= step_s * (1 + 1e-9)
     assert not [term.name for term in found.off(plan.prediction) if term.is_of_bytes]  # type: ignore[arg-type]
     assert {"disk, a step", "of it weights", "of it activations"} <= {
-        line[:18].strip() for line in comparison_table(found, has_plan=True)
+        line[:18].strip() for line in comparison_table(found)
     }
     assert_traced(ready, spans)
 

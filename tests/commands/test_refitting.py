@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain_ray.accounting.measured_file import read_comparisons, write_comparison
 from megatrain_ray.accounting.prediction_check import Comparison, compare
 from megatrain_ray.commands.refit import Refitted, refit, refitted
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.report.measured_starts import compare_starts, measured_starts
 from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.run.run_history import History
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS
 from tests.support.planned_steps import PROFILE, measured, planned, predicted, with_more_on_disk
 from tests.support.settings import config
@@ -26,7 +27,7 @@ TWICE = 2.0
 
 
 def compared(plan: Plan, profile: HardwareProfile) -> Comparison:
-    found = compare(plan, *measured(plan, profile))
+    found = compare(plan, measured(plan, profile))
     assert found is not None
     return found
 
@@ -142,12 +143,12 @@ def test_a_step_that_no_rate_of_copies_explains_leaves_it(optimizer: float, h2d:
     """Updates held the run up less than they take; or copies did longer than all that there are could."""
     slow = replace(PROFILE, adamw_per_s=0.15e9)
     plan = planned(slow)
-    (first, *usual), work = measured(plan, slow)
+    first, *usual = measured(plan, slow)
     waits = {**usual[0]["exposed_s"], "h2d": h2d * usual[0]["step_s"]}
     waits["optimizer"] *= optimizer
     longer_s = sum(waits.values()) - sum(usual[0]["exposed_s"].values())
     rows = [{**row, "exposed_s": waits, "step_s": row["step_s"] + longer_s} for row in usual]
-    found = compare(plan, [first, *rows], work)
+    found = compare(plan, [first, *rows])
     assert found is not None
     done = refit_of(plan, found)
     assert done.profile.both_bytes_per_s == slow.both_bytes_per_s
@@ -156,34 +157,39 @@ def test_a_step_that_no_rate_of_copies_explains_leaves_it(optimizer: float, h2d:
 
 def test_updates_that_nobody_timed_keep_their_rate() -> None:
     plan = planned(PROFILE)
-    found = compare(plan, measured(plan, PROFILE)[0])
+    found = compare(plan, [{**row, "update_s": 0.0} for row in measured(plan, PROFILE)])
     assert found is not None
     done = refit_of(plan, found)
     assert done.profile.adamw_per_s == PROFILE.adamw_per_s
     assert any("AdamW         not timed" in line for line in done.report)
 
 
-def made(folder: Path, plan: Plan, found: Comparison | None) -> Path:
+def made(folder: Path, plan: Plan, rows: Sequence[Mapping[str, Any]] = (), **changes: Any) -> Path:
     """Make a run directory that holds no more than a refit reads."""
     with RunDir.open(config(run_dir=str(folder))) as run:
         run.begin(plan.to_json(), 0)
-    if found is not None:
-        write_comparison(folder, found)
+        for row in rows:
+            run.append(row)
+    History(folder).begin(**{"step": 0, "steps": 9, "plan_sha256": plan.sha256, **changes})
     return folder
 
 
 def test_what_cannot_be_refitted_is_named(tmp_path: Path) -> None:
     plan = planned(PROFILE)
-    found = compared(plan, PROFILE)
-    short = replace(found, terms=tuple(replace(term, measured=term.measured / 1000) for term in found.terms))
+    rows = measured(plan, PROFILE)
+    short = [{**row, "step_s": row["step_s"] / 1000, "exposed_s": dict.fromkeys(row["exposed_s"], 0.0)} for row in rows]
     old = replace(plan, prediction=plan.prediction and replace(plan.prediction, profile=None))
-    for name, folder_plan, compared_as, message in (
-        ("none", plan, None, "nothing was measured: a start must make 4 steps"),
-        ("other", planned(PROFILE, num_micro_batches=2), found, "no plan has the SHA-256"),
-        ("short", plan, short, "ms, which is mostly Ray and Python"),
-        ("old", old, replace(found, plan_sha256=old.sha256), "does not hold its rates"),
+    for name, folder_plan, folder_rows, changes, message in (
+        ("none", plan, [], {}, "nothing was measured: a start must make 4 steps"),
+        ("few", plan, rows[:3], {}, "nothing was measured: a start must make 4 steps"),
+        ("other", plan, rows, {"plan_sha256": "0" * 64}, "no plan has the SHA-256 0+, which that of steps 1 to 6 had"),
+        ("short", plan, short, {}, "ms, which is mostly Ray and Python"),
+        ("old", old, rows, {}, "does not hold its rates"),
+        ("no time", plan, [{**row, "step_s": 0.0} for row in rows], {}, "are of an earlier version, or were changed"),
+        ("no waits", plan, [{"step": row["step"], "step_s": 1.0} for row in rows], {}, "are of an earlier version"),
+        ("no number", plan, [{**row, "step_s": math.nan} for row in rows], {}, "are of an earlier version"),
     ):
-        folder = made(tmp_path / name, folder_plan, compared_as)
+        folder = made(tmp_path / name, folder_plan, folder_rows, **changes)
         with pytest.raises(ConfigError, match=message):
             refit(folder, tmp_path / "profile.json")
     (tmp_path / "profile.json").write_text("mine")
@@ -192,38 +198,18 @@ def test_what_cannot_be_refitted_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "profile.json").read_text() == "mine"
 
 
-DAMAGE: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
-    "no terms": lambda terms: [],
-    "no step": lambda terms: [term for term in terms if term["kind"] != "step"],
-    "no parts": lambda terms: [term for term in terms if term["kind"] != "part"],
-    "no time": lambda terms: [{**term, "measured": 0.0} for term in terms],
-    "back in time": lambda terms: [{**term, "measured": -term["measured"]} for term in terms],
-    "no number": lambda terms: [{**term, "measured": math.nan} for term in terms],
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_what_no_run_measured_is_not_taken_for_it(
-    tmp_path: Path, damage: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
-) -> None:
+def test_a_start_has_the_rows_that_no_later_one_went_back_over(tmp_path: Path) -> None:
     plan = planned(PROFILE)
-    folder = made(tmp_path / "run", plan, compared(plan, PROFILE))
-    tree = json.loads((folder / "measured.json").read_text())
-    tree["starts"][0]["terms"] = damage(tree["starts"][0]["terms"])
-    (folder / "measured.json").write_text(json.dumps(tree))
-    assert read_comparisons(folder) == ()
-    with pytest.raises(ConfigError, match=r"measured\.json is damaged or of another version; the next start that"):
-        refit(folder, tmp_path / "profile.json")
-    assert not (tmp_path / "profile.json").exists()
-
-
-def test_a_start_takes_the_place_of_those_that_were_gone_back_over(tmp_path: Path) -> None:
-    found = compared(planned(PROFILE), PROFILE)
-    for first in (1, 5, 9, 5):
-        write_comparison(tmp_path, replace(found, first_step=first, last_step=first + 10))
-    assert [start.first_step for start in read_comparisons(tmp_path)] == [1, 5]
-    tree = json.loads((tmp_path / "measured.json").read_text())
-    assert tree["version"] == 1
-    assert tree["starts"][0]["terms"][0]["name"] == "step"
-    (tmp_path / "measured.json").write_text("{")
-    assert read_comparisons(tmp_path) == ()
+    folder = made(tmp_path / "run", plan, measured(plan, PROFILE, count=19))
+    history = History(folder)
+    history.memory(3 << 30)
+    for step in (8, 15, 10, 18):
+        history.begin(step, 20, plan.sha256)
+    history.memory(4 << 30)
+    starts = [(start.rows[0]["step"], start.rows[-1]["step"]) for start in measured_starts(RunFiles(folder))]
+    assert starts == [(1, 8), (11, 18)], "those with enough steps"
+    first, second = compare_starts(RunFiles(folder))
+    assert (first.first_step, first.last_step, second.first_step, second.last_step) == (1, 8, 11, 18)
+    host = first.term("host")
+    assert host and host.measured == 3 << 30
+    assert second.term("host") is None

@@ -14,7 +14,7 @@ from megatrain_ray.crew import actor_role, supervisor
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.supervisor import Supervisor
 from megatrain_ray.errors import LostDeviceError, LostProcessError, MegatrainError
-from megatrain_ray.workers.gpu_worker import Progress
+from megatrain_ray.workers.messages import Progress
 
 
 class Actor:

@@ -40,8 +40,7 @@ def test_a_step_has_the_same_batch_whatever_was_asked_before(tokens: tuple[Path,
     for step in asked:
         batch = ours.batch(step)
         assert torch.equal(batch.input_ids, right[step - 1].input_ids)
-        assert batch.position is not None
-        assert batch.position["cursor"] == 4 * step
+        assert ours.position_after(step)["cursor"] == 4 * step
     assert torch.equal(ours.batch(asked[-1] + 1).input_ids, right[asked[-1]].input_ids)
 
 
@@ -57,29 +56,27 @@ def test_several_readers_a_step_apart_get_the_same_batches_and_each_is_drawn_onc
     assert torch.equal(ours.batch(1).input_ids, batches[0].input_ids), "one that makes a step once more"
 
 
-def test_steps_too_far_away_are_refused_and_draw_nothing(tokens: tuple[Path, ...]) -> None:
-    ours = worker(tokens)
-    for step in range(1, REMEMBERED_STEPS + 3):
-        last = ours.batch(step)
-    for wrong in (1, 2, 2 * REMEMBERED_STEPS + 4):
-        with pytest.raises(
-            ValueError, match=f"step {wrong} asked for, the next is {REMEMBERED_STEPS + 3}; those from 4 to "
-        ):
-            ours.batch(wrong)
-    again = worker(tokens, REMEMBERED_STEPS + 2, last.position)
-    assert torch.equal(again.batch(step + 1).input_ids, ours.batch(step + 1).input_ids)
+def test_steps_that_are_not_remembered_have_the_same_batch_and_position(tokens: tuple[Path, ...]) -> None:
+    ours, far = worker(tokens), 2 * REMEMBERED_STEPS + 4
+    batches = {step: ours.batch(step) for step in range(1, REMEMBERED_STEPS + 3)}
+    positions = {step: ours.position_after(step) for step in batches}
+    for step in (1, 2, REMEMBERED_STEPS, 3, far, 4):
+        again = worker(tokens)
+        batch, position = again.batch(step), again.position_after(step)
+        assert torch.equal(ours.batch(step).input_ids, batch.input_ids)
+        assert torch.equal(batches.get(step, batch).input_ids, batch.input_ids)
+        assert ours.position_after(step) == positions.get(step, position) == position
 
 
 def test_it_continues_at_a_position(tokens: tuple[Path, ...]) -> None:
     ours = worker(tokens)
-    positions = [ours.batch(step).position for step in (1, 2)]
-    again = worker(tokens, 2, positions[1])
-    with pytest.raises(ValueError, match="the next is 3"):
-        again.batch(1)
+    again = worker(tokens, 2, ours.position_after(2))
+    for ask in (again.batch, again.position_after):
+        with pytest.raises(ValueError, match="this process knows of steps after 2"):
+            ask(1)
     for step in (3, 4):
-        mine, other = ours.batch(step), again.batch(step)
-        assert torch.equal(mine.input_ids, other.input_ids)
-        assert mine.position == other.position
+        assert torch.equal(ours.batch(step).input_ids, again.batch(step).input_ids)
+        assert ours.position_after(step) == again.position_after(step)
 
 
 def test_weighted_sources_come_in_their_shares_and_go_on_anywhere(tmp_path: Path) -> None:
@@ -91,10 +88,9 @@ def test_weighted_sources_come_in_their_shares_and_go_on_anywhere(tmp_path: Path
     batches = [ours.batch(step) for step in range(1, 9)]
     drawn = torch.cat([batch.input_ids for batch in batches])
     assert int((drawn[:, 0] == ord("b")).sum()) == 7 * 8 // 4
-    again = DataWorker(data, tokens, VOCAB_SIZE, 7, 3, batches[2].position)
+    again = DataWorker(data, tokens, VOCAB_SIZE, 7, 3, ours.position_after(3))
     assert torch.equal(torch.cat([again.batch(step).input_ids for step in range(4, 9)]), drawn[21:])
-    assert batches[7].position is not None
-    assert [set(position) for position in batches[7].position["sources"]] == [
+    assert [set(position) for position in ours.position_after(8)["sources"]] == [
         {"epoch", "cursor", "num_tokens", "crc32"}
     ] * 2
 

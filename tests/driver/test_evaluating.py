@@ -14,7 +14,7 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import HeldOutData
 from megatrain_ray.driver.running_evaluation import RunningEvaluation, evaluation_row, perplexity
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.workers.gpu_worker import HeldOutLoss
+from megatrain_ray.workers.messages import HeldOutLoss
 from tests.support.held_out_loss import held_out_loss
 from tests.support.reference import Recipe
 from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, write_config

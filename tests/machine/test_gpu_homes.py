@@ -35,13 +35,16 @@ from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.machine.numa_topology import gpu_node, named_gpus
 from megatrain_ray.report import page_placement
 from megatrain_ray.report.page_placement import PagePlaces, own_pages_of
-from megatrain_ray.run.run_processes import GPU, gpu_name
-from megatrain_ray.workers import node_memory
+from megatrain_ray.run.run_processes import (
+    GPU,
+    gpu_name,
+)
+from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, arena_sizes
-from megatrain_ray.workers.node_memory import settle_gpu_worker
+from megatrain_ray.workers.numa_binding import settle_gpu_worker
 from tests.support import machines
 from tests.support.machines import address, gpu_files, plant
-from tests.workers.test_node_memory import planned_large
+from tests.workers.test_numa_binding import planned_large
 
 MAP_NORESERVE = 0x4000  # of <sys/mman.h>
 FIRST, SECOND = Home((0,), "0-3", (0,)), Home((1,), "4-7", (1,))
@@ -51,7 +54,7 @@ FOUR = tuple(GpuHome(address(k), (FIRST, SECOND)[k // 2]) for k in range(4))  # 
 
 def see(monkeypatch: pytest.MonkeyPatch, addresses: Sequence[str | None]) -> None:
     """Has torch see GPUs there."""
-    for module in (machine, node_memory, doctor_numa):
+    for module in (machine, numa_binding, doctor_numa):
         monkeypatch.setattr(module, "pci_addresses", lambda: tuple(addresses), raising=True)
 
 
@@ -175,8 +178,8 @@ def arenas() -> Iterator[Mapping[str, Arena]]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that fills with what the kernel is asked for: CPUs of threads, and nodes of memory."""
     found: list[Any] = []
-    monkeypatch.setattr(node_memory, "pin_process", lambda cpus: found.append(sorted(cpus)) or "")
-    monkeypatch.setattr(node_memory, "take_from", lambda memory, nodes: found.append(tuple(nodes)))
+    monkeypatch.setattr(numa_binding, "pin_process", lambda cpus: found.append(sorted(cpus)) or "")
+    monkeypatch.setattr(numa_binding, "take_from", lambda memory, nodes: found.append(tuple(nodes)))
     return found
 
 

@@ -50,7 +50,7 @@ def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
 def test_rows_that_are_too_long_are_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
-    monkeypatch.setattr(trainer, "_processes", None)
+    monkeypatch.setattr(trainer, "ray_processes", None)
     shape = {"model_type": "gemma3", "text_config": LLAMA} if nested else LLAMA
     tree = config(tmp_path / "run", shape, data__seq_len=POSITIONS + 1)
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):

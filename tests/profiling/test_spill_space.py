@@ -378,7 +378,7 @@ def test_what_is_prepared_by_itself_is_a_run(tmp_path: Path, measurements: list[
 def test_a_run_with_a_wrong_path_ends_before_any_process_starts(
     tmp_path: Path, measurements: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "_processes", None)
+    monkeypatch.setattr(trainer, "ray_processes", None)
     with pytest.raises(ConfigError, match=r"spill\.path: cannot write to /proc/none: "):
         trainer.Trainer(settings(tmp_path, Path("/proc/none"))).fit()
     assert not (tmp_path / "run").exists()

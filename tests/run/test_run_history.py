@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,9 +27,6 @@ class Counter(MetricSink):
 
     def count(self, what: Count, amount: float, kind: str) -> None:
         self.counted.append((what, amount, kind))
-
-    def holds(self, tier: Any, num_bytes: float) -> None:
-        pass
 
     def keep(self) -> None:
         pass

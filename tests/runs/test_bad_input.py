@@ -133,7 +133,7 @@ def test_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Nothing that is refused needs the processes that a start brings up meanwhile."""
-    monkeypatch.setattr("megatrain_ray.trainer._processes", no_processes)
+    monkeypatch.setattr("megatrain_ray.trainer.ray_processes", no_processes)
     check_refusal(tmp_path, capsys, name)
 
 

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain_ray.commands.doctor import examine
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.session import Job
+from megatrain_ray.driver.job import Job
 from megatrain_ray.engine.device.numa_homes import GpuHome, Home
 from megatrain_ray.io.arenas.arena import HUGE_PAGE
 from megatrain_ray.report.inspect_run import inspect_run

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain_ray.accounting.measured_file import read_comparisons
 from megatrain_ray.accounting.prediction_check import Comparison
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU, HardwareProfile
+from megatrain_ray.report.measured_starts import compare_starts
+from megatrain_ray.run.run_files import RunFiles
 from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, write_config
 from tests.support.tiny import VOCAB_SIZE
 
@@ -52,7 +53,7 @@ def test_wrong_rates_are_refitted_and_a_lower_limit_is_planned_for(tmp_path: Pat
     assert "warning: predicted " in done.stderr and "; most of it in compute: " in done.stderr
     text = (run_dir / "plan.json").read_bytes()
     sha256, before = hashlib.sha256(text).hexdigest(), plan_of(run_dir)
-    (found,) = read_comparisons(run_dir)
+    (found,) = compare_starts(RunFiles(run_dir))
     assert (found.first_step, found.last_step, found.plan_sha256) == (1, 5, sha256)
     log = (run_dir / "logs" / "driver.log").read_text()
     assert log.index(f"plan.json has the SHA-256 {sha256}") < log.index("step 1  ")
@@ -74,7 +75,7 @@ def test_wrong_rates_are_refitted_and_a_lower_limit_is_planned_for(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert "the plan is another one than that of the start before: device memory 953.67 MiB → 152.59 MiB" in done.stderr
     assert (run_dir / "plans" / f"{sha256[:12]}.json").read_bytes() == text
-    first, second = read_comparisons(run_dir)
+    first, second = compare_starts(RunFiles(run_dir))
     assert first == found
     assert (second.first_step, second.last_step, second.plan_sha256) == (6, 10, plan_of(run_dir).sha256)
     assert_equals_reference(run_dir, tree, tmp_path / "out")

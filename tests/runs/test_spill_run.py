@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
-from megatrain_ray.accounting.measured_file import read_comparisons
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.io.storage.packed_store import Packer
+from megatrain_ray.report.measured_starts import compare_starts
+from megatrain_ray.run.run_files import RunFiles
 from tests.support.kills import END_S, kill, mid_update, training
 from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
 from tests.support.spilling import ROUNDED, small_model, spill_file_of, spilling, with_gradients_on_disk
@@ -45,7 +46,7 @@ def test_a_run_that_spills_equals_plain_pytorch(
     assert bool(plan.stored_layers) == plan.disk_packed == has_gradients
     assert not list((tmp_path / "spill").iterdir())
     assert rows(tmp_path / "run")[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
-    (found,) = read_comparisons(tmp_path / "run")
+    (found,) = compare_starts(RunFiles(tmp_path / "run"))
     moved, on_disk = (found.term(name) for name in ("disk traffic", "on disk"))
     assert moved and on_disk and 0 < on_disk.measured <= on_disk.predicted
     assert 0.5 < moved.measured / moved.predicted < 2  # what saves read comes on top

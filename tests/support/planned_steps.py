@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.accounting.prediction_check import WAITS
-from megatrain_ray.accounting.work_counters import StepWork
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU, HardwareProfile
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import discover
@@ -86,8 +85,8 @@ def predicted(plan: Plan, profile: HardwareProfile, **changes: Any) -> Predictio
 
 def measured(
     plan: Plan, profile: HardwareProfile, count: int = 5, slower: float = 1.0, **waits: float
-) -> tuple[list[dict[str, Any]], StepWork]:
-    """Return rows of metrics, and the work of shards and GPU worker, as a machine with these rates would measure them.
+) -> list[dict[str, Any]]:
+    """Return rows of metrics as a machine with these rates would measure them.
 
     slower: factor of all times.
     waits: seconds of more exposed time, by cause.
@@ -97,10 +96,15 @@ def measured(
     step_s = slower * on_machine.step_s + sum(waits.values())
     tensors = sum(row.num_bytes for row in plan.rows if row.tier is Tier.HBM and row.name != "context")
     usual = {"step_s": step_s, "exposed_s": {**exposed, "loss": 0.3}, "hbm_peak_bytes": tensors}
+    if updates_s := on_machine.busy_s.get("optimizer", 0.0):
+        usual["update_s"] = slower * updates_s
+    if plan.total_bytes(Tier.NVME):
+        of_activations = 2 * plan.num_sweeps * plan.activation_file_bytes
+        moved = 2 * plan.written_bytes + plan.weight_read_bytes
+        usual["disk_s"], usual["spill_bytes"] = slower * on_machine.disk_s, plan.total_bytes(Tier.NVME)
+        usual["disk_bytes"] = {
+            "shards_read": moved - plan.weight_read_bytes - of_activations, "shards_written": 0,
+            "weights_read": plan.weight_read_bytes, "activations_read": of_activations, "activations_written": 0,
+        }  # fmt: skip
     compiling = usual | {"step_s": 99.0}
-    spilled = plan.total_bytes(Tier.NVME)
-    update_s, disk_s = slower * on_machine.busy_s.get("optimizer", 0.0), slower * on_machine.disk_s
-    moved = 2.0 * plan.written_bytes + plan.weight_read_bytes
-    of_activations = 2.0 * plan.num_sweeps * plan.activation_file_bytes
-    work = StepWork(update_s, moved, disk_s, spilled, plan.weight_read_bytes, of_activations)
-    return [{**row, "step": i + 1} for i, row in enumerate([compiling, *[usual] * count])], work
+    return [{**row, "step": i + 1} for i, row in enumerate([compiling, *[usual] * count])]

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.accounting.measured_file import write_comparison
-from megatrain_ray.accounting.prediction_check import compare
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_history import History
 from tests.support.planned_steps import PROFILE, measured, planned
@@ -40,19 +38,18 @@ def make_run(run_dir: Path, num_rows: int, reason: str | None = None, **changes:
     It has `num_rows` rows, evaluations, a spilling plan and a comparison, and a shard that was replaced.
     """
     plan = planned(PROFILE, spilled=True)
-    found = compare(plan, *measured(plan, PROFILE, slower=1.5), 3 << 30)
     history = History(run_dir, lambda: 1_700_000_000.0)
     with RunDir.open(config(run_dir=str(run_dir), train__steps=max(1, num_rows), **changes)) as opened:
         opened.begin(plan.to_json(), 0)
-        opened.metrics_file.write_text("".join(json.dumps(row_of(k + 1, num_rows)) + "\n" for k in range(num_rows)))
+        work = measured(plan, PROFILE, slower=1.5)[-1]
+        rows = ({**work, **row_of(k + 1, num_rows)} for k in range(num_rows))
+        opened.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         for step in range(0, num_rows + 1, max(1, num_rows // 5)):
             opened.append_evaluation(
                 {"step": step, "eval_loss": 3.0 + 5.0 / (1 + step), "eval_tokens": 9, "eval_s": 1.0}
             )
     hardware = {"gpu": None, "cpu": "A <processor>", "cores": 16, "ram_bytes": 128 << 30, "load_average": 0.123456}
     surroundings = {"host": "node-3", "hardware": hardware, "versions": {"torch": "2.13.0"}}
-    if found is not None:
-        write_comparison(run_dir, found)
     if reason is None:
         history.begin(0, num_rows, plan.sha256, **surroundings)
         _lose_a_shard(history)
@@ -64,5 +61,6 @@ def make_run(run_dir: Path, num_rows: int, reason: str | None = None, **changes:
 
 
 def _lose_a_shard(history: History) -> None:
+    history.memory(3 << 30)
     history.died("optimizer shard 0", 2)
     history.replaced("optimizer shard 0", 2, 1.6)

@@ -10,13 +10,14 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain_ray.accounting.measured_file import read_comparisons
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning.prepare import Question, question_of
+from megatrain_ray.report.measured_starts import compare_starts
+from megatrain_ray.run.run_files import RunFiles
 from tests.support.runs import config, write_config
 
 DISK_BYTES_PER_S = 1e9
@@ -127,7 +128,7 @@ def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
 
     Shards also read for saves, and write after an update.
     """
-    (found,) = read_comparisons(run_dir)
+    (found,) = compare_starts(RunFiles(run_dir))
     activations, weights, all_of_it = (
         found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
     )

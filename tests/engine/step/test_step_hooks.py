@@ -43,7 +43,7 @@ class Recording(StepHooks):
         self.events.append((self.name, "after_visit", visit.layer))
 
     def scale_known(self, params: UpdateParams) -> None:
-        self.events.append((self.name, "scale_known", header.update))
+        self.events.append((self.name, "scale_known", params.update))
 
     def end_step(self, update: int) -> None:
         self.events.append((self.name, "end_step", update))

@@ -98,6 +98,17 @@ def test_a_position_survives_json_and_continues_exactly(before: int, batch_size:
     assert drawn(second, 4) == drawn(first, 4)
 
 
+@settings(deadline=None, derandomize=True)
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 5))
+def test_batches_that_are_skipped_are_as_if_drawn(before: int, skipped: int, batch_size: int) -> None:
+    first, second = stream(numbered(7), batch_size, seed=3), stream(numbered(7), batch_size, seed=3)
+    drawn(first, before + skipped)
+    drawn(second, before)
+    second.skip(skipped)
+    assert second.position == first.position
+    assert drawn(second, 4) == drawn(first, 4)
+
+
 def test_going_back_to_an_earlier_position_repeats_the_batches() -> None:
     it = stream(numbered(7), seed=3)
     start = it.position

@@ -84,6 +84,20 @@ def test_it_goes_on_at_any_window_with_any_batch_size(before: int, first: int, s
     assert drawn(again, 4) == whole[before * first :]
 
 
+@settings(deadline=None, derandomize=True)
+@given(st.integers(0, 9), st.integers(0, 30), st.integers(1, 7))
+def test_batches_that_are_skipped_are_as_if_drawn(before: int, skipped: int, batch_size: int) -> None:
+    first, second = stream(batch_size=batch_size), stream(batch_size=batch_size)
+    for ours in (first, second):
+        if before:
+            drawn(ours, before)
+    for _ in range(skipped):
+        first.next_batch()
+    second.skip(skipped)
+    assert second.position == first.position
+    assert drawn(second, 2) == drawn(first, 2)
+
+
 def test_a_position_of_other_data_names_the_source() -> None:
     position = stream().position
     with pytest.raises(ConfigError, match=r"belongs to other data.*\(source 1\)"):

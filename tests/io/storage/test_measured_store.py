@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -28,26 +29,25 @@ def test_transfers_at_the_same_time_count_once(clock: list[float]) -> None:
         clock[0] = 1.0
         with second:
             clock[0] = 3.0
-            assert (meter.moved, meter.busy.times) == ((0, 0), ((0.0, 3.0),))  # of what is under way, the time alone
-        assert (meter.moved, meter.busy.times) == ((0, 20), ((0.0, 3.0),))
+            assert (meter.moved, meter.busy) == ((0, 0), [(0.0, math.inf)])  # of what is under way, the time alone
+        assert (meter.moved, meter.busy) == ((0, 20), [(0.0, math.inf)])
         clock[0] = 4.0
     clock[0] = 9.0
-    assert (meter.moved, meter.busy.times) == ((100, 20), ((0.0, 4.0),))
+    assert (meter.moved, meter.busy) == ((100, 20), [(0.0, 4.0)])
     with pytest.raises(OSError), meter.transfer(Moved(read=1)):
         clock[0] = 10.0
         raise OSError
-    assert (meter.moved, meter.busy) == ((101, 20), (((0.0, 4.0), (9.0, 10.0)), 0.0))
+    assert (meter.moved, meter.busy) == ((101, 20), [(0.0, 4.0), (9.0, 10.0)])
 
 
 def test_the_newest_times_are_kept(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meter also says from when on all times are kept."""
     monkeypatch.setattr(measured_store, "MAX_TIMES", 2)
     meter = DiskMeter()
     for start in range(4):
         clock[0] = float(start)
         with meter.transfer(Moved(1, 0)):
             clock[0] += 0.5
-    assert meter.busy == (((2.0, 2.5), (3.0, 3.5)), 1.5)
+    assert meter.busy == [(2.0, 2.5), (3.0, 3.5)]
     assert meter.moved == (4, 0)
 
 

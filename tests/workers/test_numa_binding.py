@@ -25,10 +25,13 @@ from megatrain_ray.io.arenas.arena import HUGE_PAGE, Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
 from megatrain_ray.report.page_placement import PagePlaces, page_places, pages_of
-from megatrain_ray.run.run_processes import GPU, shard_name
-from megatrain_ray.workers import node_memory, numa_pinning
+from megatrain_ray.run.run_processes import (
+    GPU,
+    shard_name,
+)
+from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, WORKING, arena_sizes, journal_arena, state_arena
-from megatrain_ray.workers.node_memory import Stretch, settle_gpu_worker, settle_shard, shard_stretches
+from megatrain_ray.workers.numa_binding import Stretch, settle_gpu_worker, settle_shard, shard_stretches
 from tests.support.runs import ROOT
 from tests.support.shapes import qwen
 
@@ -102,7 +105,7 @@ def test_every_thread_stays_and_so_do_those_it_starts() -> None:
     """The test has a process of its own, since this one goes on with its tests."""
     code = (
         "import os, threading, pathlib\n"
-        "from megatrain_ray.workers.numa_pinning import pin_process\n"
+        "from megatrain_ray.workers.numa_binding import pin_process\n"
         "hold = threading.Event()\n"
         "for _ in range(5): threading.Thread(target=hold.wait, daemon=True).start()\n"
         f"assert pin_process({{{FIRST_CPU}}}) == ''\n"
@@ -113,13 +116,15 @@ def test_every_thread_stays_and_so_do_those_it_starts() -> None:
         "hold.set()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.split() == [str(FIRST_CPU)] * 7
+    found = done.stdout.split()
+    assert len(found) >= 7, "those of libraries may be more"
+    assert set(found) == {str(FIRST_CPU)}
 
 
 def test_cpus_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert numa_pinning.pin_process({100_000}) == "threads cannot be kept on CPUs 100000: Invalid argument"
+    assert numa_binding.pin_process({100_000}) == "threads cannot be kept on CPUs 100000: Invalid argument"
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: None)  # as where a cpuset has fewer
-    assert "threads do not stay on CPUs 0-9: a cpuset has fewer" in numa_pinning.pin_process(set(range(10)))
+    assert "threads do not stay on CPUs 0-9: a cpuset has fewer" in numa_binding.pin_process(set(range(10)))
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
@@ -200,8 +205,8 @@ def test_on_one_node_the_kernel_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
         raise AssertionError(f"asked: {arguments}")
 
     monkeypatch.setattr(numa_policy, "_call", asked)
-    monkeypatch.setattr(node_memory, "take_from", asked)
-    monkeypatch.setattr(node_memory, "pin_process", asked)
+    monkeypatch.setattr(numa_binding, "take_from", asked)
+    monkeypatch.setattr(numa_binding, "pin_process", asked)
     plan, layout = planned_large(Precision.BF16, 2, num_nodes=1)
     assert settle_shard(plan, shard_layout(plan, layout, 0), {}, pinned=True) == ()
     assert settle_gpu_worker(plan, {}, 0, pinned=True) == ()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatrain_ray.console.interrupts import SIGNALS, Interrupts
 from megatrain_ray.crew.ray_cluster import _init
-from megatrain_ray.driver.interrupts import SIGNALS, Interrupts
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +125,7 @@ def test_ray_makes_its_core_to_the_end() -> None:
 import os, signal
 import ray
 from megatrain_ray.crew.ray_cluster import cluster
-from megatrain_ray.driver.interrupts import Interrupts
+from megatrain_ray.console.interrupts import Interrupts
 
 class Core(ray._raylet.CoreWorker):
     def __init__(self, *args):

@@ -7,7 +7,9 @@ of `working` may be filled first by another shard; binding puts it on its owner'
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from megatrain_ray.engine.device.cuda_info import pci_addresses
@@ -19,7 +21,8 @@ from megatrain_ray.io.arenas.arena import HUGE_PAGE, Arena, mapped_bytes
 from megatrain_ray.io.arenas.numa_policy import take_from
 from megatrain_ray.units import format_ranges
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
-from megatrain_ray.workers.numa_pinning import pin_process
+
+TASKS = Path("/proc/self/task")
 
 
 class Stretch(NamedTuple):
@@ -53,15 +56,15 @@ def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> 
 def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
     """Bind a shard's memory to its home (CPUs and NUMA nodes), and with `pinned` all threads of this process.
 
-    Nothing of that memory may have been touched. Returns what the kernel refused; nothing is bound if the plan has no
-    homes.
+    Nothing of that memory may have been touched. Returns what the kernel refused.
     """
     if not plan.shard_homes:
         return ()
     sizes = {name: arena.handle.nbytes for name, arena in arenas.items()}
     home = plan.shard_homes[part.index]
     problem = pin_process(home.cpu_set) if pinned else ""
-    return _told(problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes)))
+    problems = problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes))
+    return tuple(filter(None, problems))
 
 
 def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
@@ -76,7 +79,8 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
     if home and pinned:
         problem += pin_process(home.cpu_set)
     of_slab = [] if host_rank else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
-    return _told(problem, _take(slab_nodes(plan.gpu_homes, plan.host_gpus, home), arenas, of_slab))
+    problems = problem, _take(slab_nodes(plan.gpu_homes, plan.host_gpus, home), arenas, of_slab)
+    return tuple(filter(None, problems))
 
 
 def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
@@ -90,10 +94,6 @@ def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
     return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
 
 
-def _told(*problems: str) -> tuple[str, ...]:
-    return tuple(filter(None, problems))
-
-
 def _take(nodes: Sequence[int], arenas: Mapping[str, Arena], stretches: Iterable[Stretch]) -> str:
     for name, start, stop in stretches:
         try:
@@ -104,3 +104,34 @@ def _take(nodes: Sequence[int], arenas: Mapping[str, Arena], stretches: Iterable
                 f"{os.strerror(error.errno or 0)}), so pages are where the first thread to touch them runs"
             )
     return ""
+
+
+def pin_process(cpus: Set[int]) -> str:
+    """Let every thread of this process run on `cpus` only, as far as the kernel allows it.
+
+    Returns what went wrong; empty if nothing did. It never ends a run. A thread inherits its CPUs from the one that
+    starts it. sched_setaffinity moves one thread, and a process of Ray has about 20 before any of ours.
+    """
+    try:
+        # Repeat until no thread is left: one that was not moved yet may have started another one meanwhile.
+        while left := {thread for thread in _threads() if _elsewhere(thread, cpus)}:
+            for thread in left:
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread, cpus)
+            if stuck := {thread for thread in left if _elsewhere(thread, cpus)}:
+                return f"{len(stuck)} threads do not stay on CPUs {format_ranges(cpus)}: a cpuset has fewer of them"
+    except OSError as error:
+        return f"threads cannot be kept on CPUs {format_ranges(cpus)}: {error.strerror}"
+    return ""
+
+
+def _threads() -> set[int]:
+    return {int(path.name) for path in TASKS.iterdir()}
+
+
+def _elsewhere(thread: int, cpus: Set[int]) -> bool:
+    """Return whether a living thread may run on other CPUs, or not on all of these."""
+    try:
+        return os.sched_getaffinity(thread) != cpus
+    except ProcessLookupError:
+        return False

@@ -1,0 +1,90 @@
+"""Makes attempts at a run until one of them ends well."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.console.logs import say
+from megatrain_ray.crew.placement import Placement
+from megatrain_ray.crew.recovery import decide_restart
+from megatrain_ray.driver.job import Job
+from megatrain_ray.driver.session import Session
+from megatrain_ray.errors import DamagedSaveError, LostProcessError
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import list_saves
+from megatrain_ray.machine.environment import hardware, versions
+from megatrain_ray.metrics.sinks import open_sinks
+from megatrain_ray.run.resume import clean_after_end, fall_back, newest_save
+from megatrain_ray.run.run_history import History
+from megatrain_ray.run.run_processes import await_end
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Holds the result of a training.
+
+    step: updates of the run so far, those of earlier processes included.
+    loss: of the last update; None if none ran.
+    rows, evaluations: of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
+    """
+
+    step: int
+    loss: float | None
+    run_dir: Path
+    rows: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[Mapping[str, Any]] = ()
+
+
+def train(job: Job, manifest: Manifest | None, placement: Placement | None) -> Trained:
+    """Train, and record the start and its end in the run's history."""
+    plan, steps = job.prepared.plan, job.run.config.train.steps
+    here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
+    # Recorded before anything of the start can fail.
+    with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here):
+        return _train(job, manifest, placement)
+
+
+def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> Trained:
+    """Train, and start again from a save if one turns out to be damaged or a process cannot be replaced.
+
+    After a damaged save an earlier one is used; after a death the newest one.
+
+    placement: holds actors that have started already; used in the first attempt only.
+    """
+    run, plan = job.run, job.prepared.plan
+    step = first = manifest.step if manifest else 0
+    num_evaluations = len(run.evaluations())
+    while True:
+        aliased = ", host memory aliased" if job.prepared.is_aliased else ""
+        log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
+        num_failures = job.failures.count
+        try:
+            # At the start from 0: the evaluation before the first update is written with step 0.
+            with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
+                completed, loss = Session(job, manifest, sinks, placement).train()
+            rows = [row for row in run.rows() if row["step"] > first]
+            return Trained(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
+        except DamagedSaveError as damage:
+            fall_back(run, step, damage)
+        except LostProcessError as death:
+            if job.failures.count == num_failures:  # this death has not been counted yet
+                job.failures.count += 1
+            decision = decide_restart(str(death), job.failures, max(list_saves(run.saves), default=None))
+            if decision.error:
+                raise decision.error from None
+            say(decision.why)
+        placement = None
+        await_end(run.path)  # the memory of two crews would not fit
+        clean_after_end(run)
+        manifest = newest_save(run)
+        step = manifest.step if manifest else 0
+        first = min(first, step)
+        run.begin(plan.to_json(), step)
+        num_evaluations = min(num_evaluations, len(run.evaluations()))

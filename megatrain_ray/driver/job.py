@@ -1,0 +1,92 @@
+"""Defines what all attempts at a run have in common, and checks the files that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatrain_ray.console.interrupts import Interrupts
+from megatrain_ray.console.logs import say
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.crew.ray_cluster import Daemons
+from megatrain_ray.crew.recovery import FailureBudget
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.data.data_worker import HeldOutData, naming_eval_path, open_stream
+from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.engine.discovery.packing_check import check_packing
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.tokens.tokenizer import tokenizer_files
+from megatrain_ray.metrics.sinks import check_packages
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.run.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Job:
+    """Holds what all attempts at a run have in common.
+
+    tokens: folders of the tokens of the data's sources.
+    failures: of all attempts together.
+    at_end: called when all steps are made, while every process still lives.
+    left: processes that the previous attempt left on other hosts, as Crew.elsewhere returns them.
+    """
+
+    prepared: Prepared
+    tokens: tuple[Path, ...]
+    held_out: HeldOutData | None
+    run: RunDir
+    interrupts: Interrupts
+    daemons: Daemons
+    startup: Startup
+    failures: FailureBudget
+    at_end: Callable[[Job, Crew], None] = lambda job, crew: None
+    left: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Holds the folders of the tokens of the data's sources, and what is evaluated."""
+
+    tokens: tuple[Path, ...]
+    held_out: HeldOutData | None
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return the folders of all tokens."""
+        return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
+
+
+def check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
+    """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
+    config = prepared.config
+    check_packages(config)
+    with startup.phase("looking for weights and tokenizer"):
+        prepared.source.check_weights(prepared.structure)
+        if manifest is None:
+            prepared.source.check_adapter(prepared.structure)
+        tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
+    vocab_size = prepared.structure.vocab_size
+    startup.tell("reading data")
+    tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
+    stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
+    held_out = _held_out(prepared, run_dir)
+    if stream.joins_documents or (held_out and held_out.open().joins_documents):
+        check_packing(prepared.source.factory, prepared.structure)
+    if manifest is not None:
+        stream.seek(manifest.data)
+    return Inputs(tokens, held_out)
+
+
+def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
+    """Return the held-out data, or None if nothing is evaluated."""
+    config, plan, vocab_size = prepared.config, prepared.plan, prepared.structure.vocab_size
+    data = config.data.held_out
+    if data is None:
+        return None
+    if not config.eval_every:
+        say("data.eval_path is set and eval_every is 0: nothing is evaluated")
+        return None
+    with naming_eval_path():
+        tokens = tokenize(data, config.tokenizer, vocab_size, run_dir, "data.eval_path")
+    return HeldOutData(data, tokens, vocab_size, plan.batch_size, plan.micro_batch_size * plan.num_gpus)

@@ -1,0 +1,41 @@
+"""Prints what a run waits for if nothing ends for long, and bounds the wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from megatrain_ray.console.logs import say
+from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
+from megatrain_ray.errors import DeadlineError
+
+SILENCE_S = 60.0  # seconds in which nothing ends, after which the driver prints what it waits for
+
+
+class StallWatch:
+    """Measures how long nothing has ended."""
+
+    def __init__(self, whereabouts: Callable[[], str]) -> None:
+        """Begin to measure.
+
+        whereabouts: returns what the GPU worker is doing.
+        """
+        self._whereabouts = whereabouts
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to measure anew, since something has ended."""
+        self._since_s = self._told_s = time.monotonic()
+
+    def check(self, awaited: str, more_s: float) -> None:
+        """Print what is awaited if nothing has ended for SILENCE_S seconds, and again after as long.
+
+        Raises DeadlineError if nothing has ended for STEP_DEADLINE_S + `more_s` seconds.
+        """
+        now_s = time.monotonic()
+        if now_s - self._told_s > SILENCE_S:
+            self._told_s = now_s
+            say(f"still waiting for {awaited}: {self._whereabouts()}")
+        limit_s = STEP_DEADLINE_S + more_s
+        if now_s - self._since_s > limit_s:
+            raise DeadlineError(f"{awaited} did not end within {limit_s:.0f} s: {self._whereabouts()}")

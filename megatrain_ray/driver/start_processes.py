@@ -1,0 +1,128 @@
+"""Starts the processes of a run, up to where they are ready for a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.crew.placement import CrewSpec, Placement, crew_spec
+from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_cluster
+from megatrain_ray.crew.ray_resources import check_device
+from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.driver.job import Job
+from megatrain_ray.driver.running_save import check_save_room, measure_disk
+from megatrain_ray.engine.planner.request import Machine
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import save_folder
+from megatrain_ray.model.discover_model import compiles
+from megatrain_ray.planning.stop_deadline import stop_wait_s, warning_of
+from megatrain_ray.spans import traced_steps
+from megatrain_ray.units import format_count
+from megatrain_ray.workers.early_imports import TRANSFORMERS, importing
+from megatrain_ray.workers.messages import Progress
+
+
+class SaveRates(NamedTuple):
+    """Holds the rates from which the stall of a save is predicted. That of the disk is 0 if nothing is saved."""
+
+    disk_bytes_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
+
+
+def start_processes(crew: Crew, job: Job, manifest: Manifest | None, progress: Callable[[], Progress]) -> SaveRates:
+    """Start all actors, load their state and build the engine. Return the rates of saves.
+
+    manifest: of the save to go on from; None: begin with the model's initial values.
+    progress: returns where training stands at the moment of the call.
+
+    Raises CapacityError if saves have no room, and what the crew raises.
+    """
+    plan, config, run, startup = job.prepared.plan, job.prepared.config, job.run, job.startup
+    disk_bytes_per_s = 0.0
+    if config.save_every is not None:
+        with startup.phase("measuring the disk"):
+            check_save_room(job.prepared, run.saves, progress().step, run.token)
+            disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, config.save_compress)
+    with startup.phase(f"starting {crew_spec(job.prepared).num_processes} processes"):
+        crew.start(lambda: _data_arguments(job, manifest))
+    with startup.phase(_loading(job, manifest)):
+        crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
+        copy_bytes_per_s = crew.copy_bytes_per_s()
+    with startup.phase("building the engine" + (" and compiling its layers" if plan.compiled_loss else "")):
+        crew.begin(progress)
+    if in_ray_job():
+        _warn_of_stop(job, disk_bytes_per_s)
+    return SaveRates(disk_bytes_per_s, copy_bytes_per_s)
+
+
+def _data_arguments(job: Job, manifest: Manifest | None) -> dict[str, Any]:
+    """Return the arguments of a data process.
+
+    It begins where this attempt began, and skips from there to the batch that it is asked for.
+    """
+    config, plan = job.prepared.config, job.prepared.plan
+    return {
+        "data": config.data,
+        "tokens": job.tokens,
+        "vocab_size": job.prepared.structure.vocab_size,
+        "batch_size": plan.batch_size,
+        "num_readers": plan.num_gpus,
+        "step": manifest.step if manifest else 0,
+        "position": manifest.data if manifest else None,
+        "held_out": job.held_out,
+        "traced": traced_steps(config.log.trace),
+    }
+
+
+def _loading(job: Job, manifest: Manifest | None) -> str:
+    parameters = f"{format_count(job.prepared.plan.num_parameters)} parameters"
+    if manifest is not None:
+        return f"restoring {parameters} from the save of step {manifest.step}"
+    return f"loading {parameters}" if job.prepared.source.folder else f"making {parameters} at random"
+
+
+def _warn_of_stop(job: Job, disk_bytes_per_s: float) -> None:
+    """Print a warning if a stopped job of Ray would be killed before its last save is complete."""
+    plan = job.prepared.plan
+    step_s = plan.prediction.step_s if plan.prediction else 0.0
+    needed_s = stop_wait_s(plan, job.prepared.config.save_every, disk_bytes_per_s, step_s)
+    if warning := warning_of(needed_s, os.environ):
+        say(warning)
+
+
+@contextmanager
+def ray_processes(config: TrainConfig, machine: Machine, startup: Startup) -> Iterator[tuple[Daemons, Placement]]:
+    """Start Ray, and processes for the run, which begin to import what they need.
+
+    The driver imports Transformers while Ray starts.
+    """
+    hardware = config.hardware
+    spec = CrewSpec(
+        num_shards=machine.shards(hardware.num_shards),
+        device=machine.device,
+        num_workers=hardware.num_gpus,
+        num_hosts=hardware.num_hosts,
+        draws=config.model.path is None,
+        compiles=compiles(config, machine.device),
+    )
+    if hardware.num_hosts > 1 and not joins_cluster():
+        raise ConfigError(
+            f"hardware.num_hosts: {hardware.num_hosts}, and there is no Ray cluster: start Ray on every host and set "
+            "RAY_ADDRESS to the head's address, or submit a job (docs/several_hosts.md)"
+        )
+    with ExitStack() as stack:
+        with startup.phase("starting Ray and importing Transformers"), importing(TRANSFORMERS):
+            daemons = stack.enter_context(cluster(spec.num_processes, spec.num_gpus))
+            check_device(hardware.device, machine.device)
+            placement = Placement(spec)
+        try:
+            yield daemons, placement
+        finally:
+            if not daemons.processes:  # a cluster of our own ends them itself
+                placement.clear()

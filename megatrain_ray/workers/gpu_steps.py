@@ -1,0 +1,147 @@
+"""Runs the steps and evaluations of a GPU worker one after the other, whatever order they are asked for in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from megatrain_ray.accounting.work_counters import WorkColumns
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
+from megatrain_ray.engine.optimizer.adamw import UpdateParams
+from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.errors import DeadlineError
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.metrics.step_rows import StepRows
+from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.spans import RecordedSpans, Row, traced_steps
+from megatrain_ray.workers.messages import HeldOutLoss, Progress, StepResult
+from megatrain_ray.workers.open_device import memory_explained
+
+FetchBatch = Callable[[int], Awaitable[Batch]]  # returns the batch of a step, or a held-out batch by its number
+
+
+class GpuSteps:
+    """Runs the steps of one rank. Its methods may be called early and in any order.
+
+    Ray does not keep the order of calls to an async actor. No step begins after one that failed.
+    """
+
+    def __init__(
+        self, prepared: Prepared, engine: Engine, rank: int, fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
+        rows: StepRows, work: WorkColumns, progress: Progress,
+    ) -> None:  # fmt: skip
+        """Get ready for the step after `progress`, and begin to fetch its batch.
+
+        work: makes the columns of rows that tell of all processes of the host.
+        """
+        self._prepared = prepared
+        self._engine = engine
+        self._rank = rank
+        self._fetch_batch = fetch_batch
+        self._fetch_held_out = fetch_held_out
+        self._rows = rows
+        self._work = work
+        self._progress = progress
+        self._turn = asyncio.Condition()
+        self._evaluated = (0, 0)  # step after which the newest evaluation runs, and its finished batches
+        self.waits_for = ""  # name of the batch that the data process is awaited for
+        self._next_batch = asyncio.ensure_future(fetch_batch(progress.step + 1))
+
+    async def step(self, step: int, save: bool) -> StepResult:
+        """Run one step.
+
+        save: a save wants the state after this step.
+        """
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step == step - 1)
+            await self._trace(step in traced_steps(self._prepared.config.log.trace))
+            with self._engine.device.spans.span(Row.STEPS, f"step {step}"):
+                result = await self._step(step, save)
+            self._turn.notify_all()
+            return result
+
+    async def _step(self, step: int, save: bool) -> StepResult:
+        start = time.perf_counter()
+        batch = await self._take_batch(self._next_batch, f"batch of step {step}")
+        data_s = time.perf_counter() - start
+        train = self._prepared.config.train
+        if step < train.steps:
+            self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
+        world = World(batch.num_supervised, self._rank, self._prepared.plan.num_gpus)
+        inputs = StepInput(step, self._micro_batches(batch), world, train.seed, objective_of(self._prepared))
+        params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
+        with memory_explained(self._prepared.plan, f"step {step}"):
+            report = await self._engine.step(inputs, params, train.clip)
+        self._engine.device.timeline.clear()  # nobody reads these records, which take 8 KB a step
+        self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
+        row = self._rows.row(report, batch, data_s)
+        return StepResult(row | self._work.columns(step, self._rows.newest), self._progress)
+
+    def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches of this rank. Every rank has the same number."""
+        of_all = micro_batches_of(batch, self._prepared.plan.micro_batch_size)
+        count = len(of_all) // self._prepared.plan.num_gpus
+        return of_all[self._rank * count : (self._rank + 1) * count]
+
+    async def _trace(self, on: bool) -> None:
+        """Begin or end the recording of spans, between two steps."""
+        device = self._engine.device
+        if on != device.spans.on:
+            await self._engine.on_compute_thread(device.start_tracing if on else device.stop_tracing)
+
+    async def spans(self, last: int) -> RecordedSpans:
+        """Return the spans of the traced steps, once step `last` is over."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step >= last)
+            await self._trace(False)
+            return self._engine.device.spans.take()
+
+    async def evaluate(self, step: int, index: int) -> HeldOutLoss:
+        """Return the loss of one batch of the held-out data after the update of `step`, before the next one.
+
+        index: number of the batch. Batches run by number, from the first one on, as on every other GPU.
+        """
+        fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the previous batch is evaluated
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated(step) == index)
+            batch = await self._take_batch(fetching, f"held-out batch {index}")
+            with memory_explained(self._prepared.plan, f"evaluating after step {step}"):
+                total = await self._engine.evaluate(self._micro_batches(batch), step)
+            self._engine.device.timeline.clear()
+            self._rows.start_clock()
+            self._work.leave_out_evaluation()
+            self._evaluated = step, index + 1
+            self._turn.notify_all()
+            return HeldOutLoss(total, batch.num_supervised)
+
+    def _num_evaluated(self, step: int) -> int:
+        """Return how many held-out batches have been evaluated after that step."""
+        newest, count = self._evaluated
+        return count if newest == step else 0
+
+    async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
+        self.waits_for = name
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                with self._engine.device.spans.span(Row.STEPS, "wait data", waits=True):
+                    return await fetching
+        except TimeoutError:
+            raise DeadlineError(f"the data process did not make the {name} within {DEADLINE_S:.0f} s") from None
+        finally:
+            self.waits_for = ""
+
+    async def finish(self, last: int) -> None:
+        """Wait until step `last` and its update are over, and fetch no more batches."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step >= last)
+        self._next_batch.cancel()
+        await self._engine.drain(self._progress.step)
+
+
+def objective_of(prepared: Prepared) -> Objective:
+    train = prepared.config.train
+    return Objective(train.z_loss, train.label_smoothing)
