@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs import cli_here, config, rows, write_config
+from tests.support.in_process import Train
+from tests.support.runs import config, rows, write_config
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -25,8 +26,8 @@ def settings(run_dir: Path, num_gpus: int, **changes: Any) -> dict[str, Any]:
     return config(run_dir, SHAPE, **split | {"hardware__num_gpus": num_gpus} | changes)
 
 
-def trained(run_dir: Path, num_gpus: int, **changes: Any) -> Path:
-    done = cli_here("train", str(write_config(run_dir.with_suffix(".yaml"), settings(run_dir, num_gpus, **changes))))
+def trained(train: Train, run_dir: Path, num_gpus: int, **changes: Any) -> Path:
+    done = train(str(write_config(run_dir.with_suffix(".yaml"), settings(run_dir, num_gpus, **changes))))
     assert done.returncode == 0, done.stderr
     return run_dir
 
