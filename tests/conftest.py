@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING
 
@@ -149,9 +148,9 @@ def running_threads() -> set[threading.Thread]:
 def open_files() -> Counter[str]:
     """Count the descriptors of each shared memory, and of sockets."""
     names: Counter[str] = Counter()
-    for path in Path("/proc/self/fd").iterdir():
+    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208  before and after each test: pathlib takes ten times as long
         try:
-            target = str(path.readlink())
+            target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115
         except OSError:  # the listing's own descriptor
             continue
         if target.startswith("/memfd:"):

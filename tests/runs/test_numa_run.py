@@ -115,6 +115,7 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
     assert "warning" not in (placed / "logs" / "driver.log").read_text()
 
 
+@pytest.mark.long
 def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, model: Path) -> None:
     """The first GPU on the second node, and the other way round."""
     nodes = [{"cpus": str(cpu), "memory": 0, "gpus": 1 - k} for k, cpu in enumerate(CPUS)]
@@ -135,6 +136,7 @@ def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, mo
     assert "warning" not in (tmp_path / "run" / "logs" / "driver.log").read_text()
 
 
+@pytest.mark.long
 def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: str) -> None:
     ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, hardware__nodes=NODES)
     with started(ready) as crew:
@@ -149,6 +151,7 @@ def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: s
         crew.stop()
 
 
+@pytest.mark.long
 def test_what_the_kernel_refuses_is_one_warning(
     tmp_path: Path, ray_address: str, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,7 +147,7 @@ def disturbed(
         run.close()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name"), [("ShardWorker", "optimizer shard 1"), ("ArenaOwner", "arena owner of host 1")]
 )

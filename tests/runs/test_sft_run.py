@@ -145,14 +145,14 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input(tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_input(tmp_path: Path, train: Train, name: str) -> None:
     spoil, message = CASES[name]
     tree = settings(tmp_path)
     spoil(tmp_path, tree)
     path = write_config(tmp_path / "config.yaml", tree)
-    capsys.readouterr()
-    assert main(["train", str(path)]) == 2
-    shown = capsys.readouterr().err
+    done = train(str(path))
+    assert done.returncode == 2
+    shown = done.stderr
     assert message in shown
     assert sum(line.startswith("error: ") for line in shown.splitlines()) == 1
     assert "Traceback" not in shown

@@ -36,6 +36,8 @@ from tests.support.reference import MuonRecipe, Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
+pytestmark = pytest.mark.pairwise
+
 
 @pytest.fixture(params=list(MAKERS))
 def make(request: pytest.FixtureRequest) -> Make:

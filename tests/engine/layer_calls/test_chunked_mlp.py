@@ -277,6 +277,7 @@ def test_experts_and_packed_documents(tmp_path: Path) -> None:
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=BOUND)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # a C++ compiler at work, several minutes where other processes have the cores
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_compiled_layers_and_their_chunks(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make) -> None:

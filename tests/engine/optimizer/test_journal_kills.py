@@ -70,6 +70,7 @@ def updating(precision: Precision, kernel: str, num_threads: int) -> Iterator[tu
     assert child.returncode == 0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32, Precision.BF16_NARROW], ids=lambda p: p.value)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_killed_at_random_moments(kernel: str, precision: Precision) -> None:

@@ -20,6 +20,7 @@ EVERY = frozenset(range(7))
 LAYERS, RECOMPUTE = LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("mode", "recipe"),
     [

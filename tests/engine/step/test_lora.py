@@ -18,6 +18,8 @@ from tests.support.reference import MuonRecipe, Own, Recipe, Result, train_refer
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
+pytestmark = pytest.mark.pairwise
+
 STEPS = 10
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER

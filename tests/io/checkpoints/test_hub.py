@@ -112,6 +112,7 @@ for name in ("o/none", "o/model@dev", "o/text", "o/model"):
     assert "has no model.safetensors; pickled weights are not read" in told[3]
 
 
+@pytest.mark.long
 def test_a_run_from_the_hub_goes_on_without_it(tmp_path: Path, ray_address: str) -> None:
     """The plan fetches no weights."""
     model = build_tiny(tmp_path / "model", vocab_size=320)
