@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from megatrain_ray import Trainer, TrainSummary
+from megatrain_ray import Trainer
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.tokens.train_bpe import special_tokens, train_bpe, write_tokenizer
+from megatrain_ray.trainer import TrainSummary
 from tests.support.in_process import Actors, Train
 from tests.support.runs import config, losses, write_config
 from tests.support.tiny import TEXT, build_tiny
@@ -79,7 +80,7 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, actors: A
     assert not list((tmp_path / "run").glob(".export-*"))
 
     with pytest.raises(ConfigError, match=r"record 3 is not that which the run began with .*train\.jsonl"):
-        trainer(5, RECORDS[:2] + RECORDS[3:]).fit()
+        fit(5, RECORDS[:2] + RECORDS[3:])
 
 
 @pytest.mark.parametrize(
