@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from subprocess import CompletedProcess
 from typing import TYPE_CHECKING
 
 import pytest
@@ -106,13 +105,9 @@ def actors(request: pytest.FixtureRequest) -> Actors:
 @pytest.fixture(scope="module")
 def train(actors: Actors) -> Train:
     """Return a function that runs `megatrain train` with its arguments to the end, with these actors."""
-    from tests.support.runs import cli_here
+    from tests.support.in_process import Train
 
-    def run(*arguments: str) -> CompletedProcess[str]:
-        with actors():
-            return cli_here("train", *arguments)
-
-    return run
+    return Train(actors, has_processes=actors is nullcontext)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.kill_campaign.cases import BACKWARD, GPU
 from benchmarks.kill_campaign.phases import Phase
-from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, SHAPE, held_out, settings, trained, worst
+from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, NO_DROPOUT, held_out, settings, trained, worst
 from tests.support.in_process import Train
 from tests.support.kills import END_S, SECOND_SAVE, kill, training
 from tests.support.runs import assert_same_masters, losses, plan_of, rows, write_config
@@ -78,8 +78,7 @@ def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, train: Trai
 @pytest.mark.parametrize(("optimizer", "close"), [("adamw", CLOSE), ("muon", CLOSE_WITH_MUON)])
 def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, train: Train, optimizer: str, close: float) -> None:
     """A run goes from two GPUs to one to three, with a split given for each, or with one that the plan chooses anew."""
-    shape = {**SHAPE, "attention_dropout": 0.0}  # which would be another one with other micro-batches
-    constant = {"train__schedule": "constant", "model__config": shape, "train__optimizer": optimizer}
+    constant = {"train__schedule": "constant", "model__config": NO_DROPOUT, "train__optimizer": optimizer}
     whole = trained(train, tmp_path / "whole", 1, train__steps=9, **constant)
     run_dir = tmp_path / "run"
     for num_gpus, steps in ((2, 3), (1, 6), (3, 9)):

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest
-from tests.support.gpu_runs import CLOSE, SHAPE, held_out, settings, worst
+from tests.support.gpu_runs import CLOSE, NO_DROPOUT, held_out, settings, worst
 from tests.support.ray_head import end_family
 from tests.support.ray_nodes import Nodes, actors_of, ray_nodes
 from tests.support.runs import TIMEOUT_S, assert_same_masters, cli, command, losses, plan_of, rows, write_config
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.ray
 
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
 END_S = 150.0
-STILL = {**SHAPE, "attention_dropout": 0.0}  # dropout would be another one with other micro-batches
 
 
 class Cluster:
@@ -76,7 +75,7 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
 @pytest.mark.long
 def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Cluster) -> None:
     """Two GPUs on each of two hosts, one alone, one on each of two hosts; some layers live on the devices."""
-    constant = {"train__schedule": "constant", "model__config": STILL, "hardware__hbm_layers": 2}
+    constant = {"train__schedule": "constant", "model__config": NO_DROPOUT, "hardware__hbm_layers": 2}
     whole = cluster.train(tmp_path / "whole", 1, 1, train__steps=9, **constant)
     for num_gpus, num_hosts, steps in ((4, 2, 3), (1, 1, 6), (2, 2, 9)):
         free = {"train__micro_batch_size": None, "train__accumulate": None}
@@ -88,7 +87,11 @@ def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Clust
 @pytest.mark.long
 def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, cluster: Cluster) -> None:
     """A save leaves the base out; a host with all of it makes sure that it is the same."""
-    changes = {"lora": {"match": r"\.(q|down)_proj$", "rank": 4}, "model__config": STILL, "train__schedule": "constant"}
+    changes = {
+        "lora": {"match": r"\.(q|down)_proj$", "rank": 4},
+        "model__config": NO_DROPOUT,
+        "train__schedule": "constant",
+    }
     whole = cluster.train(tmp_path / "whole", 1, 1, train__steps=6, **changes)
     for num_gpus, num_hosts, steps in ((2, 2, 3), (1, 1, 5), (2, 2, 6)):
         run_dir = cluster.train(tmp_path / "run", num_gpus, num_hosts, train__steps=steps, **changes)

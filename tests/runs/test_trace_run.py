@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megatrain_ray.accounting.busy_share import busy_share
 from megatrain_ray.accounting.trace_file import Event, read_trace
-from tests.support.in_process import Train
 from tests.support.runs import cli_here, config, plan_of, write_config
 from tests.support.tiny import build_tiny
 from tests.support.traces import begin, check_format, finish
@@ -20,14 +19,14 @@ def spans(found: Iterable[Event], name: str) -> list[Event]:
     return [span for span in found if span["name"] == name]
 
 
-def test_a_timeline_of_some_steps_and_the_save_in_them(tmp_path: Path, train: Train) -> None:
+def test_a_timeline_of_some_steps_and_the_save_in_them(tmp_path: Path, ray_address: str) -> None:
     """The save of step 3 is written in them, since that of step 6 waits for its end."""
     model = build_tiny(tmp_path / "model")
     tree = config(
         tmp_path / "run", model, hardware__num_shards=2, train__steps=7, save_every=3, log__trace=[3, 6],
         train__batch_size=None, train__micro_batch_size=4,
     )  # fmt: skip
-    done = train(str(write_config(tmp_path / "config.yaml", tree)))
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     path = tmp_path / "run" / "trace_steps_3_6.json"
     assert f"traced steps 3 to 6: {path} (open it at" in done.stderr

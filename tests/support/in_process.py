@@ -29,12 +29,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatrain_ray.crew import placement
 from megatrain_ray.model.architecture import Architecture
+from megatrain_ray.workers import gpu_worker
 from megatrain_ray.workers.device_layers import DeviceLayers
 from megatrain_ray.workers.early_imports import TRANSFORMERS, import_all
 from megatrain_ray.workers.shard_worker import ShardWorker
+from tests.support.runs import cli_here
+from tests.support.thread_ranks import ThreadRanks
 
 Actors = Callable[[], AbstractContextManager[object]]  # of the fixture `actors`: in the block, runs have these actors
-Train = Callable[..., subprocess.CompletedProcess[str]]  # of the fixture `train`: runs `megatrain train ARGUMENTS`
 
 NUM_NODES = 3
 END_S = 60.0  # limit for the calls of an actor to end when the run is over
@@ -50,6 +52,21 @@ class _Outcome:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+@dataclass(frozen=True)
+class Train:
+    """Runs `megatrain train ARGUMENTS` to its end; the fixture `train`.
+
+    has_processes: actors are processes, and each draws random numbers of its own.
+    """
+
+    actors: Actors
+    has_processes: bool
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with self.actors():
+            return cli_here("train", *arguments)
 
 
 class Call:
@@ -238,6 +255,7 @@ def actors_as_threads() -> Iterator[None]:
         for kind, methods in ONE_AT_A_TIME.items():
             for name in methods:
                 patch.setattr(kind, name, _in_turn(vars(kind)[name]))
+        patch.setattr(gpu_worker, "RankGroup", ThreadRanks)
         patch.setattr(gc, "freeze", lambda: None)  # objects of a run are not those of this process for ever
         patch.setattr("megatrain_ray.trainer.await_end", lambda path: None)  # for this process
         try:
