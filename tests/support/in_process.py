@@ -24,10 +24,13 @@ from typing import Any
 import pytest
 import ray
 import torch
+from accelerate import init_empty_weights
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatrain_ray.crew import placement
+from megatrain_ray.engine.model import structure
+from megatrain_ray.model import architecture
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.workers import gpu_worker
 from megatrain_ray.workers.device_layers import DeviceLayers
@@ -224,8 +227,8 @@ GROUPS = {
     "PlacementGroupSchedulingStrategy": lambda group, placement_group_bundle_index: None,
 }
 
-# Transformers sets torch's default type, which is one for all threads, while it builds a model; and loading a model's
-# weights makes tensors of the default type. Processes do not meet there.
+# While a model is built, Transformers sets torch's default type, and Accelerate replaces a method of all modules: for all
+# threads. Loading weights makes tensors of the default type.
 ONE_AT_A_TIME = {
     Architecture: ("__call__",),
     ShardWorker: ("initialize", "restore"),
@@ -243,6 +246,12 @@ def _in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def _empty_weights_in_turn(*, include_buffers: bool) -> Iterator[None]:
+    with TURN, init_empty_weights(include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
 def actors_as_threads() -> Iterator[None]:
     """Let runs of the block have threads of this process for actors. Nothing of them is left afterwards."""
     import_all(TRANSFORMERS)
@@ -255,6 +264,8 @@ def actors_as_threads() -> Iterator[None]:
         for kind, methods in ONE_AT_A_TIME.items():
             for name in methods:
                 patch.setattr(kind, name, _in_turn(vars(kind)[name]))
+        for module in (architecture, structure):
+            patch.setattr(module, "init_empty_weights", _empty_weights_in_turn)
         patch.setattr(gpu_worker, "RankGroup", ThreadRanks)
         patch.setattr(gc, "freeze", lambda: None)  # objects of a run are not those of this process for ever
         patch.setattr("megatrain_ray.trainer.await_end", lambda path: None)  # for this process
