@@ -50,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in left_out]
 
 
+def pytest_collection_finish() -> None:
+    """Exclude what was imported from garbage collections, each of which would visit half a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 def uses_cluster(item: pytest.Item) -> bool:
     """Return whether a test runs on the tests' cluster, to which this process is connected."""
     case = item.callspec.params if hasattr(item, "callspec") else {}

@@ -227,7 +227,7 @@ GROUPS = {
     "PlacementGroupSchedulingStrategy": lambda group, placement_group_bundle_index: None,
 }
 
-# While a model is built, Transformers sets torch's default type, and Accelerate replaces a method of all modules: for all
+# While a model is built, Transformers sets torch's default type and Accelerate replaces a method of all modules, in all
 # threads. Loading weights makes tensors of the default type.
 ONE_AT_A_TIME = {
     Architecture: ("__call__",),
