@@ -28,6 +28,8 @@ from megatrain_ray.engine.optimizer.adamw import (
 )
 from megatrain_ray.engine.optimizer.block_pool import BlockPool
 
+pytestmark = pytest.mark.pairwise
+
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SCRATCH = Scratch(0)
 
