@@ -14,8 +14,8 @@ import pytest
 from benchmarks.kill_campaign.cases import GPU
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.workers.arenas import activations_file
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, training
 from tests.support.in_process import Train
-from tests.support.kills import END_S, SECOND_SAVE, kill, training
 from tests.support.runs import assert_equals_reference, config, plan_of, rows, write_config
 from tests.support.spilling import assert_traffic_is_as_planned, least_ram, long_model, spill_file_of
 

@@ -30,7 +30,7 @@ from benchmarks.kill_campaign.checks import OK
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.processes import Role
 from megatrain_ray.io.saves.save_folder import list_saves
-from tests.support.kills import END_S, SECOND_SAVE, kill, mid_update, prepare, training
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, mid_update, prepare, training
 from tests.support.runs import assert_equals_reference, cli_here, rows, write_config
 
 pytestmark = pytest.mark.ray

@@ -21,8 +21,8 @@ from megatrain_ray.export.export import export_run
 from megatrain_ray.io.saves.manifest import read_manifest
 from tests.data.test_objects import RECORDS, settings
 from tests.support.adapters import build_adapter, peft
+from tests.support.fault_injection import END_S, kill, prepare, training
 from tests.support.in_process import Actors, Train
-from tests.support.kills import END_S, kill, prepare, training
 from tests.support.runs import cli_here, config, losses, reference_of, rows, write_config
 from tests.support.tiny import build_tiny
 

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.kill_campaign.cases import BACKWARD, GPU
 from benchmarks.kill_campaign.phases import Phase
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, training
 from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, NO_DROPOUT, held_out, settings, trained, worst
 from tests.support.in_process import Train
-from tests.support.kills import END_S, SECOND_SAVE, kill, training
 from tests.support.runs import assert_same_masters, losses, plan_of, rows, write_config
 from tests.support.tiny import TEXT
 

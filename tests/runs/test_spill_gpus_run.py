@@ -15,8 +15,8 @@ from benchmarks.kill_campaign.cases import BACKWARD, GPU, SHARD_0, SHARD_1
 from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, mid_update, training
 from tests.support.in_process import Train
-from tests.support.kills import END_S, SECOND_SAVE, kill, mid_update, training
 from tests.support.runs import assert_same_masters, losses, plan_of, rows, write_config
 from tests.support.spilling import SHAPE, assert_traffic_is_as_planned, spilling_settings, with_all_on_disk
 

@@ -12,8 +12,8 @@ from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
 from megatrain_ray.accounting.measured_file import read_comparisons
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.io.storage.packed_store import Packer
+from tests.support.fault_injection import END_S, kill, mid_update, training
 from tests.support.in_process import Train
-from tests.support.kills import END_S, kill, mid_update, training
 from tests.support.runs import assert_equals_reference, config, plan_of, rows, write_config
 from tests.support.spilling import ROUNDED, small_model, spill_file_of, spilling, with_gradients_on_disk
 
