@@ -29,6 +29,7 @@ from megatrain_ray.run.process_names import GPU, gpu_name, shard_name
 from megatrain_ray.trainer import Trainer
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 from tests.runs.test_crew import SHAPES, losses_of, prepared, started
+from tests.support.in_process import actors_as_threads
 from tests.support.runs import config, losses, plan_of
 
 CPUS = sorted(os.sched_getaffinity(0))[:2]
@@ -80,7 +81,8 @@ def policies_of(pid: int) -> Mapping[str, set[str]]:
 def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_address: str, model: Path) -> None:
     plain, placed = tmp_path / "plain", tmp_path / "placed"
     one_node = [{"cpus": f"{CPUS[0]},{CPUS[1]}"}]
-    Trainer(TrainConfig.model_validate(settings(plain, model, one_node))).fit()
+    with actors_as_threads():
+        Trainer(TrainConfig.model_validate(settings(plain, model, one_node))).fit()
     seen: dict[str, Any] = {}
 
     def look(job: Job, crew: Crew) -> None:

@@ -16,7 +16,8 @@ import pytest
 
 from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest
-from tests.support.gpu_runs import CLOSE, NO_DROPOUT, held_out, settings, worst
+from tests.support.gpu_runs import CLOSE, NO_DROPOUT, SHAPE, held_out, settings, trained, worst
+from tests.support.in_process import IN_PROCESS
 from tests.support.ray_head import end_family
 from tests.support.ray_nodes import Nodes, actors_of, ray_nodes
 from tests.support.runs import TIMEOUT_S, assert_same_masters, cli, command, losses, plan_of, rows, write_config
@@ -57,7 +58,8 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
     """One host has none of the held-out data, and each has two shards."""
     (tmp_path / "held_out.txt").write_text(TEXT.read_text()[:170])
     changes = {"eval_every": 5, "data__eval_path": str(tmp_path / "held_out.txt"), "hardware__num_shards": 2}
-    one, two = cluster.train(tmp_path / "one", 1, 1, **changes), cluster.train(tmp_path / "two", 2, 2, **changes)
+    one = trained(IN_PROCESS, tmp_path / "one", 1, model__config=SHAPE, **changes)
+    two = cluster.train(tmp_path / "two", 2, 2, **changes)
     plan, of_one = plan_of(two), plan_of(one)
     assert (plan.num_gpus, plan.num_hosts, plan.batch_size, plan.num_micro_batches) == (2, 2, 12, 3)
     assert plan.slab_bytes == of_one.slab_bytes // 2
@@ -120,12 +122,13 @@ def test_two_hosts_with_a_disk_compute_what_they_do_in_memory(tmp_path: Path, cl
     assert_same_masters(folders[1] / "run", folders[0] / "run")
 
 
+LONG = {"train__steps": 60, "save_every": 4, "model__config": NO_DROPOUT}
+
+
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(cluster.train(tmp_path_factory.mktemp("undisturbed") / "run", 2, 2, **LONG))
-
-
-LONG = {"train__steps": 60, "save_every": 4}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    return losses(trained(IN_PROCESS, run_dir, 2, hardware__num_hosts=2, **LONG))
 
 
 def disturbed(

@@ -276,3 +276,6 @@ def actors_as_threads() -> Iterator[None]:
                 actor.end()
             torch.set_num_threads(before[0])
             torch.use_deterministic_algorithms(before[1])
+
+
+IN_PROCESS = Train(actors_as_threads, has_processes=False)
