@@ -58,6 +58,7 @@ def test_two_gpus_with_a_disk_compute_what_they_do_in_memory(
     assert_same_masters(run_dir, folders[0] / "run")
 
 
+@pytest.mark.long
 def test_a_save_goes_on_where_things_live_elsewhere(folders: tuple[Path, Path], train: Train) -> None:
     """A run goes on from disk to memory and back, with a process each."""
     whole, common = (spilling_settings(folder) for folder in folders)

@@ -125,10 +125,11 @@ class Actor:
         if self._is_async:
             asyncio.run_coroutine_threadsafe(self._end_calls(), self._loop).result(END_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-        for release in ("stop", "close"):
-            with suppress(Exception):  # it never took up its role, or has ended already
-                getattr(self._object, release)()
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        with suppress(Exception):  # it has no such method, never took up its role, or has stopped already
+            self._object.stop()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        with suppress(Exception):
+            self._object.close()
         self._loop.close()
         self._object = self._loop = self._tasks = None  # an error that somebody keeps may lead to this actor
 
