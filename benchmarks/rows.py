@@ -24,6 +24,7 @@ from typing import Any
 
 from megatrain_ray.accounting.trace_file import find_traces
 
+END_S = 30.0  # limit for a row to end that was interrupted
 CONFIGS = Path(__file__).parent / "configs" / "speed"
 # 20.5 billion parameters: their state fits neither device memory nor 123 GiB of RAM nor both.
 TWENTY = "model.config.num_hidden_layers=67", "spill.path=runs/spill"
@@ -152,7 +153,7 @@ def _run(command: list[str], limit_s: float, log: int) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGINT)  # once: the run stops its Ray itself
     try:
-        return process.communicate(timeout=30)[0]
+        return process.communicate(timeout=END_S)[0]
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.communicate()[0]

@@ -7,12 +7,16 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.support.sampling import numbered, pairwise, spread
+
+if TYPE_CHECKING:
+    from tests.support.in_process import Actors, Train
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; nothing here may ask the network
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -26,6 +30,8 @@ settings.register_profile("few", deadline=None, derandomize=True, max_examples=2
 settings.register_profile("many", deadline=None, derandomize=True, max_examples=200)
 settings.load_profile("few")
 
+IN_PROCESS, WITH_RAY = "in process", "with Ray"  # cases of each test that has the fixture `actors`
+
 END_S = 30.0  # limit for a thread to end that has been told to
 
 
@@ -36,12 +42,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what uses the tests' cluster as `ray`, since it needs the machine for itself; leave out long tests."""
     for item in items:
-        if "ray_address" in getattr(item, "fixturenames", ()):
+        if uses_cluster(item):
             item.add_marker("ray")
     if not config.getoption("--all-cases"):
         left_out = {id(item) for item in left_for_all_cases(items)}
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
         items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what was imported from garbage collections, each of which would visit half a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+def uses_cluster(item: pytest.Item) -> bool:
+    """Return whether a test runs on the tests' cluster, to which this process is connected."""
+    case = item.callspec.params if hasattr(item, "callspec") else {}
+    return "ray_address" in getattr(item, "fixturenames", ()) or case.get("actors") == WITH_RAY
 
 
 def left_for_all_cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -79,13 +97,32 @@ def ray_address() -> Iterator[str]:
         yield ray.get_runtime_context().gcs_address
 
 
+@pytest.fixture(scope="module", params=[IN_PROCESS, pytest.param(WITH_RAY, marks=[pytest.mark.ray, pytest.mark.long])])
+def actors(request: pytest.FixtureRequest) -> Actors:
+    """Return a context in which runs have threads of this process for actors, or processes of the tests' cluster."""
+    if request.param == WITH_RAY:
+        request.getfixturevalue("ray_address")
+        return nullcontext
+    from tests.support.in_process import actors_as_threads
+
+    return actors_as_threads
+
+
+@pytest.fixture(scope="module")
+def train(actors: Actors) -> Train:
+    """Return a function that runs `megatrain train` with its arguments to the end, with these actors."""
+    from tests.support.in_process import Train
+
+    return Train(actors, has_processes=actors is nullcontext)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which a thread of ours still runs, or more shared memory or sockets are open than before.
 
     Tests with Ray in this process are not checked: Ray keeps connections and threads as it likes.
     """
-    if "ray_address" in request.fixturenames:
+    if uses_cluster(request.node):
         yield
         return
     threads, files = running_threads(), open_files()
@@ -112,9 +149,9 @@ def running_threads() -> set[threading.Thread]:
 def open_files() -> Counter[str]:
     """Count the descriptors of each shared memory, and of sockets."""
     names: Counter[str] = Counter()
-    for path in Path("/proc/self/fd").iterdir():
+    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208  before and after each test: pathlib takes ten times as long
         try:
-            target = str(path.readlink())
+            target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115
         except OSError:  # the listing's own descriptor
             continue
         if target.startswith("/memfd:"):

@@ -89,6 +89,7 @@ def shared_bytes(run: Bench) -> int:
     return sum(processes[name]["shared"] for name in ("GPU worker", "optimizer shard 0", "optimizer shard 1"))
 
 
+@pytest.mark.long
 def test_a_step_does_what_an_ordinary_one_does(ordinary: Bench, aliased: Bench) -> None:
     assert plan_of(aliased.run_dir) == plan_of(ordinary.run_dir)
     done = work(aliased)
@@ -100,6 +101,7 @@ def test_a_step_does_what_an_ordinary_one_does(ordinary: Bench, aliased: Bench) 
     assert by_name["load"] == plan_of(aliased.run_dir).uploads_per_step
 
 
+@pytest.mark.long
 def test_memory_is_what_was_given(ordinary: Bench, aliased: Bench) -> None:
     found, journals = aliased.report["aliased"], 6.2 * MIB
     assert found["planned_bytes"] == ordinary.report["memory"]["arena_bytes"] > 4 * GIVEN
@@ -111,6 +113,7 @@ def test_memory_is_what_was_given(ordinary: Bench, aliased: Bench) -> None:
         assert num_bytes - journals - MIB < shared_bytes(run) < num_bytes + MIB
 
 
+@pytest.mark.long
 def test_weights_stay_what_they_are(aliased: Bench) -> None:
     """Otherwise the updates of many layers would make weights grow until a step is skipped."""
     found = rows(aliased.run_dir)
@@ -119,6 +122,7 @@ def test_weights_stay_what_they_are(aliased: Bench) -> None:
     assert all(row["grad_norm"] > 0 for row in found)
 
 
+@pytest.mark.long
 def test_everything_says_so(ordinary: Bench, aliased: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_ray.bench.bench_report import print_table
 

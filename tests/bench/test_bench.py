@@ -59,6 +59,7 @@ def test_steps(report: dict[str, Any]) -> None:
     assert all(5 < loss < 6 for loss in report["losses"])
 
 
+@pytest.mark.long
 def test_without_a_trace_there_is_no_further_step(tmp_path: Path, ray_address: str) -> None:
     file = str(write_config(tmp_path / "bench.yaml", config(tmp_path / "other", MODEL)))
     lengths = ("--warmup=0", "--steps=1", "--no-ceiling", "--no-trace")

@@ -37,7 +37,8 @@ def test_options_behind_two_dashes_go_to_each_row(tmp_path: Path, monkeypatch: p
     }
 
 
-def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_a_row_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "END_S", 0.5)
     stuck = [sys.executable, "-c", "import signal; print('{}', flush=True); signal.pause()"]
     with (tmp_path / "log").open("w") as log:
         assert json.loads(rows._run(stuck, 0.5, log.fileno())) == {}

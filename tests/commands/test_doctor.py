@@ -14,7 +14,7 @@ from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.machine.machine import ram_bytes
 from megatrain_ray.profiling.profiles import this_machine
 from tests.support.machines import MEMORY_ONLY, Node, node_files
-from tests.support.runs import cli
+from tests.support.runs import cli_here
 
 HEALTHY = {
     "proc/meminfo": "MemTotal: 1024 kB\nMemAvailable: 512 kB\nSwapTotal: 0 kB\n",
@@ -36,9 +36,10 @@ def found(root: Path, topic: str) -> Finding:
 
 
 def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     disk = cache / "megatrain-ray" / "disks" / "0.json"  # of a folder that a run spilled to
     disk.parent.mkdir(parents=True)
     disk.write_text('{"version": 2, "folder": "/spill", "device": 1, "bytes_per_s": {}}')
@@ -47,7 +48,7 @@ def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
     for name in (".mine.partial", "saves/step_3"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "saves" / "step_3" / "manifest.json").touch()
-    done = cli("doctor", str(tmp_path), "--measure", XDG_CACHE_HOME=str(cache))
+    done = cli_here("doctor", str(tmp_path), "--measure")
     assert done.returncode == 0, done.stdout
     topics = [line[6:21].strip() for line in done.stdout.splitlines()]
     assert topics == [
@@ -66,7 +67,7 @@ def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    done = cli("doctor", str(tmp_path / "nowhere"))
+    done = cli_here("doctor", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {tmp_path}/nowhere is no folder")
 

@@ -17,7 +17,9 @@ from megatrain_ray import Trainer
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.tokens.train_bpe import special_tokens, train_bpe, write_tokenizer
-from tests.support.runs import cli_here, config, losses, write_config
+from megatrain_ray.trainer import TrainSummary
+from tests.support.in_process import Actors, Train
+from tests.support.runs import config, losses, write_config
 from tests.support.tiny import TEXT, build_tiny
 
 WORDS = TEXT.read_bytes()
@@ -48,24 +50,25 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
     return tree
 
 
-def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, ray_address: str) -> None:
+def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, actors: Actors, train: Train) -> None:
     """Records with labels, as tensors. The first start stops half-way; the second one, with new objects, goes on."""
     folder = build_tiny(tmp_path / "model")
 
-    def trainer(steps: int, records: Any) -> Trainer:
+    def fit(steps: int, records: Any) -> TrainSummary:
         tree = settings(tmp_path / "run", train__steps=steps, train__schedule="constant")
-        return Trainer(tree, model=LlamaForCausalLM.from_pretrained(folder), train_dataset=records)
+        with actors():
+            return Trainer(tree, model=LlamaForCausalLM.from_pretrained(folder), train_dataset=records).fit()
 
-    assert trainer(2, Items(RECORDS)).fit().step == 2
+    assert fit(2, Items(RECORDS)).step == 2
     written = (tmp_path / "run" / "inputs" / "train.jsonl").stat()
-    summary = trainer(4, RECORDS).fit()
+    summary = fit(4, RECORDS)
     assert (summary.step, [row["step"] for row in summary.rows]) == (4, [3, 4])
     assert (tmp_path / "run" / "inputs" / "train.jsonl").stat() == written
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     files = settings(tmp_path / "files", train__steps=4, train__schedule="constant") | {"model": {"path": str(folder)}}
     files["data"] |= {"path": str(tmp_path / "a.jsonl"), "kind": "tokens"}
-    done = cli_here("train", str(write_config(tmp_path / "config.yaml", files)))
+    done = train(str(write_config(tmp_path / "config.yaml", files)))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "files")
 
@@ -77,7 +80,7 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, ray_addre
     assert not list((tmp_path / "run").glob(".export-*"))
 
     with pytest.raises(ConfigError, match=r"record 3 is not that which the run began with .*train\.jsonl"):
-        trainer(5, RECORDS[:2] + RECORDS[3:]).fit()
+        fit(5, RECORDS[:2] + RECORDS[3:])
 
 
 @pytest.mark.parametrize(

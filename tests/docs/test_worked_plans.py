@@ -19,7 +19,7 @@ def test_the_page_has_its_seven_examples() -> None:
     assert len(EXAMPLES) == 7
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("command", "shown"), EXAMPLES, ids=["120b", "72b", "72b in 128 GB", "7.6b", "105b", "512k", "1m"]
 )

@@ -16,6 +16,7 @@ from megatrain_ray.driver.running_evaluation import RunningEvaluation, evaluatio
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.workers.messages import HeldOutLoss
 from tests.support.held_out_loss import held_out_loss
+from tests.support.in_process import Train
 from tests.support.reference import Recipe
 from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, write_config
 from tests.support.texts import tokens_of, write
@@ -107,7 +108,7 @@ def keep_rows(run_dir: Path, last_step: int) -> None:
     (run_dir / "evaluations.jsonl").write_text("".join(rows) + '{"step": ')
 
 
-def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: Path, ray_address: str) -> None:
+def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: Path, train: Train) -> None:
     """Dropout, packed documents, windows that fill no batch; killed in an evaluation in mid-run, and in the last."""
     (tmp_path / "held").mkdir()
     for name, part in {"a": slice(0, 700), "b": slice(700, 1000)}.items():
@@ -117,7 +118,7 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
         train__steps=4, eval_every=3, save_every=3, save_keep=9, data__eval_path=str(tmp_path / "held"),
     )  # fmt: skip
     run_dir, path = tmp_path / "run", write_config(tmp_path / "config.yaml", tree)
-    done = cli_here("train", str(path))
+    done = train(str(path))
     assert done.returncode == 0, done.stderr
     rows = evaluations(run_dir)
     assert [row["step"] for row in rows] == [0, 3, 4]
@@ -133,16 +134,16 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
 
     shutil.rmtree(run_dir / "saves" / "step_4")
     keep_rows(run_dir, 0)
-    again = cli_here("train", str(path))
+    again = train(str(path))
     assert again.returncode == 0, again.stderr
     assert numbers(evaluations(run_dir)) == numbers(rows)
 
     keep_rows(run_dir, 3)
-    last = cli_here("train", str(path))
+    last = train(str(path))
     assert last.returncode == 0, last.stderr
     assert "done: step 4 (" in last.stdout
     assert numbers(evaluations(run_dir)) == numbers(rows)
-    assert "already at step 4 of 4" in cli_here("train", str(path)).stdout
+    assert "already at step 4 of 4" in train(str(path)).stdout
 
 
 @pytest.mark.parametrize("value", ["gone.txt", "[{path: gone.txt, weight: 1}]"])

@@ -62,13 +62,23 @@ def test_layers_are_traced_once(tmp_path: Path, traced: list[object]) -> None:
     assert any(layer.compiled for layer in second.layers)
 
 
-def test_another_model_or_shape_is_traced(tmp_path: Path, traced: list[object]) -> None:
+@pytest.mark.spread(2)
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ({"intermediate_size": 128}, {}),
+        ({}, {"data__seq_len": 24}),
+        ({}, {"train__precision": "bf16"}),
+        ({}, {"train__freeze": ["embed_tokens"]}),
+    ],
+    ids=["another width", "another length", "another precision", "another freezing"],
+)
+def test_another_model_or_shape_is_traced(
+    tmp_path: Path, traced: list[object], shape: dict[str, Any], changes: dict[str, Any]
+) -> None:
     prepared(tmp_path, {})
-    prepared(tmp_path, {"intermediate_size": 128})
-    prepared(tmp_path, {}, data__seq_len=24)
-    prepared(tmp_path, {}, train__precision="bf16")
-    prepared(tmp_path, {}, train__freeze=["embed_tokens"])
-    assert len(traced) == 5
+    prepared(tmp_path, shape, **changes)
+    assert len(traced) == 2
 
 
 def test_what_is_kept_is_read_as_it_was() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_ray.cli import main
 from megatrain_ray.units import format_bytes
-from tests.support.runs import config, write_config
+from tests.support.runs import cli_here, config, write_config
 
 SHAPE = {
     "model_type": "qwen2", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
@@ -19,13 +19,17 @@ SHAPE = {
 LIMITS = "hardware.hbm_limit=4GiB", "hardware.ram_limit=6GiB"
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+def write(folder: Path) -> Path:
     changes: dict[str, Any] = {
         "hardware__device": "cuda", "data__path": "/nowhere.txt", "data__seq_len": 1024, "train__batch_size": 8,
         "train__micro_batch_size": None, "train__accumulate": None, "train__steps": 7200, "save_every": 100,
     }  # fmt: skip
-    return write_config(tmp_path / "config.yaml", config(tmp_path / "run", SHAPE, **changes))
+    return write_config(folder / "config.yaml", config(folder / "run", SHAPE, **changes))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -37,33 +41,50 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(shown(capsys, *arguments, "--json"))
 
 
-def test_each_change_is_what_a_plan_with_it_says(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, str(path), *LIMITS, "--what-if")
-    plan, of_changes = found["plan"], {row["change"]: row for row in found["what_if"]}
-    assert plan == planned(capsys, str(path), *LIMITS)
-    settings = {
-        "as it is": (),
-        "twice the RAM, 12.00 GiB": ("hardware.ram_limit=12GiB",),
-        "half the RAM, 3.00 GiB": ("hardware.ram_limit=3GiB",),
-        "twice the GPU's memory, 8.00 GiB": ("hardware.hbm_limit=8GiB",),
-        "half the GPU's memory, 2.00 GiB": ("hardware.hbm_limit=2GiB",),
-        "twice the tokens a step, 16384": ("train.batch_size=16",),
-        "half the tokens a step, 4096": ("train.batch_size=4",),
-        "a disk for spill.path, 3 GB/s": ("spill.path=/nowhere/spill",),
-        "train.grad_dtype=bf16": ("train.grad_dtype=bf16",),
-    }
-    assert of_changes.keys() == settings.keys()
-    for change, overrides in settings.items():
-        if of_changes[change]["fits"]:
-            alone = planned(capsys, str(path), *LIMITS, *overrides)
-            tokens = alone["num_micro_batches"] * alone["micro_batch_size"] * alone["seq_len"]
-            assert of_changes[change]["step_s"] == alone["prediction"]["step_s"]
-            assert of_changes[change]["tokens_per_s"] == tokens / alone["prediction"]["step_s"]
-        else:
-            assert main(["plan", str(path), *LIMITS, *overrides]) == 3
-    fit = {change: row["fits"] for change, row in of_changes.items()}
+CHANGES = {
+    "as it is": (),
+    "twice the RAM, 12.00 GiB": ("hardware.ram_limit=12GiB",),
+    "half the RAM, 3.00 GiB": ("hardware.ram_limit=3GiB",),
+    "twice the GPU's memory, 8.00 GiB": ("hardware.hbm_limit=8GiB",),
+    "half the GPU's memory, 2.00 GiB": ("hardware.hbm_limit=2GiB",),
+    "twice the tokens a step, 16384": ("train.batch_size=16",),
+    "half the tokens a step, 4096": ("train.batch_size=4",),
+    "a disk for spill.path, 3 GB/s": ("spill.path=/nowhere/spill",),
+    "train.grad_dtype=bf16": ("train.grad_dtype=bf16",),
+}
+
+
+@pytest.fixture(scope="module")
+def shown_plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what `plan --what-if --json` prints."""
+    done = cli_here("plan", str(write(tmp_path_factory.mktemp("plan"))), *LIMITS, "--what-if", "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_changes_are_compared_with_the_plan_as_it_is(
+    shown_plan: dict[str, Any], path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown_plan["plan"] == planned(capsys, str(path), *LIMITS)
+    fit = {row["change"]: row["fits"] for row in shown_plan["what_if"]}
+    assert fit.keys() == CHANGES.keys()
     assert not fit["half the RAM, 3.00 GiB"]
     assert all(fit[change] for change in fit if change.startswith(("as", "twice")))
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_what_a_plan_with_it_says(
+    shown_plan: dict[str, Any], path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    row = next(row for row in shown_plan["what_if"] if row["change"] == change)
+    if row["fits"]:
+        alone = planned(capsys, str(path), *LIMITS, *CHANGES[change])
+        tokens = alone["num_micro_batches"] * alone["micro_batch_size"] * alone["seq_len"]
+        assert row["step_s"] == alone["prediction"]["step_s"]
+        assert row["tokens_per_s"] == tokens / alone["prediction"]["step_s"]
+    else:
+        assert main(["plan", str(path), *LIMITS, *CHANGES[change]]) == 3
 
 
 def test_the_table_compares_speeds(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

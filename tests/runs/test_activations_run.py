@@ -14,12 +14,10 @@ import pytest
 from benchmarks.kill_campaign.cases import GPU
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.workers.arenas import activations_file
-from tests.support.kills import END_S, SECOND_SAVE, kill, training
-from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, training
+from tests.support.in_process import Train
+from tests.support.runs import assert_equals_reference, config, plan_of, rows, write_config
 from tests.support.spilling import assert_traffic_is_as_planned, least_ram, long_model, spill_file_of
-
-pytestmark = pytest.mark.ray
-
 
 LEAST_RAM: dict[str, int] = {}  # by what it is of: it takes a while to find
 
@@ -42,10 +40,10 @@ SEVERAL = {"train__precision": "bf16", "train__micro_batch_size": 2, "train__acc
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("changes", [ONE, SEVERAL], ids=["fp32", "bf16, several micro-batches"])
 def test_a_run_with_activations_on_disk_equals_plain_pytorch(
-    tmp_path: Path, ray_address: str, changes: dict[str, Any]
+    tmp_path: Path, train: Train, changes: dict[str, Any]
 ) -> None:
     tree = on_disk(tmp_path, **changes)
-    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+    done = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
     assert [layer.boundary for layer in plan.layers] == [Tier.HBM, *[Tier.NVME] * 8, Tier.HBM]
@@ -57,6 +55,8 @@ def test_a_run_with_activations_on_disk_equals_plain_pytorch(
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+@pytest.mark.ray
+@pytest.mark.long
 def test_a_gpu_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
     """State lives on the device, too, so all processes start again from the last save, with files of their own."""
     tree = on_disk(tmp_path, train__steps=12, **SEVERAL)
@@ -69,6 +69,7 @@ def test_a_gpu_worker_that_dies_leaves_nothing_on_the_disk(tmp_path: Path) -> No
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+@pytest.mark.ray
 @pytest.mark.long
 def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> None:
     """Whenever it happens between a forward and its backward."""
@@ -88,10 +89,10 @@ def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> N
         assert "Traceback" not in run.text()
 
 
-def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, ray_address: str) -> None:
+def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, train: Train) -> None:
     """A run within the limit would be chosen if something else fitted; here nothing does."""
     tree = on_disk(tmp_path, **ONE)
-    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)), "spill.limit=64KiB")
+    done = train(str(write_config(tmp_path / "config.yaml", tree)), "spill.limit=64KiB")
     assert done.returncode == 3
     assert "of disk, 64.00 KiB available: raise spill.limit" in done.stderr
     assert not (tmp_path / "run" / "plan.json").exists()

@@ -150,6 +150,7 @@ def test_who_cannot_be_set_up_is_named(tmp_path: Path, ray_address: str) -> None
         crew.kill()
 
 
+@pytest.mark.long
 def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path, ray_address: str) -> None:
     """Shards that will never have loaded: they are stopped."""
     ready = prepared(tmp_path, SHAPES[300_000])
@@ -167,6 +168,7 @@ def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path,
         crew.kill()
 
 
+@pytest.mark.long
 def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
     """They die in any order, the owner and a shard at the same time too: whoever is left holds the memory."""
     ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, max_failures=4)
@@ -242,6 +244,7 @@ def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: s
             losses_of(crew, range(1, 2))
 
 
+@pytest.mark.long
 def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
     """One after the other and both at the same time, two steps ahead of what was heard of."""
     ready = prepared(tmp_path, SHAPES[300_000], max_failures=4)
@@ -282,6 +285,7 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
         crew.stop()
 
 
+@pytest.mark.long
 def test_a_step_that_cannot_be_made_again_is_told(tmp_path: Path, ray_address: str) -> None:
     """Without clipping, the updates of the step have begun."""
     with started(prepared(tmp_path, SHAPES[300_000], train__clip=None)) as crew:

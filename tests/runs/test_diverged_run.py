@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder, verify
-from tests.support.runs import cli_here, config, rows, write_config
+from tests.support.in_process import Train
+from tests.support.runs import config, rows, write_config
 from tests.support.tiny import TEXT, build_tiny
 
 GOOD_STEPS, STEPS = 5, 30
@@ -50,10 +51,10 @@ def saved(run: Path) -> list[int]:
 
 
 def test_skipped_steps_end_the_run_and_push_no_good_save_out(
-    tmp_path: Path, diverging: dict[str, Any], ray_address: str
+    tmp_path: Path, diverging: dict[str, Any], train: Train
 ) -> None:
     path, run = str(write_config(tmp_path / "c.yaml", diverging)), tmp_path / "run"
-    done = cli_here("train", path)
+    done = train(path)
     assert done.returncode == 1, done.stderr
     [message] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert re.search(r"the last 1[012] steps were skipped", message), "two more may have been under way"
@@ -62,20 +63,20 @@ def test_skipped_steps_end_the_run_and_push_no_good_save_out(
     assert skipped == [False] * GOOD_STEPS + [True] * (len(skipped) - GOOD_STEPS)
     assert saved(run) == [4, 6], "step 6 was the first skipped one, and step 5 was not"
 
-    again = cli_here("train", path)
+    again = train(path)
     assert again.returncode == 1, "the same steps are skipped again"
     assert saved(run) == [4, 6]
 
-    patient = cli_here("train", path, "max_skipped=100")
+    patient = train(path, "max_skipped=100")
     assert patient.returncode == 0, patient.stderr
     assert len(rows(run)) == STEPS
     assert saved(run) == [4, 6], "no step after that changed a weight"
 
 
-def test_updates_before_the_run_diverged_are_saved(tmp_path: Path, diverging: dict[str, Any], ray_address: str) -> None:
+def test_updates_before_the_run_diverged_are_saved(tmp_path: Path, diverging: dict[str, Any], train: Train) -> None:
     """With save_every: 0 no save came before, and the run saves the weights of its last good step."""
     path = str(write_config(tmp_path / "c.yaml", diverging))
-    done = cli_here("train", path, "save_every=0", "max_skipped=1")
+    done = train(path, "save_every=0", "max_skipped=1")
     assert done.returncode == 1, done.stderr
     [step] = saved(tmp_path / "run")
     assert step > GOOD_STEPS
@@ -83,9 +84,9 @@ def test_updates_before_the_run_diverged_are_saved(tmp_path: Path, diverging: di
     assert load_manifest(tmp_path / "run" / "saves", step).optimizer_step == GOOD_STEPS
 
 
-def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, ray_address: str) -> None:
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path, train: Train) -> None:
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=1, train__lr=1e39)
-    done = cli_here("train", str(write_config(tmp_path / "c.yaml", tree)))
+    done = train(str(write_config(tmp_path / "c.yaml", tree)))
     assert done.returncode == 1, done.stderr
     assert "step 1 cannot be saved: " in done.stderr
     assert "holds a value that is not finite, so training has diverged; there is no save yet" in done.stderr

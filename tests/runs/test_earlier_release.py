@@ -9,6 +9,7 @@ import pytest
 
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder, verify
 from megatrain_ray.run.run_files import RunFiles
+from tests.support.in_process import Train
 from tests.support.runs import ROOT, cli_here, losses
 
 RUN = ROOT / "tests" / "data" / "run_of_547e489"
@@ -25,10 +26,10 @@ def test_its_files_are_read() -> None:
     assert len(files.rows()) == 4
 
 
-def test_its_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str) -> None:
+def test_its_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train) -> None:
     monkeypatch.chdir(ROOT)
     run = shutil.copytree(RUN, tmp_path / "run")
-    done = cli_here("train", str(run / "config.yaml"), f"run_dir={run}", "train.steps=6", "save_every=1")
+    done = train(str(run / "config.yaml"), f"run_dir={run}", "train.steps=6", "save_every=1")
     assert done.returncode == 0, done.stderr
     assert losses(run)[4:] == pytest.approx(LATER_LOSSES, rel=1e-6)
     assert list_saves(run / "saves") == [2, 4, 5, 6], "those without a mark are never deleted"

@@ -12,6 +12,7 @@ import torch
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 from tests.support.expert_ranges import NORM_ERROR
 from tests.support.family_models import build_family
+from tests.support.in_process import Train
 from tests.support.runs import cli_here, config, exported_masters, plan_of, rows, write_config
 
 STEPS = 4
@@ -25,7 +26,7 @@ def norms(run_dir: Path) -> list[float]:
     return [row["grad_norm"] for row in rows(run_dir)]
 
 
-def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, ray_address: str) -> None:
+def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, train: Train) -> None:
     """A run with whole blocks equals one with eight parts, which goes on from its save with two, one and eight.
 
     Without clipping all numbers have the same bits, except for the norm that is written down.
@@ -41,7 +42,7 @@ def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, ray_addres
     for name, parts in (("whole", 1), ("apart", 8)):
         tree = config(tmp_path / name, model, hardware__block_parts=parts, **changes)
         paths[name] = write_config(tmp_path / f"{name}.yaml", tree)
-        done = cli_here("train", str(paths[name]))
+        done = train(str(paths[name]))
         assert done.returncode == 0, done.stderr
         masters[name] = exported_masters(tmp_path / name, tmp_path / f"masters-{name}")
     names = [layer.name for layer in plan_of(tmp_path / "apart").layers]
@@ -54,7 +55,7 @@ def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, ray_addres
     assert [name for name, m in masters["whole"].items() if not torch.equal(m, masters["apart"][name])] == []
     for run, parts in (("apart", 2), ("apart", 1), ("whole", 8)):
         shutil.rmtree(tmp_path / run / "saves" / f"step_{STEPS}")
-        done = cli_here("train", str(paths[run]), f"hardware.block_parts={parts}")
+        done = train(str(paths[run]), f"hardware.block_parts={parts}")
         assert done.returncode == 0, done.stderr
         assert plan_of(tmp_path / run).expert_groups == parts
         assert numbers(tmp_path / run) == numbers(tmp_path / "whole")
@@ -64,7 +65,7 @@ def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, ray_addres
 
 
 @pytest.mark.long
-def test_adapters_beside_frozen_experts(tmp_path: Path, ray_address: str) -> None:
+def test_adapters_beside_frozen_experts(tmp_path: Path, train: Train) -> None:
     """Saves leave the base out; it is compared with that of a save whose layers are other ones."""
     model = build_family("Mixtral", tmp_path / "model", vocab_size=300)
     lora = {"match": [r"\.(q|o)_proj$"], "rank": 4, "alpha": 8}
@@ -73,11 +74,11 @@ def test_adapters_beside_frozen_experts(tmp_path: Path, ray_address: str) -> Non
         hardware__block_parts=8,
     )  # fmt: skip
     path = write_config(tmp_path / "config.yaml", tree)
-    done = cli_here("train", str(path))
+    done = train(str(path))
     assert done.returncode == 0, done.stderr
     apart, merged = numbers(tmp_path / "run"), merged_values(tmp_path / "run", tmp_path / "merged")
     shutil.rmtree(tmp_path / "run" / "saves" / f"step_{STEPS}")
-    done = cli_here("train", str(path), "hardware.block_parts=1")
+    done = train(str(path), "hardware.block_parts=1")
     assert done.returncode == 0, done.stderr
     assert numbers(tmp_path / "run") == apart
     again = merged_values(tmp_path / "run", tmp_path / "again")

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from megatrain_ray.cli import main
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 from megatrain_ray.io.saves.manifest import read_manifest
-from tests.support.runs import assert_equals_reference, cli_here, config, write_config
+from tests.support.in_process import Train
+from tests.support.runs import assert_equals_reference, config, write_config
 from tests.support.tiny import build_tiny
 
 FREEZE = ["embed_tokens", r"layers\.0\.", r"layers\.2\.mlp"]
@@ -33,7 +34,7 @@ def assert_frozen_bytes(model: Path, out: Path, dtype: torch.dtype) -> None:
         assert after._stored[name].dtype == {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype]
 
 
-def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     """Saves while training goes on; resumed by another number of shards; other patterns are refused."""
     model, run_dir = bf16_model(tmp_path / "model"), tmp_path / "run"
     tree = config(
@@ -47,7 +48,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         save_every=1,
         hardware__num_shards=2,
     )
-    first = cli_here("train", str(write_config(tmp_path / "first.yaml", tree)))
+    first = train(str(write_config(tmp_path / "first.yaml", tree)))
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(run_dir / "saves" / "step_3")
     embedding, block = manifest.layers[:2]
@@ -58,7 +59,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     assert main(["train", str(tmp_path / "first.yaml"), "train.freeze=[embed_tokens]", "train.steps=5"]) == 2
     assert "train.freeze: [embed_tokens, " in capsys.readouterr().err
     tree["train"]["steps"], tree["hardware"]["num_shards"] = 5, 3
-    second = cli_here("train", str(write_config(tmp_path / "second.yaml", tree)))
+    second = train(str(write_config(tmp_path / "second.yaml", tree)))
     assert second.returncode == 0, second.stderr
     assert_equals_reference(run_dir, tree, tmp_path / "fp32")
     assert_frozen_bytes(model, tmp_path / "fp32", torch.float32)

@@ -30,7 +30,7 @@ from benchmarks.kill_campaign.checks import OK
 from benchmarks.kill_campaign.live_run import LiveRun
 from benchmarks.kill_campaign.processes import Role
 from megatrain_ray.io.saves.save_folder import list_saves
-from tests.support.kills import END_S, SECOND_SAVE, kill, mid_update, prepare, training
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, mid_update, prepare, training
 from tests.support.runs import assert_equals_reference, cli_here, rows, write_config
 
 pytestmark = pytest.mark.ray
@@ -38,6 +38,25 @@ pytestmark = pytest.mark.ray
 RAY_END_S = 30.0  # in which a run ends without one of Ray's processes that it needs (docs/troubleshooting.md)
 
 
+def test_whoever_dies_is_replaced(tmp_path: Path) -> None:
+    """A shard, the arena owner, the GPU worker and the data process killed in one run, which ends as without deaths."""
+    tree, path = prepare(tmp_path, train__steps=60, max_failures=4)
+    with training(tmp_path, path) as run:
+        kill(run, mid_update(0), SHARD_0)
+        kill(run, UPDATE, OWNER)
+        kill(run, BACKWARD, GPU)
+        kill(run, FORWARD, DATA)
+        assert run.process.wait(END_S) == 0, run.text()
+        for name in ("optimizer shard 0", "arena owner", "GPU worker", "data"):
+            assert run.text().count(f"{name} died and was replaced") == 1
+        assert run.processes.await_end(5.0) == []
+        assert checks.of_folders([run.process.pid]) == OK
+    assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 61))
+    assert checks.of_unfinished(tmp_path / "run") == OK
+
+
+@pytest.mark.long
 def test_shards_and_the_arena_owner_are_replaced(tmp_path: Path) -> None:
     """Four of them killed in one run, which ends as if nothing had happened."""
     tree, path = prepare(tmp_path, train__steps=80, max_failures=4)
@@ -67,6 +86,7 @@ def test_a_shard_that_dies_in_an_update_of_muon_is_replaced(tmp_path: Path) -> N
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_the_gpu_worker_and_the_data_process_are_replaced(tmp_path: Path) -> None:
     """They die in the backward, and while a committed update is made; nothing but the dead is started again."""
     tree, path = prepare(tmp_path, train__steps=60, max_failures=4, save_every=0)
@@ -83,6 +103,7 @@ def test_the_gpu_worker_and_the_data_process_are_replaced(tmp_path: Path) -> Non
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 61))
 
 
+@pytest.mark.long
 def test_what_dies_with_the_gpu_worker_is_made_again_from_the_last_save(tmp_path: Path) -> None:
     """Without clipping, updates begin in the backward, so a step cannot be made once more.
 
@@ -101,6 +122,7 @@ def test_what_dies_with_the_gpu_worker_is_made_again_from_the_last_save(tmp_path
     assert checks.of_unfinished(tmp_path / "run") == OK
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_rays_helpers_and_ends_with_an_agent(tmp_path: Path, ray_address: str) -> None:
     """Ray's raylet ends with each of its two agents, and all actors with the raylet."""
     tree, path = prepare(tmp_path, train__steps=40)
@@ -127,6 +149,7 @@ def _ends_with(run: LiveRun, role: Role) -> int:
     return run.process.pid
 
 
+@pytest.mark.long
 def test_the_same_command_resumes_after_any_other_death(tmp_path: Path, ray_address: str) -> None:
     tree, path = prepare(tmp_path, train__steps=30)
     saves = tmp_path / "run" / "saves"

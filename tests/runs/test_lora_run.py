@@ -21,7 +21,8 @@ from megatrain_ray.export.export import export_run
 from megatrain_ray.io.saves.manifest import read_manifest
 from tests.data.test_objects import RECORDS, settings
 from tests.support.adapters import build_adapter, peft
-from tests.support.kills import END_S, kill, prepare, training
+from tests.support.fault_injection import END_S, kill, prepare, training
+from tests.support.in_process import Actors, Train
 from tests.support.runs import cli_here, config, losses, reference_of, rows, write_config
 from tests.support.tiny import build_tiny
 
@@ -49,7 +50,7 @@ def change_one_weight(model: Path) -> None:
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
 
 
-def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     """A run goes on from an adapter of peft's, with norms trained beside it; another number of shards resumes it.
 
     Another base is refused. What is exported is what plain PyTorch has trained.
@@ -65,7 +66,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         lora={"match": [r"\.(q|down)_proj$"], "rank": 4, "alpha": 8, "path": str(adapter)},
         hardware__num_shards=2,
     )
-    first = cli_here("train", str(write_config(tmp_path / "first.yaml", tree)))
+    first = train(str(write_config(tmp_path / "first.yaml", tree)))
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(run_dir / "saves" / "step_3")
     saved = {(blob.kind, piece.layer) for blob in manifest.blobs() for piece in blob.pieces}
@@ -76,13 +77,13 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     second = str(write_config(tmp_path / "second.yaml", tree))
     kept = (model / "model.safetensors").read_bytes()
     change_one_weight(model)
-    assert main(["train", second]) == 2
-    assert "base model has changed: the frozen weights of layers.1 (and 0 more layers)" in capsys.readouterr().err
+    refused = train(second)
+    assert refused.returncode == 2
+    assert "base model has changed: the frozen weights of layers.1 (and 0 more layers)" in refused.stderr
     (model / "model.safetensors").write_bytes(kept)
     moved = adapter.rename(tmp_path / "moved")  # which a resume does not ask for
-    assert main(["train", second]) == 0
-    assert main(["train", second, "lora.alpha=16"]) == 2
-    assert "lora.alpha: 8.0 -> 16.0" in capsys.readouterr().err
+    assert train(second).returncode == 0
+    assert "lora.alpha: 8.0 -> 16.0" in train(second, "lora.alpha=16").stderr
 
     moved.rename(adapter)
     theirs = reference_of(run_dir, tree)
@@ -101,6 +102,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
     assert "step 5: good" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_killed_and_resumed(tmp_path: Path, ray_address: str) -> None:
     """A shard is replaced, which keeps the base; then everything dies, and a new crew loads it again."""
     tree, path = prepare(tmp_path, train__steps=12, save_every=2)
@@ -120,13 +122,14 @@ def test_killed_and_resumed(tmp_path: Path, ray_address: str) -> None:
     assert [row["grad_norm"] for row in rows(tmp_path / "run")] == theirs.grad_norms
 
 
-def test_from_python_with_a_model_object(tmp_path: Path, ray_address: str) -> None:
+def test_from_python_with_a_model_object(tmp_path: Path, actors: Actors) -> None:
     """bf16: what is merged is rounded once, from FP32 masters and the base as it streamed."""
     folder = build_tiny(tmp_path / "model")
     tree = settings(
         tmp_path / "run", train__steps=2, train__precision="bf16", train__lr=0.1, lora={"match": "v_proj", "rank": 2}
     )
-    summary = Trainer(tree, model=LlamaForCausalLM.from_pretrained(folder), train_dataset=RECORDS).fit()
+    with actors():
+        summary = Trainer(tree, model=LlamaForCausalLM.from_pretrained(folder), train_dataset=RECORDS).fit()
     stored = safetensors.torch.load_file(summary.export(tmp_path / "fp32", "fp32") / "adapter_model.safetensors")
     working = safetensors.torch.load_file(summary.export(tmp_path / "bf16") / "adapter_model.safetensors")
     assert {values.dtype for values in working.values()} == {torch.bfloat16}

@@ -8,7 +8,8 @@ import pytest
 
 from megatrain_ray.cli import main
 from megatrain_ray.io.saves.manifest import read_manifest
-from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, write_config
+from tests.support.in_process import Train
+from tests.support.runs import assert_equals_reference, config, plan_of, write_config
 from tests.support.tiny import build_tiny
 
 OTHERS = [
@@ -17,7 +18,7 @@ OTHERS = [
 ]
 
 
-def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     """Saves while training goes on; resumed by another number of shards; another optimizer is refused."""
     run_dir = tmp_path / "run"
     tree = config(
@@ -32,7 +33,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         save_every=1,
         hardware__num_shards=2,
     )
-    first = cli_here("train", str(write_config(tmp_path / "first.yaml", tree)))
+    first = train(str(write_config(tmp_path / "first.yaml", tree)))
     assert first.returncode == 0, first.stderr
     manifest = read_manifest(run_dir / "saves" / "step_2")
     embedding, block = manifest.layers[:2]
@@ -45,7 +46,7 @@ def test_train_save_resume_and_export(tmp_path: Path, ray_address: str, capsys: 
         assert main(["train", str(tmp_path / "first.yaml"), *overrides, "train.steps=4", "train.groups=[]"]) == 2
         assert says in capsys.readouterr().err
     tree["train"]["steps"], tree["hardware"]["num_shards"] = 4, 3
-    second = cli_here("train", str(write_config(tmp_path / "second.yaml", tree)))
+    second = train(str(write_config(tmp_path / "second.yaml", tree)))
     assert second.returncode == 0, second.stderr
     assert_equals_reference(run_dir, tree, tmp_path / "fp32")
     assert main(["inspect", str(run_dir)]) == 0

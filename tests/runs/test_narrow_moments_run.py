@@ -11,8 +11,9 @@ import torch
 from megatrain_ray.cli import main
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.io.saves.manifest import read_manifest
+from tests.support.in_process import Train
 from tests.support.reference import Result, train_reference
-from tests.support.runs import cli_here, config, exported_masters, losses, recipe_of, write_config
+from tests.support.runs import config, exported_masters, losses, recipe_of, write_config
 from tests.support.tiny import build_tiny, text_batches
 
 # Updates, moments, what else changes, and what is told of the save's moments.
@@ -24,7 +25,7 @@ PARTS = [
 ]
 
 
-def test_train_resume_as_the_other_type_and_export(tmp_path: Path, ray_address: str) -> None:
+def test_train_resume_as_the_other_type_and_export(tmp_path: Path, train: Train) -> None:
     """Four starts of one run; losses and masters of a reference that converts as they do."""
     model, run_dir = build_tiny(tmp_path / "model", num_layers=2), tmp_path / "run"
     settings = {"train__precision": "bf16", "train__schedule": "constant", "train__seed": 3}
@@ -33,7 +34,7 @@ def test_train_resume_as_the_other_type_and_export(tmp_path: Path, ray_address: 
     theirs: Result | None = None
     their_losses: list[float] = []
     for steps, moments, overrides, told in PARTS:
-        done = cli_here("train", path, f"train.steps={steps}", f"train.moments={moments}", *overrides)
+        done = train(path, f"train.steps={steps}", f"train.moments={moments}", *overrides)
         assert done.returncode == 0, done.stderr
         assert (NARROW_MOMENTS in done.stderr) is (NARROW_MOMENTS in done.stdout) is (moments == "bf16")
         assert ("the save's moments" in done.stderr) is (told is not None)

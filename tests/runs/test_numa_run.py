@@ -29,6 +29,7 @@ from megatrain_ray.run.run_processes import GPU, gpu_name, shard_name
 from megatrain_ray.trainer import Trainer
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 from tests.runs.test_crew import SHAPES, losses_of, prepared, started
+from tests.support.in_process import actors_as_threads
 from tests.support.runs import config, losses, plan_of
 
 CPUS = sorted(os.sched_getaffinity(0))[:2]
@@ -80,7 +81,8 @@ def policies_of(pid: int) -> Mapping[str, set[str]]:
 def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_address: str, model: Path) -> None:
     plain, placed = tmp_path / "plain", tmp_path / "placed"
     one_node = [{"cpus": f"{CPUS[0]},{CPUS[1]}"}]
-    Trainer(TrainConfig.model_validate(settings(plain, model, one_node))).fit()
+    with actors_as_threads():
+        Trainer(TrainConfig.model_validate(settings(plain, model, one_node))).fit()
     seen: dict[str, Any] = {}
 
     def look(job: Job, crew: Crew) -> None:
@@ -115,6 +117,7 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
     assert "warning" not in (placed / "logs" / "driver.log").read_text()
 
 
+@pytest.mark.long
 def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, model: Path) -> None:
     """The first GPU on the second node, and the other way round."""
     nodes = [{"cpus": str(cpu), "memory": 0, "gpus": 1 - k} for k, cpu in enumerate(CPUS)]
@@ -135,6 +138,7 @@ def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, mo
     assert "warning" not in (tmp_path / "run" / "logs" / "driver.log").read_text()
 
 
+@pytest.mark.long
 def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: str) -> None:
     ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, hardware__nodes=NODES)
     with started(ready) as crew:
@@ -149,6 +153,7 @@ def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: s
         crew.stop()
 
 
+@pytest.mark.long
 def test_what_the_kernel_refuses_is_one_warning(
     tmp_path: Path, ray_address: str, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

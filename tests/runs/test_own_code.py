@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from megatrain_ray.io.checkpoints.safetensors_folder import SINGLE_NAME
 from tests.support.family_models import family_batches
+from tests.support.in_process import Train
 from tests.support.own_code import build_own_code
 from tests.support.reference import Recipe, load_model, train_reference
 from tests.support.run_engine import Mode, train_engine
@@ -25,11 +26,11 @@ def test_fp32_is_bit_equal(tmp_path: Path) -> None:
     assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m)] == []
 
 
-def test_an_export_holds_code_and_buffers(tmp_path: Path, ray_address: str) -> None:
+def test_an_export_holds_code_and_buffers(tmp_path: Path, train: Train) -> None:
     folder, run, out = build_own_code(tmp_path / "own", vocab_size=257), tmp_path / "run", tmp_path / "out"
     settings = {"model__trust_remote_code": True, "train__steps": 1, "data__packing": False, "data__tokenizer": "bytes"}
     build = load_file(folder / SINGLE_NAME)
-    trained = cli_here("train", str(write_config(tmp_path / "config.yaml", config(run, folder, **settings))))
+    trained = train(str(write_config(tmp_path / "config.yaml", config(run, folder, **settings))))
     assert trained.returncode == 0, trained.stderr
     assert cli_here("export", str(run), str(out), "--dtype", "fp32").returncode == 0
     exported = load_file(out / SINGLE_NAME)

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.accounting.prediction_check import Comparison
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU, HardwareProfile
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
+from tests.support.in_process import Train
 from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, write_config
 from tests.support.tiny import VOCAB_SIZE
 
@@ -44,11 +44,10 @@ def settings(folder: Path) -> Mapping[str, Any]:
     )  # fmt: skip
 
 
-@pytest.mark.ray
-def test_wrong_rates_are_refitted_and_a_lower_limit_is_planned_for(tmp_path: Path, ray_address: str) -> None:
+def test_wrong_rates_are_refitted_and_a_lower_limit_is_planned_for(tmp_path: Path, train: Train) -> None:
     tree = settings(tmp_path)
     path, run_dir = str(write_config(tmp_path / "config.yaml", tree)), tmp_path / "run"
-    done = cli_here("train", path, "train.steps=5")
+    done = train(path, "train.steps=5")
     assert done.returncode == 0, done.stderr
     assert "warning: predicted " in done.stderr and "; most of it in compute: " in done.stderr
     text = (run_dir / "plan.json").read_bytes()
@@ -64,14 +63,14 @@ def test_wrong_rates_are_refitted_and_a_lower_limit_is_planned_for(tmp_path: Pat
     assert_refitted(path, run_dir, found, right)
 
     # Exit 3 changes nothing of the run.
-    refused = cli_here("train", path, right, f"hardware.hbm_limit={TOO_LOW}")
+    refused = train(path, right, f"hardware.hbm_limit={TOO_LOW}")
     assert refused.returncode == 3
     assert re.search(r"needs \S+ \S+ of device memory, 95\.37 MiB available", refused.stderr)
     assert (run_dir / "plan.json").read_bytes() == text
     assert not (run_dir / "plans").exists()
 
     # The steps of another plan are those of plain PyTorch.
-    done = cli_here("train", path, right, f"hardware.hbm_limit={LOWER}")
+    done = train(path, right, f"hardware.hbm_limit={LOWER}")
     assert done.returncode == 0, done.stderr
     assert "the plan is another one than that of the start before: device memory 953.67 MiB → 152.59 MiB" in done.stderr
     assert (run_dir / "plans" / f"{sha256[:12]}.json").read_bytes() == text

@@ -119,6 +119,7 @@ def test_a_checkout_is_enough_and_a_stop_saves_first(checkout: Path, tmp_path: P
     assert_equals_reference(run, tree, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_job_goes_on_after_its_driver_and_after_rays_own_processes_were_killed(
     installed: Path, tmp_path: Path
 ) -> None:
@@ -158,6 +159,7 @@ def assert_left_out(head: Head) -> None:
     assert (package / "megatrain_ray" / "io" / "words" / "words.c").is_file()
 
 
+@pytest.mark.long
 def test_the_installed_package_is_enough_and_a_save_cut_short_costs_no_earlier_one(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_gauges_are_said_again_while_a_step_takes_long(monkeypatch: pytest.Monke
     assert ("megatrain_tier_bytes", 7, {"tier": "nvme"}) in first
 
 
+@pytest.mark.long
 def test_without_the_switch_nothing_is_recorded(tmp_path: Path, ray_address: str) -> None:
     tree = config(tmp_path / "unrecorded", SHAPE, train__steps=1, save_every=None, log__prometheus=False)
     assert cli_here("train", str(write_config(tmp_path / "config.yaml", tree))).returncode == 0

@@ -17,10 +17,10 @@ import torch
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from tests.metrics.test_metric_sinks import scalars
+from tests.support.in_process import Train
 from tests.support.runs import (
     ROOT,
     assert_equals_reference,
-    cli,
     cli_here,
     command,
     config,
@@ -68,13 +68,13 @@ PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, 
 
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("name", PARITY_ROWS)
-def test_parity_through_the_command_line(tmp_path: Path, ray_address: str, name: str) -> None:
+def test_parity_through_the_command_line(tmp_path: Path, train: Train, name: str) -> None:
     """Memory limits choose the mode, as a user would; the plan tells which it was."""
     settings, tied, expected = PARITY_ROWS[name]
     model = build_tiny(tmp_path / "model", tied=tied, attention_dropout=0.1 if tied else 0.0)
     tree = config(tmp_path / "run", model, **settings)
     path = write_config(tmp_path / "config.yaml", tree)
-    done = cli_here("train", str(path))
+    done = train(str(path))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
     assert (plan.order, plan.layers[1].activations, plan.num_micro_batches, plan.num_shards) == expected
@@ -148,7 +148,7 @@ def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_addre
     path = write_config(tmp_path / "config.yaml", tree)
     for number in (signal.SIGINT, signal.SIGTERM):
         assert "the same command resumes" in interrupt(path, tmp_path / "run", number)
-    done = cli("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3", RAY_ADDRESS=ray_address)
+    done = cli_here("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3")
     assert done.returncode == 0, done.stderr
     assert len(rows(tmp_path / "run")) == STEPS
     assert [p.name for p in (tmp_path / "run" / "saves").iterdir()] == [f"step_{STEPS}"]
@@ -158,20 +158,20 @@ def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_addre
     assert f"already at step {STEPS}" in again.stdout
 
 
-def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
-    """Resuming in a new process from the save after 4 updates, in mid-epoch, is bit for bit the whole run.
+def test_ten_steps_are_four_and_six(tmp_path: Path, train: Train) -> None:
+    """Resuming from the save after 4 updates, in mid-epoch, is bit for bit the whole run.
 
     TensorBoard shows the steps that were made twice once.
     """
     model = build_tiny(tmp_path / "model", attention_dropout=0.1)
     tree = config(tmp_path / "run", model, save_every=4, save_keep=5, train__precision="bf16")
     path = write_config(tmp_path / "config.yaml", tree)
-    assert cli_here("train", str(path)).returncode == 0
+    assert train(str(path)).returncode == 0
     whole = rows(tmp_path / "run")
     masters = exported_masters(tmp_path / "run", tmp_path / "whole")
     for step in (8, 10):
         shutil.rmtree(tmp_path / "run" / "saves" / f"step_{step}")
-    done = cli("train", str(path), "save_every=0", RAY_ADDRESS=ray_address)
+    done = train(str(path), "save_every=0")
     assert done.returncode == 0, done.stderr
     resumed = rows(tmp_path / "run")
     assert [row["step"] for row in resumed] == list(range(1, 11))
@@ -186,7 +186,7 @@ def test_ten_steps_are_four_and_six(tmp_path: Path, ray_address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
     """Return the folder of a whole run from random weights, and its configuration. Tests leave it as it is."""
     shape = {
         "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -194,19 +194,19 @@ def made(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Path:
     }  # fmt: skip
     folder = tmp_path_factory.mktemp("made")
     tree = config(folder / "run", shape, train__steps=2, train__precision="bf16")
-    done = cli_here("train", str(write_config(folder / "config.yaml", tree)))
+    done = train(str(write_config(folder / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def test_resume_refuses_other_settings(made: Path) -> None:
+def test_resume_refuses_other_settings(made: Path, train: Train) -> None:
     path = str(made / "config.yaml")
     before = sorted(p.relative_to(made) for p in (made / "run").rglob("*"))
-    refused = cli_here("train", path, "train.lr=2e-3", "train.steps=3")
+    refused = train(path, "train.lr=2e-3", "train.steps=3")
     assert refused.returncode == 2
     assert "train.lr: 0.001 -> 0.002" in refused.stderr
     assert "train.steps" not in refused.stderr
-    assert cli_here("train", path, "resume=false").returncode == 2
+    assert train(path, "resume=false").returncode == 2
     assert sorted(p.relative_to(made) for p in (made / "run").rglob("*")) == before
 
 

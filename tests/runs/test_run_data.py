@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from tests.support.runs import cli_here, config, losses, rows, write_config
+from tests.support.in_process import Train
+from tests.support.runs import config, losses, rows, write_config
 from tests.support.tiny import TEXT, build_tiny
 
 PIECES = [TEXT.read_text()[at : at + 150] for at in range(0, 30_000, 150)]
@@ -26,16 +27,16 @@ def write_sources(folder: Path) -> list[dict[str, Any]]:
     return [{"path": str(folder / name), "weight": weight} for name, weight in shares.items()]
 
 
-def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(tmp_path: Path, ray_address: str) -> None:
+def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(tmp_path: Path, train: Train) -> None:
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=6, save_every=3, save_keep=9)
     tree["data"] |= {"path": write_sources(tmp_path / "data"), "packing": False}
     path = write_config(tmp_path / "config.yaml", tree)
-    first = cli_here("train", str(path))
+    first = train(str(path))
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("\ntokenized ") + first.stderr.startswith("tokenized ") == 3
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "saves" / "step_6")
-    second = cli_here("train", str(path))
+    second = train(str(path))
     assert second.returncode == 0, second.stderr
     assert "tokenized" not in second.stderr
     phases = [line.partition(" s  ")[2] for line in second.stderr.splitlines() if " s  " in line]
@@ -46,7 +47,7 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(tmp_path: Path, ra
     assert [row["tokens"] for row in rows(tmp_path / "run")] == [4 * 32] * 6
 
     (tmp_path / "data" / "lines.jsonl").write_text('{"text": "something else"}\n')
-    refused = cli_here("train", str(path), "train.steps=7")
+    refused = train(str(path), "train.steps=7")
     assert refused.returncode == 2
     assert "belongs to other data" in refused.stderr
     assert f"(data.path[1], {tmp_path / 'data' / '*.jsonl'})" in refused.stderr

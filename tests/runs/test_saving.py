@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain_ray.io.checkpoints.safetensors_folder import SINGLE_NAME
-from tests.support.runs import ROOT, cli_here, command, config, exported_masters, losses, rows, write_config
+from tests.support.in_process import Train
+from tests.support.runs import config, exported_masters, losses, rows, write_config
 from tests.support.tiny import build_tiny
 
 # 5M parameters, 60 MB of state: writing it takes longer than a step.
@@ -37,11 +38,11 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
     """Return the folder of a whole run with four saves, and its export. Tests copy it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     path = write_config(folder / "config.yaml", settings(folder / "run"))
-    done = cli_here("train", str(path))
+    done = train(str(path))
     assert done.returncode == 0, done.stderr
     exported_masters(folder / "run", folder / "fp32")
     return folder
@@ -72,10 +73,10 @@ def assert_is_undisturbed(folder: Path, undisturbed: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name].flatten()) for name in theirs)
 
 
-def test_a_save_made_under_training_is_one_generation(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_save_made_under_training_is_one_generation(tmp_path: Path, train: Train, undisturbed: Path) -> None:
     """What follows from it is what followed when it was made. Of the save of step 6: the damaged one's test."""
     path = copy_of(undisturbed, tmp_path, saves={3})
-    done = cli_here("train", str(path), "save_compress=zstd")
+    done = train(str(path), "save_compress=zstd")
     assert done.returncode == 0, done.stderr
     assert_is_undisturbed(tmp_path, undisturbed)
 
@@ -89,11 +90,11 @@ def test_the_log_tells_what_a_save_cost(undisturbed: Path) -> None:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("damaged", ["part_1.residual", "manifest.json"])  # every kind: test_save_faults.py
 def test_a_damaged_save_costs_the_steps_since_the_one_before(
-    tmp_path: Path, ray_address: str, undisturbed: Path, damaged: str
+    tmp_path: Path, train: Train, undisturbed: Path, damaged: str
 ) -> None:
     path = copy_of(undisturbed, tmp_path, saves={6, 9})
     flip_a_byte(tmp_path / "run" / "saves" / "step_9" / damaged)
-    done = cli_here("train", str(path))
+    done = train(str(path))
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
     assert damaged in warning
@@ -102,12 +103,10 @@ def test_a_damaged_save_costs_the_steps_since_the_one_before(
     assert (tmp_path / "run" / "saves" / "step_9.damaged" / damaged).exists()
 
 
-def test_the_only_save_damaged_is_an_error_that_loses_nothing(
-    tmp_path: Path, ray_address: str, undisturbed: Path
-) -> None:
+def test_the_only_save_damaged_is_an_error_that_loses_nothing(tmp_path: Path, train: Train, undisturbed: Path) -> None:
     path = copy_of(undisturbed, tmp_path, saves={9})
     flip_a_byte(tmp_path / "run" / "saves" / "step_9" / "part_1.m")
-    done = cli_here("train", str(path))
+    done = train(str(path))
     assert done.returncode == 1
     assert "part_1.m is damaged" in done.stderr
     assert "there is no earlier save to go back to" in done.stderr
@@ -126,38 +125,41 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_no_room_before_the_first_step(small_disk: Path, tmp_path: Path, ray_address: str) -> None:
+def test_no_room_before_the_first_step(small_disk: Path, tmp_path: Path, train: Train) -> None:
     path = write_config(tmp_path / "config.yaml", settings(small_disk / "run"))
-    done = cli_here("train", str(path))
+    done = train(str(path))
     assert done.returncode == 3, done.stderr
     assert "error: no room for 4 saves in" in done.stderr
     assert rows(small_disk / "run") == []
 
 
+def fill_after_three_steps(disk: Path) -> None:
+    deadline_s = time.monotonic() + 120
+    while len(rows(disk / "run")) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.02)  # for the run, not for the test: any step will do
+    with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+
+
 def test_a_disk_that_fills_up_costs_the_steps_since_the_last_save(
-    small_disk: Path, tmp_path: Path, ray_address: str
+    small_disk: Path, tmp_path: Path, train: Train
 ) -> None:
     """Somebody else takes the room while the run goes on; without them the same command resumes."""
     model = build_tiny(tmp_path / "model")
     tree = config(small_disk / "run", model, train__steps=2000, train__schedule="constant", save_every=1, save_keep=1)
     path = write_config(tmp_path / "config.yaml", tree)
-    process = subprocess.Popen(
-        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        env={**os.environ, "RAY_ADDRESS": ray_address},
-    )  # fmt: skip
-    deadline_s = time.monotonic() + 120
-    while len(rows(small_disk / "run")) < 3 and process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.02)  # for the run, not for the test: any step will do
-    with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
-        while filler.write(bytes(4096)):
-            pass
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1, errors
+    taker = threading.Thread(target=fill_after_three_steps, args=[small_disk])
+    taker.start()
+    done = train(str(path))
+    taker.join()
+    errors = done.stderr
+    assert done.returncode == 1, errors
     message = [line for line in errors.splitlines() if line.startswith("error: ")]
     # Met by the check before a save, by a blob, a manifest or a row of metrics.
     assert len(message) == 1 and ("no room" in message[0] or "No space left" in message[0]), errors
     (small_disk / "filler").unlink()
     before = losses(small_disk / "run")
-    done = cli_here("train", str(path), f"train.steps={len(before)}")
+    done = train(str(path), f"train.steps={len(before)}")
     assert done.returncode == 0, done.stderr
     assert losses(small_disk / "run") == before

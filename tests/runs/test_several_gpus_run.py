@@ -12,12 +12,11 @@ import pytest
 
 from benchmarks.kill_campaign.cases import BACKWARD, GPU
 from benchmarks.kill_campaign.phases import Phase
-from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, SHAPE, held_out, settings, trained, worst
-from tests.support.kills import END_S, SECOND_SAVE, kill, training
-from tests.support.runs import assert_same_masters, cli_here, losses, plan_of, rows, write_config
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, training
+from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, NO_DROPOUT, held_out, settings, trained, worst
+from tests.support.in_process import Train
+from tests.support.runs import assert_same_masters, losses, plan_of, rows, write_config
 from tests.support.tiny import TEXT
-
-pytestmark = pytest.mark.ray
 
 
 @pytest.mark.spread(1)
@@ -30,13 +29,13 @@ pytestmark = pytest.mark.ray
     ids=["two, with held-out data", "three with parts of two sizes, layers on the device"],
 )
 def test_several_gpus_compute_what_one_does(
-    tmp_path: Path, ray_address: str, num_gpus: int, changes: dict[str, Any]
+    tmp_path: Path, train: Train, num_gpus: int, changes: dict[str, Any]
 ) -> None:
     if "eval_every" in changes:  # five windows of 32: fewer than an update has, and more than one GPU's share of it
         (tmp_path / "held_out.txt").write_text(TEXT.read_text()[:170])
         changes = {**changes, "data__eval_path": str(tmp_path / "held_out.txt")}
-    one = trained(tmp_path / "one", 1, **changes)
-    several = trained(tmp_path / "several", num_gpus, **changes)
+    one = trained(train, tmp_path / "one", 1, **changes)
+    several = trained(train, tmp_path / "several", num_gpus, **changes)
     plan = plan_of(several)
     assert (plan.num_gpus, plan.batch_size, plan.num_micro_batches) == (num_gpus, 12, 6 // num_gpus)
     assert losses(several)[0] == losses(one)[0], "dropout is that of the micro-batch, whoever computes it"
@@ -51,7 +50,7 @@ def test_several_gpus_compute_what_one_does(
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
-    tmp_path: Path, ray_address: str, optimizer: str
+    tmp_path: Path, train: Train, optimizer: str
 ) -> None:
     """Two numbers have one sum, whoever takes it, and nothing depends on norms.
 
@@ -59,17 +58,17 @@ def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
     """
     changes = {"train__clip": None, "train__precision": "bf16", "train__grad_dtype": "bf16"}
     changes["train__optimizer"] = optimizer
-    run_dir = trained(tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
-    one = trained(tmp_path / "one", 1, train__micro_batch_size=6, train__accumulate=2, **changes)
+    run_dir = trained(train, tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
+    one = trained(train, tmp_path / "one", 1, train__micro_batch_size=6, train__accumulate=2, **changes)
     assert losses(run_dir) == losses(one)
     assert plan_of(run_dir).sum_dtype == "float32", "the sum over GPUs is one over micro-batches"
 
 
-def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, ray_address: str) -> None:
+def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, train: Train) -> None:
     """Some of it frozen, some layers on the devices, and parts of two sizes."""
     changes = {"train__freeze": [r"layers\.1\.mlp"], "hardware__hbm_layers": 1, "train__steps": 3}
-    whole = trained(tmp_path / "whole", 3, hardware__all_gather=False, **changes)
-    run_dir = trained(tmp_path / "run", 3, hardware__all_gather=True, **changes)
+    whole = trained(train, tmp_path / "whole", 3, hardware__all_gather=False, **changes)
+    run_dir = trained(train, tmp_path / "run", 3, hardware__all_gather=True, **changes)
     assert [plan_of(path).gathers_slots for path in (whole, run_dir)] == [False, True]
     assert losses(run_dir) == losses(whole)
     assert worst(run_dir, whole, "grad_norm") == 0.0
@@ -77,23 +76,21 @@ def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, ray_address
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("optimizer", "close"), [("adamw", CLOSE), ("muon", CLOSE_WITH_MUON)])
-def test_a_save_goes_on_with_another_number_of_gpus(
-    tmp_path: Path, ray_address: str, optimizer: str, close: float
-) -> None:
+def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, train: Train, optimizer: str, close: float) -> None:
     """A run goes from two GPUs to one to three, with a split given for each, or with one that the plan chooses anew."""
-    shape = {**SHAPE, "attention_dropout": 0.0}  # which would be another one with other micro-batches
-    constant = {"train__schedule": "constant", "model__config": shape, "train__optimizer": optimizer}
-    whole = trained(tmp_path / "whole", 1, train__steps=9, **constant)
+    constant = {"train__schedule": "constant", "model__config": NO_DROPOUT, "train__optimizer": optimizer}
+    whole = trained(train, tmp_path / "whole", 1, train__steps=9, **constant)
     run_dir = tmp_path / "run"
     for num_gpus, steps in ((2, 3), (1, 6), (3, 9)):
         free = {"train__micro_batch_size": None, "train__accumulate": None} if num_gpus == 1 else {}
         tree = settings(run_dir, num_gpus, train__steps=steps, **constant | free)
-        done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+        done = train(str(write_config(tmp_path / "config.yaml", tree)))
         assert done.returncode == 0, done.stderr
         assert plan_of(run_dir).num_gpus == num_gpus
     assert worst(run_dir, whole) < close
 
 
+@pytest.mark.ray
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("optimizer", "hbm_layers", "phase", "expected"),

@@ -16,7 +16,8 @@ import pytest
 
 from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest
-from tests.support.gpu_runs import CLOSE, SHAPE, held_out, settings, worst
+from tests.support.gpu_runs import CLOSE, NO_DROPOUT, SHAPE, held_out, settings, trained, worst
+from tests.support.in_process import IN_PROCESS
 from tests.support.ray_head import end_family
 from tests.support.ray_nodes import Nodes, actors_of, ray_nodes
 from tests.support.runs import TIMEOUT_S, assert_same_masters, cli, command, losses, plan_of, rows, write_config
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.ray
 
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
 END_S = 150.0
-STILL = {**SHAPE, "attention_dropout": 0.0}  # dropout would be another one with other micro-batches
 
 
 class Cluster:
@@ -58,7 +58,8 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
     """One host has none of the held-out data, and each has two shards."""
     (tmp_path / "held_out.txt").write_text(TEXT.read_text()[:170])
     changes = {"eval_every": 5, "data__eval_path": str(tmp_path / "held_out.txt"), "hardware__num_shards": 2}
-    one, two = cluster.train(tmp_path / "one", 1, 1, **changes), cluster.train(tmp_path / "two", 2, 2, **changes)
+    one = trained(IN_PROCESS, tmp_path / "one", 1, model__config=SHAPE, **changes)
+    two = cluster.train(tmp_path / "two", 2, 2, **changes)
     plan, of_one = plan_of(two), plan_of(one)
     assert (plan.num_gpus, plan.num_hosts, plan.batch_size, plan.num_micro_batches) == (2, 2, 12, 3)
     assert plan.slab_bytes == of_one.slab_bytes // 2
@@ -76,7 +77,7 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
 @pytest.mark.long
 def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Cluster) -> None:
     """Two GPUs on each of two hosts, one alone, one on each of two hosts; some layers live on the devices."""
-    constant = {"train__schedule": "constant", "model__config": STILL, "hardware__hbm_layers": 2}
+    constant = {"train__schedule": "constant", "model__config": NO_DROPOUT, "hardware__hbm_layers": 2}
     whole = cluster.train(tmp_path / "whole", 1, 1, train__steps=9, **constant)
     for num_gpus, num_hosts, steps in ((4, 2, 3), (1, 1, 6), (2, 2, 9)):
         free = {"train__micro_batch_size": None, "train__accumulate": None}
@@ -88,7 +89,11 @@ def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Clust
 @pytest.mark.long
 def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, cluster: Cluster) -> None:
     """A save leaves the base out; a host with all of it makes sure that it is the same."""
-    changes = {"lora": {"match": r"\.(q|down)_proj$", "rank": 4}, "model__config": STILL, "train__schedule": "constant"}
+    changes = {
+        "lora": {"match": r"\.(q|down)_proj$", "rank": 4},
+        "model__config": NO_DROPOUT,
+        "train__schedule": "constant",
+    }
     whole = cluster.train(tmp_path / "whole", 1, 1, train__steps=6, **changes)
     for num_gpus, num_hosts, steps in ((2, 2, 3), (1, 1, 5), (2, 2, 6)):
         run_dir = cluster.train(tmp_path / "run", num_gpus, num_hosts, train__steps=steps, **changes)
@@ -117,12 +122,13 @@ def test_two_hosts_with_a_disk_compute_what_they_do_in_memory(tmp_path: Path, cl
     assert_same_masters(folders[1] / "run", folders[0] / "run")
 
 
+LONG = {"train__steps": 60, "save_every": 4, "model__config": NO_DROPOUT}
+
+
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(cluster.train(tmp_path_factory.mktemp("undisturbed") / "run", 2, 2, **LONG))
-
-
-LONG = {"train__steps": 60, "save_every": 4}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    return losses(trained(IN_PROCESS, run_dir, 2, hardware__num_hosts=2, **LONG))
 
 
 def disturbed(
@@ -147,7 +153,7 @@ def disturbed(
         run.close()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name"), [("ShardWorker", "optimizer shard 1"), ("ArenaOwner", "arena owner of host 1")]
 )

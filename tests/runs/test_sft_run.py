@@ -17,7 +17,8 @@ from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.tokens.token_block import IGNORED
 from tests.support.chat_fixtures import FAMILIES, build
-from tests.support.runs import ROOT, assert_equals_reference, cli_here, config, losses, rows, write_config
+from tests.support.in_process import Train
+from tests.support.runs import ROOT, assert_equals_reference, config, losses, rows, write_config
 from tests.support.texts import tokens_of
 from tests.support.tiny import build_tiny
 
@@ -63,17 +64,17 @@ def assert_answers_are_learned(tree: Tree, batches: list[Batch]) -> None:
             assert learned == answer or is_cut
 
 
-def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_path: Path, ray_address: str) -> None:
+def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_path: Path, train: Train) -> None:
     tree = settings(tmp_path, train__steps=4, train__batch_size=3, save_every=2, save_keep=9)
     run_dir = Path(tree["run_dir"])
     path = write_config(tmp_path / "config.yaml", tree)
-    first = cli_here("train", str(path))
+    first = train(str(path))
     assert first.returncode == 0, first.stderr
     assert "\n400 records: " in first.stderr
     assert "too long, cut inside an answer" in first.stderr
     whole = losses(run_dir)
     shutil.rmtree(run_dir / "saves" / "step_4")
-    second = cli_here("train", str(path))
+    second = train(str(path))
     assert second.returncode == 0, second.stderr
     assert "records: " not in second.stderr
     assert losses(run_dir) == whole
@@ -87,7 +88,7 @@ def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_
     assert not (tmp_path / "export" / "chat_template.jinja").exists()
 
 
-def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, ray_address: str) -> None:
+def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, train: Train) -> None:
     tree = settings(tmp_path, train__steps=3, train__batch_size=2)
     chats = [
         {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * n}]}
@@ -95,7 +96,7 @@ def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, ray_ad
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "packing": True}
-    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+    done = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     run_dir = Path(tree["run_dir"])
     batches = batches_of(tree, run_dir)
@@ -145,14 +146,14 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_input(tmp_path: Path, train: Train, name: str) -> None:
     spoil, message = CASES[name]
     tree = settings(tmp_path)
     spoil(tmp_path, tree)
     path = write_config(tmp_path / "config.yaml", tree)
-    capsys.readouterr()
-    assert main(["train", str(path)]) == 2
-    shown = capsys.readouterr().err
+    done = train(str(path))
+    assert done.returncode == 2
+    shown = done.stderr
     assert message in shown
     assert sum(line.startswith("error: ") for line in shown.splitlines()) == 1
     assert "Traceback" not in shown

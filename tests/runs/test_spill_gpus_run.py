@@ -15,16 +15,15 @@ from benchmarks.kill_campaign.cases import BACKWARD, GPU, SHARD_0, SHARD_1
 from benchmarks.kill_campaign.live_run import LiveRun
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
-from tests.support.kills import END_S, SECOND_SAVE, kill, mid_update, training
-from tests.support.runs import assert_same_masters, cli_here, losses, plan_of, rows, write_config
+from tests.support.fault_injection import END_S, SECOND_SAVE, kill, mid_update, training
+from tests.support.in_process import Train
+from tests.support.runs import assert_same_masters, losses, plan_of, rows, write_config
 from tests.support.spilling import SHAPE, assert_traffic_is_as_planned, spilling_settings, with_all_on_disk
 
-pytestmark = pytest.mark.ray
 
-
-def trained(folder: Path, tree: Mapping[str, Any], **train: Any) -> Plan:
-    path = write_config(folder / "config.yaml", {**tree, "train": {**tree["train"], **train}})
-    done = cli_here("train", str(path))
+def trained(train: Train, folder: Path, tree: Mapping[str, Any], **changes: Any) -> Plan:
+    path = write_config(folder / "config.yaml", {**tree, "train": {**tree["train"], **changes}})
+    done = train(str(path))
     assert done.returncode == 0, done.stderr
     return plan_of(Path(tree["run_dir"]))
 
@@ -44,11 +43,11 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     ids=["fp32, two shards", "bf16, no clipping"],
 )
 def test_two_gpus_with_a_disk_compute_what_they_do_in_memory(
-    folders: tuple[Path, Path], ray_address: str, changes: dict[str, Any]
+    folders: tuple[Path, Path], train: Train, changes: dict[str, Any]
 ) -> None:
     in_memory, spilling = (spilling_settings(folder, train__steps=6, **changes) for folder in folders)
-    assert trained(folders[0], in_memory).total_bytes(Tier.NVME) == 0
-    plan, run_dir = trained(folders[1], with_all_on_disk(folders[1], spilling)), folders[1] / "run"
+    assert trained(train, folders[0], in_memory).total_bytes(Tier.NVME) == 0
+    plan, run_dir = trained(train, folders[1], with_all_on_disk(folders[1], spilling)), folders[1] / "run"
     assert (plan.num_gpus, len(plan.spilled_layers), len(plan.disk_activations)) == (2, 18, 16)
     assert bool(plan.stored_layers) == ("train__clip" not in changes)
     assert not plan.weights_on_disk
@@ -60,13 +59,13 @@ def test_two_gpus_with_a_disk_compute_what_they_do_in_memory(
 
 
 @pytest.mark.long
-def test_a_save_goes_on_where_things_live_elsewhere(folders: tuple[Path, Path], ray_address: str) -> None:
+def test_a_save_goes_on_where_things_live_elsewhere(folders: tuple[Path, Path], train: Train) -> None:
     """A run goes on from disk to memory and back, with a process each."""
     whole, common = (spilling_settings(folder) for folder in folders)
     spilling = with_all_on_disk(folders[1], common)
-    trained(folders[0], whole, steps=6)
+    trained(train, folders[0], whole, steps=6)
     for tree, steps in ((spilling, 2), (common, 4), (spilling, 6)):
-        plan = trained(folders[1], tree, steps=steps)
+        plan = trained(train, folders[1], tree, steps=steps)
         assert bool(plan.disk_activations) == bool(plan.spilled_layers) == (tree is spilling)
     assert losses(folders[1] / "run") == losses(folders[0] / "run")
 
@@ -92,6 +91,7 @@ def disturbed(folders: tuple[Path, Path], disturb: Callable[[LiveRun], object], 
     return run.text(), plan_of(folders[1] / "run")
 
 
+@pytest.mark.ray
 @pytest.mark.long
 def test_shards_that_die_while_two_gpus_train_are_replaced(folders: tuple[Path, Path]) -> None:
     """What waits on disk outlives the GPU workers as little as what is in the slab: all start again from the save."""
@@ -109,6 +109,8 @@ def test_shards_that_die_while_two_gpus_train_are_replaced(folders: tuple[Path, 
     assert "; going on from the save of step " in text
 
 
+@pytest.mark.ray
+@pytest.mark.long
 def test_a_gpu_worker_that_dies_finds_the_files_of_activations_again(folders: tuple[Path, Path]) -> None:
     """Where no gradients wait on disk, and all state is with the shards, the step is made once more."""
     changes = {"train__steps": 12, "train__trainable": ["embed_tokens"]}

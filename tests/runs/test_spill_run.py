@@ -13,11 +13,16 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.io.storage.packed_store import Packer
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
-from tests.support.kills import END_S, kill, mid_update, training
-from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
+from tests.support.fault_injection import END_S, kill, mid_update, training
+from tests.support.in_process import Train
+from tests.support.runs import (
+    assert_equals_reference,
+    config,
+    plan_of,
+    rows,
+    write_config,
+)
 from tests.support.spilling import ROUNDED, small_model, spill_file_of, spilling, with_gradients_on_disk
-
-pytestmark = pytest.mark.ray
 
 
 @pytest.mark.spread(2)
@@ -31,14 +36,14 @@ pytestmark = pytest.mark.ray
     ids=["fp32", "two shards, no clipping", "gradients, too, packed"],
 )
 def test_a_run_that_spills_equals_plain_pytorch(
-    tmp_path: Path, ray_address: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: Train, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What packs takes more than all of this model's state: a plan that counted it would not spill.
     monkeypatch.setattr(Packer, "num_bytes", lambda max_bytes: 0)
     tree = config(tmp_path / "run", small_model(tmp_path), **changes)
     has_gradients = changes.items() >= ROUNDED.items()
     tree = with_gradients_on_disk(tmp_path, tree) if has_gradients else spilling(tmp_path, tree)
-    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+    done = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
     assert len(plan.spilled_layers) > plan.state_slots == 3
@@ -53,18 +58,19 @@ def test_a_run_that_spills_equals_plain_pytorch(
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
-def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, ray_address: str) -> None:
-    """A run goes on from disk to memory and back, with a process each."""
+def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, train: Train) -> None:
+    """A run goes on from disk to memory and back, with a start each."""
     common = config(tmp_path / "run", small_model(tmp_path), train__precision="bf16", train__schedule="constant")
     on_disk = spilling(tmp_path, common)
     for tree, steps in ((on_disk, 4), (common, 7), (on_disk, 10)):
         path = write_config(tmp_path / "config.yaml", {**tree, "train": {**tree["train"], "steps": steps}})
-        done = cli_here("train", str(path))
+        done = train(str(path))
         assert done.returncode == 0, done.stderr
         assert bool(plan_of(tmp_path / "run").spilled_layers) == (tree is on_disk)
     assert_equals_reference(tmp_path / "run", common, tmp_path / "out")
 
 
+@pytest.mark.ray
 def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path) -> None:
     """What its slots hold is ahead of the file; the next process writes it. One dies while gradients come."""
     model = small_model(tmp_path, hidden_size=384)
@@ -83,19 +89,21 @@ def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
-def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, ray_address: str) -> None:
+def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, train: Train) -> None:
     tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path)))
     path = write_config(tmp_path / "config.yaml", tree)
-    done = cli_here("train", str(path), "spill.limit=8KiB")
+    done = train(str(path), "spill.limit=8KiB")
     assert done.returncode == 3
     assert "of disk" in done.stderr and "raise spill.limit" in done.stderr
     assert not (tmp_path / "run" / "plan.json").exists()
     without = {key: value for key, value in tree.items() if key != "spill"}
-    done = cli_here("train", str(write_config(tmp_path / "config.yaml", without)))
+    done = train(str(write_config(tmp_path / "config.yaml", without)))
     assert done.returncode == 3
     assert "of room as spill.path" in done.stderr
 
 
+@pytest.mark.ray
+@pytest.mark.long
 def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> None:
     """Never with wrong numbers, and not only with what follows from it."""
     tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path), train__steps=100_000, save_every=3))

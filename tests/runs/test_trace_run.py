@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatrain_ray.accounting.busy_share import busy_share
 from megatrain_ray.accounting.trace_file import Event, read_trace
-from tests.support.runs import cli, config, plan_of, write_config
+from tests.support.runs import cli_here, config, plan_of, write_config
 from tests.support.tiny import build_tiny
 from tests.support.traces import begin, check_format, finish
 
@@ -26,7 +26,7 @@ def test_a_timeline_of_some_steps_and_the_save_in_them(tmp_path: Path, ray_addre
         tmp_path / "run", model, hardware__num_shards=2, train__steps=7, save_every=3, log__trace=[3, 6],
         train__batch_size=None, train__micro_batch_size=4,
     )  # fmt: skip
-    done = cli("train", str(write_config(tmp_path / "config.yaml", tree)), RAY_ADDRESS=ray_address)
+    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     path = tmp_path / "run" / "trace_steps_3_6.json"
     assert f"traced steps 3 to 6: {path} (open it at" in done.stderr
@@ -35,7 +35,7 @@ def test_a_timeline_of_some_steps_and_the_save_in_them(tmp_path: Path, ray_addre
     check_rows(threads)
     check_one_clock(threads, [layer.name for layer in plan_of(tmp_path / "run").layers])
     shown = f"{busy_share(events):.1%}"
-    inspected = cli("inspect", str(tmp_path / "run")).stdout
+    inspected = cli_here("inspect", str(tmp_path / "run")).stdout
     assert f"trace_steps_3_6.json: the compute stage worked {shown} of the time" in inspected
     assert re.search(rf"^mean step\n  {SPLIT}", inspected, re.MULTILINE)
     assert len(re.findall(rf"^step \d/7  .* left  {SPLIT}", done.stdout, re.MULTILINE)) == 7

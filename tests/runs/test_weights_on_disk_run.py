@@ -10,11 +10,10 @@ import pytest
 
 from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
 from megatrain_ray.engine.layout.tier import Tier
-from tests.support.kills import END_S, kill, mid_update, training
-from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, rows, write_config
+from tests.support.fault_injection import END_S, kill, mid_update, training
+from tests.support.in_process import Train
+from tests.support.runs import assert_equals_reference, config, plan_of, rows, write_config
 from tests.support.spilling import ROUNDED, small_model, spill_file_of, with_all_on_disk
-
-pytestmark = pytest.mark.ray
 
 NUM_LAYERS = 8  # of five or fewer, windows and slots would take as much as the working copies
 
@@ -28,12 +27,10 @@ NUM_LAYERS = 8  # of five or fewer, windows and slots would take as much as the 
     ],
     ids=["fp32", "two shards, no clipping"],
 )
-def test_a_run_with_weights_on_disk_equals_plain_pytorch(
-    tmp_path: Path, ray_address: str, changes: dict[str, Any]
-) -> None:
+def test_a_run_with_weights_on_disk_equals_plain_pytorch(tmp_path: Path, train: Train, changes: dict[str, Any]) -> None:
     model = small_model(tmp_path, num_layers=NUM_LAYERS)
     tree = with_all_on_disk(tmp_path, config(tmp_path / "run", model, **changes))
-    done = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+    done = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
     assert len(plan.weights_on_disk) > plan.weight_windows
@@ -42,8 +39,8 @@ def test_a_run_with_weights_on_disk_equals_plain_pytorch(
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
-def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, ray_address: str) -> None:
-    """A run goes on from disk to memory and back, with a process each; evaluations read the weights, too."""
+def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, train: Train) -> None:
+    """A run goes on from disk to memory and back, with a start each; evaluations read the weights, too."""
     model = small_model(tmp_path, num_layers=NUM_LAYERS)
     common = config(tmp_path / "run", model, train__schedule="constant", train__steps=6)
     held_out = tmp_path / "held_out.txt"
@@ -52,12 +49,13 @@ def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, ray_address
     on_disk = with_all_on_disk(tmp_path, common)
     for tree, steps in ((on_disk, 2), (common, 4), (on_disk, 6)):
         path = write_config(tmp_path / "config.yaml", {**tree, "train": {**tree["train"], "steps": steps}})
-        done = cli_here("train", str(path))
+        done = train(str(path))
         assert done.returncode == 0, done.stderr
         assert bool(plan_of(tmp_path / "run").weights_on_disk) == (tree is on_disk)
     assert_equals_reference(tmp_path / "run", common, tmp_path / "out")
 
 
+@pytest.mark.ray
 @pytest.mark.long
 def test_a_shard_that_dies_while_its_weights_are_on_disk_is_replaced(tmp_path: Path) -> None:
     """A shard dies in an update of layers whose working copies the GPU worker then reads from the file.
@@ -79,6 +77,7 @@ def test_a_shard_that_dies_while_its_weights_are_on_disk_is_replaced(tmp_path: P
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+@pytest.mark.ray
 @pytest.mark.long
 def test_damaged_weights_end_the_run_with_what_happened(tmp_path: Path) -> None:
     model = small_model(tmp_path, num_layers=NUM_LAYERS)

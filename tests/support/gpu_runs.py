@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs import cli_here, config, rows, write_config
+from tests.support.in_process import Train
+from tests.support.runs import config, rows, write_config
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1,
 }  # fmt: skip
+NO_DROPOUT = {**SHAPE, "attention_dropout": 0.0}
 # Relative, in FP32: sums over GPUs have another order than over micro-batches, and norms come from each GPU's part.
 CLOSE = 1e-6
 # Muon's directions are made in bf16: where a sum's last digit rounds another way there, an element moves by 2⁻⁸ of its
@@ -25,8 +27,10 @@ def settings(run_dir: Path, num_gpus: int, **changes: Any) -> dict[str, Any]:
     return config(run_dir, SHAPE, **split | {"hardware__num_gpus": num_gpus} | changes)
 
 
-def trained(run_dir: Path, num_gpus: int, **changes: Any) -> Path:
-    done = cli_here("train", str(write_config(run_dir.with_suffix(".yaml"), settings(run_dir, num_gpus, **changes))))
+def trained(train: Train, run_dir: Path, num_gpus: int, **changes: Any) -> Path:
+    if not train.has_processes:  # threads draw from the same random numbers
+        changes = {"model__config": NO_DROPOUT, **changes}
+    done = train(str(write_config(run_dir.with_suffix(".yaml"), settings(run_dir, num_gpus, **changes))))
     assert done.returncode == 0, done.stderr
     return run_dir
 

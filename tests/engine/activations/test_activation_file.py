@@ -25,7 +25,7 @@ from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.virtual_clock import Op, Stage
 from tests.engine.spill.test_spill_ring import BLOB, PAGE, WAIT_S, Watched
-from tests.support.apart_device import ApartDevice, ApartStore
+from tests.support.isolated_device import ApartDevice, ApartStore
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches

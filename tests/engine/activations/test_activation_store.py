@@ -24,7 +24,7 @@ from megatrain_ray.engine.plan.plan import LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, visits
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.virtual_clock import Op
-from tests.support.late_device import LateDevice
+from tests.support.deferred_device import LateDevice
 from tests.support.own_code import CODE, build_own_code
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, folder_source, train_engine

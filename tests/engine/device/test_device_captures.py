@@ -16,7 +16,7 @@ from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import CaptureError
 from megatrain_ray.virtual_clock import Timeline
 from tests.engine.step.test_captured_step import CAPTURED, assert_equal
-from tests.support.makers import MAKERS, Make
+from tests.support.device_builders import MAKERS, Make
 from tests.support.reference import Recipe
 from tests.support.run_engine import train_engine
 from tests.support.tiny import build_tiny, tiny_batches

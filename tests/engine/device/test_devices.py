@@ -29,12 +29,14 @@ from megatrain_ray.io.storage.disk_io import DiskIo, held_files
 from megatrain_ray.io.storage.kvikio_store import unusable
 from megatrain_ray.io.storage.spill_file import create_spill_file
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
+from tests.support.device_builders import MAKERS, Make
 from tests.support.expert_ranges import assert_same_but_norms
 from tests.support.family_models import build_family, family_batches
-from tests.support.makers import MAKERS, Make
 from tests.support.reference import MuonRecipe, Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
+
+pytestmark = pytest.mark.pairwise
 
 
 @pytest.fixture(params=list(MAKERS))

@@ -24,6 +24,8 @@ from tests.support.reference import Recipe, train_reference
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
+pytestmark = pytest.mark.pairwise
+
 STEPS, BLOCKS = 4, 8
 SOME = frozenset({0, 2})
 MODES = {

@@ -35,9 +35,9 @@ from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.model.architecture import Architecture
 from tests.engine.discovery.test_packing import packed
+from tests.support.device_builders import MAKERS, Make
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family, family_batches
-from tests.support.makers import MAKERS, Make
 from tests.support.own_code import CODE, build_own_code
 from tests.support.reference import Recipe, Result, train_reference
 from tests.support.run_engine import MACHINE, EngineResult, Mode, folder_source, train_engine
@@ -277,6 +277,7 @@ def test_experts_and_packed_documents(tmp_path: Path) -> None:
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=BOUND)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # a C++ compiler at work, several minutes where other processes have the cores
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_compiled_layers_and_their_chunks(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make) -> None:

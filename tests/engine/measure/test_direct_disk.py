@@ -15,13 +15,13 @@ from megatrain_ray.io.storage.blob_store import Block
 from megatrain_ray.io.storage.disk_io import DiskIo
 from megatrain_ray.io.storage.disk_rate import BLOCK_BYTES
 from megatrain_ray.profiling.direct_rate import measure_direct_here
-from tests.support import imitated_kvikio
-from tests.support.apart_device import ApartDevice
-from tests.support.imitated_kvikio import CuFile, IOFuture
+from tests.support import fake_kvikio
+from tests.support.fake_kvikio import CuFile, IOFuture
+from tests.support.isolated_device import ApartDevice
 
 
 def test_blocks_of_the_device_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     device = ApartDevice()
     assert measure_direct(device, tmp_path, 3 * BLOCK_BYTES) > 0
     assert not list(tmp_path.iterdir())
@@ -31,7 +31,7 @@ def test_blocks_of_the_device_are_read_and_written(tmp_path: Path, monkeypatch: 
 
 
 def test_what_comes_back_as_something_else_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     read = CuFile.pread
 
     def pread(self: CuFile, buf: Block, size: int | None = None, file_offset: int = 0) -> IOFuture:

@@ -38,6 +38,8 @@ from tests.support.reference import MuonRecipe, Own, Recipe, train_reference
 from tests.support.run_engine import Mode, folder_source, train_engine
 from tests.support.runs import config
 
+pytestmark = pytest.mark.pairwise
+
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 MICRO_BATCHES, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
 FIVE = {"num_experts_per_tok": 5}

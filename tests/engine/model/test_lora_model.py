@@ -28,10 +28,10 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.peft_adapter import AdapterFolder
 from megatrain_ray.model.model_source import open_model
 from megatrain_ray.planning.prepare import question_of
+from tests.support.fake_hub import files_of, fill_cache
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family
 from tests.support.host_state import HostState
-from tests.support.hub import files_of, fill_cache
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, folder_source, plan_for, train_engine
 from tests.support.runs import ROOT, config, write_config

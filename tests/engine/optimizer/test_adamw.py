@@ -21,6 +21,8 @@ from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, Hype
 from megatrain_ray.engine.optimizer.torch_blocks import Scratch, adamw_block
 from megatrain_ray.engine.optimizer.torch_kernel import BlockPool
 
+pytestmark = pytest.mark.pairwise
+
 HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SCRATCH = Scratch(0)
 

@@ -16,6 +16,8 @@ from megatrain_ray.engine.optimizer.undo_log import BLOCK_UNITS, UNIT_ELEMENTS, 
 from megatrain_ray.errors import MegatrainError
 from tests.support.transactions import KERNELS, MAX_THREADS, Memory, header, one_layer
 
+pytestmark = pytest.mark.pairwise
+
 PRECISIONS = [Precision.BF16, Precision.FP32, Precision.BF16_NARROW, Precision.FP32_NARROW]
 OLD, TORN = 40, 41  # serials
 DIRECTIONS = Memory.anonymous(Precision.FP32).directions()

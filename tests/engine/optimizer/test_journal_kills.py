@@ -19,14 +19,14 @@ import pytest
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.io.words.atomic_words import Words
 from tests.support.transactions import KERNELS, NUM_GRADIENTS, Memory, header, one_layer
-from tests.support.updater import BEGUN, FINISHED, WORD_BYTES
+from tests.support.update_loop import BEGUN, FINISHED, WORD_BYTES
 
 NUM_TORN, MAX_KILLS = 15, 200  # on a busy machine many kills hit a child that waits for a core between updates
 WAIT_S = 60.0
 
 
 class Updater:
-    """Drives a process of tests/support/updater.py over the same memory."""
+    """Drives a process of tests/support/update_loop.py over the same memory."""
 
     def __init__(self, words: Words, stdin: IO[str], stdout: IO[str]) -> None:
         self._words, self._stdin, self._stdout = words, stdin, stdout
@@ -50,7 +50,15 @@ def updating(precision: Precision, kernel: str, num_threads: int) -> Iterator[tu
     fd = os.memfd_create("journal kills")
     os.truncate(fd, WORD_BYTES + Memory.num_bytes(part, precision))
     buffer = memoryview(mmap.mmap(fd, 0))
-    command = [sys.executable, "-m", "tests.support.updater", str(fd), precision.value, kernel, str(num_threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.update_loop",
+        str(fd),
+        precision.value,
+        kernel,
+        str(num_threads),
+    ]
     child = subprocess.Popen(
         command,
         pass_fds=[fd],
@@ -70,6 +78,7 @@ def updating(precision: Precision, kernel: str, num_threads: int) -> Iterator[tu
     assert child.returncode == 0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32, Precision.BF16_NARROW], ids=lambda p: p.value)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_killed_at_random_moments(kernel: str, precision: Precision) -> None:

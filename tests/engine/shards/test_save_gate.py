@@ -9,7 +9,7 @@ from megatrain_ray.engine.shards.save_gate import LayerState
 from megatrain_ray.engine.shards.spare_memory import SpareMemory
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.saves.save_writer import Piece
-from tests.support.gates import KINDS, NUM_LAYERS, WAIT_S, attempt, read, running
+from tests.support.blocking_fakes import KINDS, NUM_LAYERS, WAIT_S, attempt, read, running
 
 
 def test_updates_that_no_save_wants_are_not_held_up() -> None:

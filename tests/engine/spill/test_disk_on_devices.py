@@ -11,7 +11,7 @@ import torch
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.virtual_clock import Stage
-from tests.support.makers import MAKERS, Make
+from tests.support.device_builders import MAKERS, Make
 from tests.support.reference import Recipe
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
@@ -31,6 +31,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     return MAKERS[request.param]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize(
     ("precision", "mode"),

@@ -44,6 +44,8 @@ from tests.support.shards import (
     random_masters,
 )
 
+pytestmark = pytest.mark.pairwise
+
 SPILLED = frozenset({0, 2})  # layer 1 is partly Muon's
 ON_DISK = frozenset[int](), frozenset({2}), SPILLED  # layers whose working copies are there, too
 FORWARD, BACKWARD = (0, 1, 2), (2, 1, 0)

@@ -44,12 +44,14 @@ def test_fp32_is_bit_equal(tmp_path: Path, name: str) -> None:
     assert_equal(*run(name, tmp_path, recipe, Mode()))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", EXACT)
 def test_bf16_with_layers_outermost_is_bit_equal(tmp_path: Path, name: str) -> None:
     recipe = Recipe(STEPS, micro_batch_size=2, precision="bf16", seed=3)
     assert_equal(*run(name, tmp_path, recipe, LAYERS))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("mode", [Mode(), LAYERS])
 @pytest.mark.parametrize(("precision", "rounding"), [("fp32", 1e-5), ("bf16", 5e-3)])

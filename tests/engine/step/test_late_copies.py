@@ -10,7 +10,7 @@ import torch
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from tests.support.late_device import LateDevice
+from tests.support.deferred_device import LateDevice
 from tests.support.reference import MuonRecipe, Recipe
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
@@ -20,6 +20,7 @@ EVERY = frozenset(range(7))
 LAYERS, RECOMPUTE = LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("mode", "recipe"),
     [

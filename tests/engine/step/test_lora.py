@@ -18,6 +18,8 @@ from tests.support.reference import MuonRecipe, Own, Recipe, Result, train_refer
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
+pytestmark = pytest.mark.pairwise
+
 STEPS = 10
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
@@ -52,6 +54,7 @@ def run(
     return train_engine(model, batches, recipe, mode), train_reference(model, batches, recipe)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ten_steps_are_those_of_peft(tmp_path: Path, mode: str, precision: str) -> None:
@@ -119,6 +122,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_families_are_bit_equal(tmp_path: Path, family: str, precision: str) -> None:

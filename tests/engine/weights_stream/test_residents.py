@@ -78,6 +78,7 @@ def test_a_kept_graph_survives_its_slot(num_fragments: int, dtype: torch.dtype) 
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.long
 def test_a_kept_graph_of_a_compiled_layer_survives_its_slot() -> None:
     """Compiled, with and without other contents of the slot: views of weights are among what its graph saves."""
     rig = Rig(3, torch.float32)

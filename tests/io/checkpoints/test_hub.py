@@ -20,7 +20,7 @@ from megatrain_ray.io.tokens.tokenizer import load_tokenizer, tokenizer_files
 from megatrain_ray.model.model_source import open_model
 from tests.model.test_architecture import with_own_code
 from tests.support.chat_fixtures import FAMILIES, build
-from tests.support.hub import COMMIT, files_of, fill_cache, serve
+from tests.support.fake_hub import COMMIT, files_of, fill_cache, serve
 from tests.support.runs import ROOT, cli, config, losses, write_config
 from tests.support.tiny import build_tiny
 
@@ -112,6 +112,7 @@ for name in ("o/none", "o/model@dev", "o/text", "o/model"):
     assert "has no model.safetensors; pickled weights are not read" in told[3]
 
 
+@pytest.mark.long
 def test_a_run_from_the_hub_goes_on_without_it(tmp_path: Path, ray_address: str) -> None:
     """The plan fetches no weights."""
     model = build_tiny(tmp_path / "model", vocab_size=320)

@@ -19,7 +19,7 @@ from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage import blob_store
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, FileStore, aligned, aligned_block
 from megatrain_ray.io.storage.kvikio_store import KvikioFiles, unusable
-from tests.support import imitated_kvikio
+from tests.support import fake_kvikio
 from tests.support.memory_store import MemoryStore
 
 SIZES = [0, 1, 4095, 4096, 4097, (3 << 20) + 1]
@@ -29,7 +29,7 @@ SIZES = [0, 1, 4095, 4096, 4097, (3 << 20) + 1]
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileStore | MemoryStore:
     if request.param.startswith("kvikio"):
         if request.param == "kvikio, imitated":
-            imitated_kvikio.install(monkeypatch)
+            fake_kvikio.install(monkeypatch)
         return kvikio_files(tmp_path)
     if request.param == "files, buffered":
         real_open = os.open

@@ -23,9 +23,9 @@ from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay, held_files
 from megatrain_ray.io.storage.disk_rate import BLOCK_BYTES, measure_mixed
 from megatrain_ray.io.storage.kvikio_store import SETTINGS, KvikioFiles, unusable
 from megatrain_ray.io.storage.spill_file import create_spill_file
-from tests.support import imitated_kvikio
-from tests.support.apart_device import ApartMemory
-from tests.support.imitated_kvikio import CuFile, IOFuture
+from tests.support import fake_kvikio
+from tests.support.fake_kvikio import CuFile, IOFuture
+from tests.support.isolated_device import ApartMemory
 
 NBYTES = 8192
 
@@ -52,7 +52,7 @@ def fd(tmp_path: Path) -> int:
 
 
 async def test_a_file_without_a_name_is_updated_past_the_page_cache(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = imitated_kvikio.install(monkeypatch)
+    settings = fake_kvikio.install(monkeypatch)
     assert await write_and_read(fd) == bytes(range(256)) * (NBYTES // 256)
     assert settings == SETTINGS
     os.close(fd)
@@ -60,7 +60,7 @@ async def test_a_file_without_a_name_is_updated_past_the_page_cache(fd: int, mon
 
 async def test_memory_of_a_gpu_is_moved_as_it_is(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which other stores refuse."""
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     written, found = (ApartMemory(memoryview(bytearray(content))) for content in (os.urandom(NBYTES), bytes(NBYTES)))
     async with held_files(DiskIo.KVIKIO).update(str(fd)) as blob:
         await blob.write_at(0, written[:4096])
@@ -87,7 +87,7 @@ async def test_memory_of_a_gpu_is_moved_as_it_is(fd: int, monkeypatch: pytest.Mo
 async def test_what_goes_wrong_is_told_as_of_any_file(
     fd: int, monkeypatch: pytest.MonkeyPatch, call: str, number: int, error: type[Exception], message: str
 ) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     monkeypatch.setattr(os, call, raising(number))
     with pytest.raises(MegatrainError, match=message) as caught:
         await write_and_read(fd)
@@ -96,7 +96,7 @@ async def test_what_goes_wrong_is_told_as_of_any_file(
 
 
 async def test_a_block_that_is_not_written_whole_is_an_error(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     monkeypatch.setattr(os, "pwrite", lambda fd, part, offset: 4096)
     with pytest.raises(MegatrainError, match=r"cannot write .*: kvikio wrote 4096 of 8192 bytes"):
         await write_and_read(fd)
@@ -104,7 +104,7 @@ async def test_a_block_that_is_not_written_whole_is_an_error(fd: int, monkeypatc
 
 
 async def test_a_cancelled_write_is_through_before_its_file_is_closed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     started, go_on, events = threading.Event(), threading.Event(), list[str]()
 
     class Slow(CuFile):
@@ -130,7 +130,7 @@ async def test_a_cancelled_write_is_through_before_its_file_is_closed(fd: int, m
 
 
 def test_it_is_tried_in_the_very_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     assert unusable(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
     assert "No such file" in str(unusable(tmp_path / "none"))
@@ -141,7 +141,7 @@ def test_why_it_cannot_be_used_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     assert str(unusable(tmp_path)).startswith("kvikio cannot be used: ")
     with pytest.raises(MegatrainError, match="kvikio cannot be used"):
         held_files(DiskIo.KVIKIO)
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
 
     def too_old(settings: dict[str, Any]) -> None:
         raise ValueError("unknown setting\n auto_direct_io_read")
@@ -152,7 +152,7 @@ def test_why_it_cannot_be_used_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_fails_at_the_first_transfer_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kvikio fails like this without CUDA's driver."""
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
 
     def no_driver(*_: object, **__: object) -> IOFuture:
         raise RuntimeError("libcuda.so.1: cannot open shared object file: No such file or directory")
@@ -163,13 +163,13 @@ def test_what_fails_at_the_first_transfer_cannot_be_used(tmp_path: Path, monkeyp
 
 
 def test_what_reads_something_else_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: len(parts[0]))
     assert str(unusable(tmp_path)).startswith("kvikio read something else than it wrote to ")
 
 
 def test_its_rate_is_measured_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imitated_kvikio.install(monkeypatch)
+    fake_kvikio.install(monkeypatch)
     opened = list[int]()
     real_update = KvikioFiles.update
 

@@ -20,6 +20,8 @@ from tests.support.reference import MuonRecipe, Recipe
 from tests.support.run_engine import EngineResult, Mode, folder_source, plan_for, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
+pytestmark = pytest.mark.pairwise
+
 NUM_STEPS = 3
 BEHIND = Stage.OPTIMIZER, Stage.DISK  # what goes on under the next step
 OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER

@@ -46,6 +46,8 @@ from megatrain_ray.units import format_bytes
 from megatrain_ray.workers.arenas import WORKING, arena_sizes, spill_files, state_arena
 from tests.support.shapes import deepened, qwen
 
+pytestmark = pytest.mark.pairwise
+
 BLOCKS, HEAD = 12, 13  # the embedding is layer 0
 DISK = SpillSpace(limit_bytes=1 << 40, bytes_per_s=3e9)
 CUDA = Machine("cuda", 16, 1, ram_bytes=1 << 40, hbm_bytes=8 << 30, profile=TYPICAL_GPU, spill=DISK)

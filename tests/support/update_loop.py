@@ -1,6 +1,6 @@
 """Runs children that update a layer until they are killed. This is the main of their parent process.
 
-    python -m tests.support.updater FD PRECISION KERNEL NUM_THREADS
+    python -m tests.support.update_loop FD PRECISION KERNEL NUM_THREADS
 
 For each line on stdin it forks a child, prints its pid, and reaps it. So torch is imported only once.
 """

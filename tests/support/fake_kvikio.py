@@ -1,4 +1,4 @@
-"""Imitates the library kvikio, which works on machines with CUDA's driver only.
+"""Stands in for the library kvikio, which works on machines with CUDA's driver only.
 
 Files are read and written as its threads do it, but in the calling thread.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.io.storage.blob_store import Block
-from tests.support.apart_device import ApartMemory
+from tests.support.isolated_device import ApartMemory
 
 
 class IOFuture:
