@@ -10,7 +10,7 @@ import torch
 
 from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.gradients.gradient_offloader import Fetch
-from megatrain_ray.engine.plan.gradient_slots import regions_of
+from megatrain_ray.engine.plan.residency import regions_of
 from megatrain_ray.errors import DeadlineError
 
 

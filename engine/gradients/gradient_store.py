@@ -62,9 +62,9 @@ class GradientStore:
         # Longer than the transfer's own limit: that error names what is stuck, so it should come first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
-        leaving = [layer for layer in layout.updated if layer not in plan.waiting_layers]
+        leaving = [layer for layer in layout.updated if layer not in plan.gradients_on_device]
 
-        self.waits_on_host = plan.sums is Tier.HOST
+        self.waits_on_host = plan.gradients.sums is Tier.HOST
         of_sums = layout.updated if self.waits_on_host else leaving
 
         def slots(sizes: Sequence[int], layers: Sequence[int], dtype: torch.dtype) -> GradientSlots:
@@ -73,18 +73,20 @@ class GradientStore:
 
         self._layout = layout
         self._device = device
-        self._sums = slots(plan.gradient_slot_bytes, of_sums, plan.accumulation_dtype)
-        self._sum_dtype = plan.accumulation_dtype
-        self._leaving = slots(plan.leaving_slot_bytes, leaving, plan.wire_dtype) if plan.leaving_slot_bytes else None
-        self._wire_dtype = plan.wire_dtype
-        self._waiting = plan.waiting_layers
+        self._sums = slots(plan.slots.gradient_bytes, of_sums, plan.gradients.accumulate_dtype)
+        self._sum_dtype = plan.gradients.accumulate_dtype
+        self._leaving = (
+            slots(plan.slots.rounded_bytes, leaving, plan.gradients.offload_dtype) if plan.slots.rounded_bytes else None
+        )
+        self._offload_dtype = plan.gradients.offload_dtype
+        self._waiting = plan.gradients_on_device
         # Of these, layers whose partial sums are offloaded between micro-batches. The last contribution moves the sum
         # to the memory in which it waits for the update.
         self._moving = self._waiting if self.waits_on_host else frozenset()
         # Sums that stay on the device between micro-batches get memory for the whole run. Others are allocated in the
         # last visit, from memory that activations have released.
         self._places: dict[int, torch.Tensor] = {}
-        if not plan.gradients_are_brief:
+        if not plan.gradients_allocated_on_demand:
             self._places = {layer: device.allocate(self._num_bytes(layer)) for layer in sorted(self._waiting)}
         self._poison = poison
         self._open: dict[int, _Sum] = {}
@@ -233,16 +235,16 @@ class GradientStore:
 
         An update computes the same from both.
         """
-        if self._wire_dtype is not self._sum_dtype:
+        if self._offload_dtype is not self._sum_dtype:
             for view in self._open[layer].views.values():
-                view.copy_(view.to(self._wire_dtype))
+                view.copy_(view.to(self._offload_dtype))
 
     def recall(self, layer: int) -> Fetch:
         """Return a request to reload this rank's part of the layer's complete gradient from the host.
 
         Call when no sum is on the device any more.
         """
-        num_bytes = self._parts.gradient_span(layer).size * self._wire_dtype.itemsize
+        num_bytes = self._parts.gradient_span(layer).size * self._offload_dtype.itemsize
         self._fetched[layer] = self._sums.fetch(layer, num_bytes)
         return self._fetched[layer]
 
@@ -253,7 +255,7 @@ class GradientStore:
         """
         fetch = self._fetched.pop(layer)
         wait_for(self._device, fetch.done, "h2d", self._timeout_s)
-        return fetch.region.view(self._wire_dtype)
+        return fetch.region.view(self._offload_dtype)
 
     def let_go(self, layer: int) -> None:
         """Release the recalled gradient after the work submitted so far, which is the last to read it."""
@@ -321,8 +323,8 @@ class GradientStore:
         total = self._open.pop(layer).flat
         if self._leaving is None:
             return total, self._sums.leave(layer)
-        num_bytes = total.numel() * self._wire_dtype.itemsize
-        leaving = self._leaving.take(layer, num_bytes).view(self._wire_dtype)
+        num_bytes = total.numel() * self._offload_dtype.itemsize
+        leaving = self._leaving.take(layer, num_bytes).view(self._offload_dtype)
         # Copy views, not the whole tensor: the padding was never written.
         views = self._parts.views
         _copy(zip(views(layer, leaving).values(), views(layer, total).values(), strict=True))

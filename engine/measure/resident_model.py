@@ -57,14 +57,16 @@ class ResidentModel:
         self._structure = structure
         self._layout = layout
         self.device = device
-        self._visits = visits(len(plan.layers), 1, plan.order, layout.lowest_trained)
+        self._visits = visits(len(plan.layers), 1, plan.step.order, layout.lowest_trained)
         self._skeleton = Skeleton(build_empty(factory, dtype), structure, device.torch_device)
-        self._skeleton.attention.set(plan.attention)
+        self._skeleton.attention.set(plan.compute.attention)
         self._residents = Residents(layout, dtype, memory)
         layers = _resident_plan(plan, 1).layers
-        self._modules = BoundModules(structure, layout, self._skeleton, self._residents, layers, plan.mlp_chunk_tokens)
+        self._modules = BoundModules(
+            structure, layout, self._skeleton, self._residents, layers, plan.compute.mlp_chunk_tokens
+        )
         self._chunk_sums: ChunkSums = partial(chunk_sums, self._skeleton.logits)
-        if plan.compiled_loss:
+        if plan.compute.compiled_loss:
             self._chunk_sums = CompiledCall("chunks of the loss", self._chunk_sums)
         self._layers = ResidentLayers(layout, dtype, memory, self._visits)
 
@@ -194,8 +196,7 @@ def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
             )
             for layer in plan.layers
         ),
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=1,
-        sums=Tier.HBM,
-        packed_attention=plan.attention,
+        step=replace(plan.step, micro_batch_size=micro_batch_size, num_micro_batches=1),
+        gradients=replace(plan.gradients, sums=Tier.HBM),
+        compute=replace(plan.compute, packed_attention=plan.compute.attention),
     )

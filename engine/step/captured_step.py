@@ -130,7 +130,7 @@ class CapturedStep:
 
         The uncaptured run creates whatever is made on first use. Raises CaptureError if the step cannot be captured.
         """
-        places = tuple(self._place(packed=packed) for _ in range(self._plan.num_micro_batches))
+        places = tuple(self._place(packed=packed) for _ in range(self._plan.step.num_micro_batches))
         step = StepInput(0, places, World(self._num_supervised), 0, coming.objective)
         self._submit(step)
         found: list[tuple[Submitted, Completed]] = []
@@ -147,7 +147,7 @@ class CapturedStep:
 
     def _place(self, *, packed: bool) -> _Place:
         """Return a micro-batch of zero tokens for the capture to read, with two documents a row if `packed`."""
-        shape, device = (self._plan.micro_batch_size, self._plan.seq_len), self._device.torch_device
+        shape, device = (self._plan.step.micro_batch_size, self._plan.step.seq_len), self._device.torch_device
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-        positions = torch.arange(self._plan.seq_len, device=device) % (self._plan.seq_len // 2 + 1)
+        positions = torch.arange(self._plan.step.seq_len, device=device) % (self._plan.step.seq_len // 2 + 1)
         return _Place(ids, targets, positions.repeat(shape[0], 1) if packed else None, packed)

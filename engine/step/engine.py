@@ -115,12 +115,12 @@ class Engine:
         self._ranks = ranks or OneRank()
         self._structure = structure
         whole = structure.layout(plan.num_fragments)
-        self._layout: ModelLayout = whole.on_host(self._ranks.rank // plan.host_gpus, plan.num_hosts)
+        self._layout: ModelLayout = whole.on_host(self._ranks.rank // plan.hosts.gpus_per_host, plan.hosts.num_hosts)
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
-        ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
-        gathers = self._slot_gather() if plan.gathers_slots else None
+        memory = device.allocate(sum(slot.num_bytes for slot in plan.slots.weights))
+        ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots.weights], poison=poison)
+        gathers = self._slot_gather() if plan.slots.gathered else None
         deadline_s = plan.update_deadline_s + DEADLINE_S
         self.streamer = LayerStreamer(device, ring, self._layout, host, deadline_s, gathers)
         self._gradients = StepGradients(GradientOffloader(device, host))
@@ -132,13 +132,13 @@ class Engine:
         if device_shard:
             self._residents.settle(device_shard.memory, device_shard.regions())
         modules = BoundModules(
-            structure, self._layout, self._skeleton, self._residents, plan.layers, plan.mlp_chunk_tokens
+            structure, self._layout, self._skeleton, self._residents, plan.layers, plan.compute.mlp_chunk_tokens
         )
         sums: ChunkSums = partial(chunk_sums, self._skeleton.logits)
-        if plan.compiled_loss:
+        if plan.compute.compiled_loss:
             sums = CompiledCall("chunks of the loss", sums)
         self._evaluator = Evaluator(
-            structure, device, self._skeleton, self.streamer, self._residents, modules, plan.loss_chunk_tokens
+            structure, device, self._skeleton, self.streamer, self._residents, modules, plan.compute.loss_chunk_tokens
         )
         store = GradientStore(plan, self._layout, device, self._ranks, poison=poison)
         step_loss = StepLoss(plan, structure, device, self._skeleton, modules, sums, store)
@@ -168,9 +168,11 @@ class Engine:
             device_shard=device_shard,
             gate=gate,
             ranks=self._ranks,
-            before_sums=self.streamer.await_submitted if plan.gathers_slots else None,
+            before_sums=self.streamer.await_submitted if plan.slots.gathered else None,
         )
-        self._captured_step = CapturedStep(plan, device, self.runner, self._submit, store) if plan.captured else None
+        self._captured_step = (
+            CapturedStep(plan, device, self.runner, self._submit, store) if plan.step.captured else None
+        )
         self._device_shard = device_shard
         self._gate = gate
 
@@ -256,7 +258,7 @@ class Engine:
         first until every layer has its update.
         """
         await self.drain(generation)
-        order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.order)
+        order = forward_visits(len(self._plan.layers), len(micro_batches), self._plan.step.order)
 
         def run() -> float:
             self._choose_attention(micro_batches)
@@ -294,7 +296,7 @@ class Engine:
 
     def _choose_attention(self, micro_batches: Sequence[MicroBatch]) -> None:
         packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
-        self._skeleton.attention.set(self._plan.packed_attention if packed else self._plan.attention)
+        self._skeleton.attention.set(self._plan.compute.packed_attention if packed else self._plan.compute.attention)
 
     def _submit(self, step: StepInput, header: UpdateHeader | None = None) -> Submitted:
         self._choose_attention(step.micro_batches)

@@ -134,7 +134,7 @@ class StepLoss:
             hidden,
             targets,
             [parameter for _, parameter in named],
-            chunk_tokens=self._plan.loss_chunk_tokens,
+            chunk_tokens=self._plan.compute.loss_chunk_tokens,
             num_supervised=share.num_supervised,
             add=self._device.add,
             into=[sums.get(segment.name) for segment, _ in named],
@@ -145,6 +145,6 @@ class StepLoss:
 
         The result is empty if the plan adds chunks into a sum of their own (`Plan.chunks_add_to_sums`).
         """
-        if not self._plan.chunks_add_to_sums:
+        if not self._plan.compute.chunks_add_to_sums:
             return {}
         return self._store.open_sums(self._head, self._structure.loss_parameters, first=first)

@@ -221,7 +221,7 @@ class StepRunner:
 
         Call after the backward of a clipped step. They are in the order in which the shards update layers.
         """
-        return [self._store.depart(layer) for layer in self._plan.departing_layers]
+        return [self._store.depart(layer) for layer in self._plan.deferred_offload_layers]
 
     def _update_resident(self, layer: int, header: UpdateHeader) -> None:
         assert self._device_shard is not None  # the layer lives on the device

@@ -12,7 +12,8 @@ from typing import Any
 from megatrain_ray.accounting.work_counters import StepWork
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.units import format_bytes
 
@@ -174,11 +175,11 @@ def _work(prediction: Prediction, work: StepWork) -> Iterator[Term]:
 def _memory(plan: Plan, usual: Sequence[Mapping[str, Any]], host_bytes: int | None) -> Iterator[Term]:
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # the measured peak includes only tensors
-        tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
+        tensors = on_device - plan.item_bytes(Tier.HBM, CONTEXT, EXCHANGE)
         yield Term("HBM", Kind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
     if host_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
-        slack = PROCESSES_TOLERANCE * plan.row_bytes(Tier.HOST, "processes")
+        slack = PROCESSES_TOLERANCE * plan.item_bytes(Tier.HOST, "processes")
         yield Term("host", Kind.HELD, planned, host_bytes, slack)
 
 
@@ -193,11 +194,13 @@ def _disk(plan: Plan, work: StepWork) -> Iterator[Term]:
         return
     activations = plan.activation_files_bytes
     of_saves = 2 * (on_disk - activations)
-    yield Term("disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, work.disk_bytes, of_saves)
+    yield Term(
+        "disk traffic", Kind.MOVED, 2 * plan.written_bytes + plan.disk.weight_read_bytes, work.disk_bytes, of_saves
+    )
     if plan.weights_on_disk:
-        yield Term("weights read", Kind.MOVED, plan.weight_read_bytes, work.weight_bytes)
+        yield Term("weights read", Kind.MOVED, plan.disk.weight_read_bytes, work.weight_bytes)
     if activations:
-        yield Term("activation traffic", Kind.MOVED, 2 * plan.num_sweeps * activations, work.activation_bytes)
+        yield Term("activation traffic", Kind.MOVED, 2 * plan.step.num_sweeps * activations, work.activation_bytes)
     yield Term("on disk", Kind.HELD, on_disk, work.spill_bytes)
 
 

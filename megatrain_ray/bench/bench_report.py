@@ -139,8 +139,8 @@ def _optimizer(measured: Measured) -> dict[str, Any]:
     plan = measured.observed.prepared.plan
     return {
         "kernels": list(measured.observed.kernel_names),
-        "num_shards": plan.num_shards,
-        "num_shard_threads": plan.num_shard_threads,
+        "num_shards": plan.shards.num_shards,
+        "num_shard_threads": plan.shards.num_threads,
         "clip": measured.config.train.clip,
         "shards": list(_shards(measured)),
     }
@@ -153,11 +153,11 @@ def _shards(measured: Measured) -> Iterator[dict[str, Any]]:
     """
     prepared = measured.observed.prepared
     plan = prepared.plan
-    layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.num_hosts)
+    layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.hosts.num_hosts)
     for k, work in enumerate(measured.observed.shard_work):
         part = shard_layout(plan, layout, k)
         count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
-        home = plan.shard_homes[k] if plan.shard_homes else None
+        home = plan.shards.homes[k] if plan.shards.homes else None
         yield {
             "nodes": list(home.nodes) if home else None,
             "cpus": home.cpus if home else None,
@@ -185,7 +185,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "hbm_layers": len(plan.hbm_layers),
         "spilled_layers": len(plan.spilled_layers),
         "weights_on_disk": len(plan.weights_on_disk),
-        "stored_layers": len(plan.stored_layers),
+        "stored_layers": len(plan.gradients_on_disk),
         "activations_on_disk": len(plan.disk_activations),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),

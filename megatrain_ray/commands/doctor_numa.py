@@ -102,7 +102,7 @@ def _pages(folder: Path) -> Iterator[Finding]:
     """
     files = RunFiles(folder.absolute())
     plan, pids = files.read_plan(), living(files.path)
-    if plan is None or not plan.shard_homes or not pids:
+    if plan is None or not plan.shards.homes or not pids:
         return
     try:
         for places in page_places(plan, pids):

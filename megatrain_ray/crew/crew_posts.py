@@ -38,7 +38,7 @@ def shard_post(prepared: Prepared, place: Placement, number: int) -> Post:
 
     number: of the shard, counted over the shards of all hosts.
     """
-    name, host = shard_name(number), number // prepared.plan.num_shards
+    name, host = shard_name(number), number // prepared.plan.shards.num_shards
     return Post(name, host, partial(place.take, name), partial(shard_arguments, prepared, number))
 
 
@@ -57,10 +57,10 @@ def owner_arguments(
     after_pid: unused.
     """
     plan = prepared.plan
-    layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+    layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
     files = spill_files(plan, layout, prepared.config.spill.path)
     folder = next((file.folder for file in files.values()), None)
-    by_kvikio = DiskIo.KVIKIO in (plan.disk_io, plan.activations_io)
+    by_kvikio = DiskIo.KVIKIO in (plan.disk.io, plan.activations_io)
     other = OtherHost(_called(place, host), folder, by_kvikio) if host else None
     return arena_sizes(plan, layout), holders, files, left, other
 

@@ -64,14 +64,14 @@ class GpuSide:
     @property
     def pids_here(self) -> dict[str, int]:
         """Return the process ids of those on the first host, by name."""
-        names = (DATA, *map(gpu_name, range(self._prepared.plan.host_gpus)))
+        names = (DATA, *map(gpu_name, range(self._prepared.plan.hosts.gpus_per_host)))
         return {name: self.pids[name] for name in names if name in self.pids}
 
     @property
     def pids_on_hosts(self) -> list[tuple[int, int | None]]:
         """Return the host and the process id of each GPU worker, by rank. The id is None before it is known."""
-        ranks = range(self._prepared.plan.num_gpus)
-        return [(rank // self._prepared.plan.host_gpus, self.pids.get(gpu_name(rank))) for rank in ranks]
+        ranks = range(self._prepared.plan.hosts.num_gpus)
+        return [(rank // self._prepared.plan.hosts.gpus_per_host, self.pids.get(gpu_name(rank))) for rank in ranks]
 
     @property
     def gpu_ids(self) -> set[str]:
@@ -110,20 +110,22 @@ class GpuSide:
     def take_gpus(self, holders: Holders) -> list[Any]:
         """Start GPU workers, which attach the arenas once earlier workers have ended; return the calls of `take_up`."""
         plan, before = self._prepared.plan, self.pids_on_hosts
-        self._gpus = [self._place.take(gpu_name(rank)) for rank in range(plan.num_gpus)]
+        self._gpus = [self._place.take(gpu_name(rank)) for rank in range(plan.hosts.num_gpus)]
         seats: list[Seat | None] = [None]
-        if plan.num_gpus > 1:
+        if plan.hosts.num_gpus > 1:
             addresses = self._place.addresses
             meeting = self.gpu.open_meeting.remote(addresses[0])
             place = answer("the GPU workers found no place to meet", meeting, self._check)
-            seats = [Seat(rank, place, addresses[rank // plan.host_gpus]) for rank in range(plan.num_gpus)]
+            seats = [
+                Seat(rank, place, addresses[rank // plan.hosts.gpus_per_host]) for rank in range(plan.hosts.num_gpus)
+            ]
         return [
             gpu.take_up.remote(
                 self._prepared,
-                holders(rank // plan.host_gpus),
+                holders(rank // plan.hosts.gpus_per_host),
                 self.data,
                 # All earlier workers of its host: Ray decides whose GPU it gets.
-                [pid for host, pid in before if pid is not None and host == rank // plan.host_gpus],
+                [pid for host, pid in before if pid is not None and host == rank // plan.hosts.gpus_per_host],
                 seats[rank],
             )
             for rank, gpu in enumerate(self._gpus)
@@ -146,7 +148,7 @@ class GpuSide:
             await_begin(f"the {gpu_name(rank)}", call, self._check)
             handles = answer(f"the {gpu_name(rank)} did not start", gpu.handles.remote(), self._check)
             self.pids[gpu_name(rank)] = next(iter(handles.values())).pid
-            self.handles.setdefault(rank // self._prepared.plan.host_gpus, handles)
+            self.handles.setdefault(rank // self._prepared.plan.hosts.gpus_per_host, handles)
 
     def watch(self) -> None:
         """Watch for deaths. Call it before the first step."""

@@ -117,11 +117,11 @@ class Crew:
         place = self._placement = self._placement or Placement(crew_spec(self._prepared), awaits_nodes=True)
         place.wait(check=self.check)
         side = self._side = GpuSide(self._prepared, place, data_arguments, self.check)
-        self._posts = [owner_post(self._prepared, place, host, self._left) for host in range(plan.num_hosts)]
+        self._posts = [owner_post(self._prepared, place, host, self._left) for host in range(plan.hosts.num_hosts)]
         for owner in self._posts:
             self._fill(owner, None)
             self._assign(owner, lambda actor: actor.run.remote(), serves=True)
-        if plan.num_hosts > 1:
+        if plan.hosts.num_hosts > 1:
             check_run_dir(self._prepared, place, self._posts, self.check)
             warn_of_memory(self._posts, self.check)
         with held(self._posts[0].handles) as self._own_handles:  # so far only their owner holds them
@@ -146,7 +146,7 @@ class Crew:
 
     def _tell_of_homes(self) -> None:
         """Print one warning about all threads and memory that are not where the plan put them. Training goes on."""
-        if not self._prepared.plan.shard_homes:
+        if not self._prepared.plan.shards.homes:
             return
         calls = self.side.ask_each("home_problems")
         of_gpus = [answer("a GPU worker did not start", call, self.check) for call in calls]
@@ -200,7 +200,7 @@ class Crew:
                 )  # raises at once if it failed: shards may load for minutes more
         for call in filling:
             self._until(call, "the layers on the device were not filled", limit_s)
-        if not plan.saves_frozen:
+        if not plan.saves.includes_frozen:
             self.base_checksums = base_checksums(self._prepared, lambda: self._ask_for_base(limit_s))
             if manifest is not None:
                 manifest.check_base(checksums_in(self._prepared, manifest, self.base_checksums))
@@ -387,7 +387,7 @@ class Crew:
 
         Other hosts are left out: these results hold times, and the clocks of several hosts differ.
         """
-        of_gpus = self.side.ask_each("work")[: self._prepared.plan.host_gpus]
+        of_gpus = self.side.ask_each("work")[: self._prepared.plan.hosts.gpus_per_host]
         return WorkCalls([post.actor.work.remote() for post in self._shards if not post.host], of_gpus)
 
     def whereabouts(self) -> str:
@@ -503,7 +503,7 @@ class Crew:
             except MegatrainError:
                 self._check_cluster()  # names the process that the node died of, if it died since the first check
                 raise
-            if time.monotonic() >= deadline_s or self._prepared.plan.num_hosts == 1:
+            if time.monotonic() >= deadline_s or self._prepared.plan.hosts.num_hosts == 1:
                 return
             time.sleep(CHECK_S)
 

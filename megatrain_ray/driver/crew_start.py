@@ -48,7 +48,7 @@ def start_crew(
     with startup.phase(_loading(prepared, manifest)):
         crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
         copy_bytes_per_s = crew.copy_bytes_per_s()
-    with startup.phase("building the engine" + (" and compiling its layers" if plan.compiled_loss else "")):
+    with startup.phase("building the engine" + (" and compiling its layers" if plan.compute.compiled_loss else "")):
         crew.begin(progress)
     return SaveRates(disk_bytes_per_s, copy_bytes_per_s)
 

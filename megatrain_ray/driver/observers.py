@@ -110,7 +110,7 @@ class PlanCheck:
         prediction = self._plan.prediction
         assert prediction is not None
         off = frozenset(term.name for term in found.off(prediction))
-        text = warning(found, prediction, self._plan.update_order, self._run_dir)
+        text = warning(found, prediction, self._plan.step.update_order, self._run_dir)
         if text and (at_end or off != self._told):
             say(f"warning: {text}")
         else:

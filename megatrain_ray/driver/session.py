@@ -442,7 +442,7 @@ class Session:
             "tokens": self._tokens,
             "vocab_size": self._prepared.structure.vocab_size,
             "batch_size": plan.batch_size,
-            "num_readers": plan.num_gpus,
+            "num_readers": plan.hosts.num_gpus,
             "step": self._completed,
             "position": self._position,
             "held_out": self._held_out,

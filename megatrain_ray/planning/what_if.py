@@ -189,4 +189,4 @@ def _beside(gain: float) -> str:
 
 def _tokens(plan: Plan) -> int:
     """Return the number of tokens in a step."""
-    return plan.batch_size * plan.seq_len
+    return plan.batch_size * plan.step.seq_len

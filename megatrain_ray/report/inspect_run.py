@@ -131,7 +131,7 @@ def _pages(files: RunFiles) -> list[str]:
     Empty unless the run is active and its plan binds memory to nodes.
     """
     plan, pids = files.read_plan(), living(files.path)
-    if plan is None or not plan.shard_homes or not pids:
+    if plan is None or not plan.shards.homes or not pids:
         return []
     try:
         return [str(places) for places in page_places(plan, pids)]

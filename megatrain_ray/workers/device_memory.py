@@ -27,7 +27,7 @@ def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
             if _is_failure(error):
                 raise LostDeviceError(f"{doing}: the GPU failed: {_first_sentences(error)}") from error
             raise
-        counted, limit = plan.total_bytes(Tier.HBM), plan.hbm_limit_bytes
+        counted, limit = plan.total_bytes(Tier.HBM), plan.limits.hbm_bytes
         of_limit = f" of {format_bytes(limit)}" if limit is not None else ""
         raise CapacityError(
             f"{doing}: out of device memory, of which the plan counts {format_bytes(counted)}{of_limit}; either other "
@@ -43,7 +43,7 @@ def check_free(plan: Plan, device: Device) -> None:
     Call it when the device is open, so that its context is already allocated. The plan may have been made long before.
     """
     free = device.free_bytes()
-    context = plan.row_bytes(Tier.HBM, CONTEXT)
+    context = plan.item_bytes(Tier.HBM, CONTEXT)
     counted = plan.total_bytes(Tier.HBM) - context
     if free is None or counted <= free:
         return

@@ -123,8 +123,8 @@ class GpuWorker:
         plan = prepared.plan
         self._seat = seat
         self._rank = seat.rank if seat else 0
-        host, self._host_rank = divmod(self._rank, plan.host_gpus)
-        self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+        host, self._host_rank = divmod(self._rank, plan.hosts.gpus_per_host)
+        self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
@@ -181,7 +181,7 @@ class GpuWorker:
     async def base_checksums(self) -> tuple[int | None, ...]:
         """Return the checksum of each layer's frozen part, once weights are loaded."""
         return await asyncio.to_thread(
-            frozen_checksums, self._layout, self._working_of, self._prepared.plan.num_compute_threads
+            frozen_checksums, self._layout, self._working_of, self._prepared.plan.compute.num_threads
         )
 
     def _working_of(self, layer: int) -> torch.Tensor:
@@ -204,8 +204,8 @@ class GpuWorker:
         """
         plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
-        slab = slab[: held_slab_bytes(plan, layout) + plan.direction_slab_bytes]
-        if plan.compiled_loss:
+        slab = slab[: held_slab_bytes(plan, layout) + plan.gradients.direction_slab_bytes]
+        if plan.compute.compiled_loss:
             keep_compiled_graphs()
         device = self._device
         device.pin(slab)
@@ -237,8 +237,8 @@ class GpuWorker:
         plan = self._prepared.plan
         timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
         return RankGroup(
-            self._device.torch_device, seat.place, seat.rank, plan.num_gpus, timeout_s, seat.address,
-            gathers=plan.gathers_slots,
+            self._device.torch_device, seat.place, seat.rank, plan.hosts.num_gpus, timeout_s, seat.address,
+            gathers=plan.slots.gathered,
         )  # fmt: skip
 
     async def start(self, progress: Progress) -> None:
@@ -414,13 +414,13 @@ class GpuWorker:
     def _step_input(self, step: int, batch: Batch) -> StepInput:
         micro_batches = self._micro_batches(batch)
         seed = self._prepared.config.train.seed
-        world = World(batch.num_supervised, self._rank, self._prepared.plan.num_gpus)
+        world = World(batch.num_supervised, self._rank, self._prepared.plan.hosts.num_gpus)
         return StepInput(step, micro_batches, world, seed, self._objective())
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""
-        of_all = micro_batches_of(batch, self._prepared.plan.micro_batch_size)
-        count = len(of_all) // self._prepared.plan.num_gpus
+        of_all = micro_batches_of(batch, self._prepared.plan.step.micro_batch_size)
+        count = len(of_all) // self._prepared.plan.hosts.num_gpus
         return of_all[self._rank * count : (self._rank + 1) * count]
 
     def _settings(self, step: int, save: bool) -> UpdateSettings:

@@ -25,11 +25,11 @@ def make_device(plan: Plan, *, deterministic: bool) -> Device:
     if deterministic:
         torch.use_deterministic_algorithms(True)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-    return CpuDevice(num_threads=plan.num_compute_threads)
+    return CpuDevice(num_threads=plan.compute.num_threads)
 
 
 def _own_bytes(plan: Plan) -> int | None:
     """Return the device memory that torch's allocator may use, which NCCL's is not part of. None: no limit."""
-    if plan.hbm_limit_bytes is None:
+    if plan.limits.hbm_bytes is None:
         return None
-    return plan.hbm_limit_bytes - plan.row_bytes(Tier.HBM, EXCHANGE)
+    return plan.limits.hbm_bytes - plan.item_bytes(Tier.HBM, EXCHANGE)

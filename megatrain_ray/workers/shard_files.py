@@ -34,14 +34,14 @@ def open_disk_weights(
     if not plan.weights_on_disk:
         return None
     files = []
-    for k in range(plan.num_shards):
+    for k in range(plan.shards.num_shards):
         part = shard_layout(plan, layout, k)
         on_disk = spill_layout(plan, part)
         if on_disk.layers:
             arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
             table = SpillTable(on_disk, spill_memory(arena, plan, part))
-            store, name = holder.spill(spill_file(k), plan.disk_io)
-            store = table.packing(store) if plan.disk_packed else store
+            store, name = holder.spill(spill_file(k), plan.disk.io)
+            store = table.packing(store) if plan.disk.packed else store
             files.append(ShardFile(on_disk, table, MeasuredStore(store, meter), name))
     return DiskWeights(plan, layout, files, spans=spans)
 
@@ -61,7 +61,7 @@ def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_ran
 def find_momenta(plan: Plan, layout: ModelLayout, holder: ArenaHolder) -> tuple[list[ShardLayout], list[torch.Tensor]]:
     """Return the shards' layouts and momenta, both empty unless Muon trains something."""
     parts, tensors = [], []
-    for k in range(plan.num_shards if plan.num_muon else 0):
+    for k in range(plan.shards.num_shards if plan.num_muon else 0):
         part = shard_layout(plan, layout, k)
         arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
         parts.append(part)

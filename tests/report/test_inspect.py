@@ -204,7 +204,7 @@ def test_what_the_disk_moved_is_said_at_the_end(tmp_path: Path) -> None:
     write_comparison(tmp_path, found)
     usual = {"tokens_per_s": 1.0, "model_tflops": 2.0, "skipped": False, "host_bytes": 1}
     rows = [{**row, **usual} for row in rows]
-    planned_bytes = format_bytes(2 * plan.written_bytes + plan.weight_read_bytes)
+    planned_bytes = format_bytes(2 * plan.written_bytes + plan.disk.weight_read_bytes)
     said = f"disk      3.00 GiB read and written a step, {planned_bytes} planned, 2.15 GB/s while it was at work"
     assert said in list(summarize(rows, tmp_path))
     assert not any(line.startswith("disk") for line in summarize(rows[1:], tmp_path))
