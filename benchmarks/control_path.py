@@ -90,7 +90,9 @@ def prepared(options: argparse.Namespace) -> Prepared:
     for setting in options.overrides:
         override(tree, setting)
     ready = prepare(TrainConfig.model_validate(tree).resolve())
-    plan = replace(ready.plan, num_compute_threads=1)  # more only wait for each other in layers as small as these
+    plan = replace(
+        ready.plan, compute=replace(ready.plan.compute, num_threads=1)
+    )  # more only wait for each other in layers as small as these
     if options.recompute:
         layers = (replace(layer, activations=ActivationPolicy.RECOMPUTE) for layer in plan.layers[:-1])
         plan = replace(plan, layers=(*layers, plan.layers[-1]))
@@ -124,7 +126,7 @@ class Run:
         self._layout = layout = ready.structure.layout(plan.num_fragments)
         self.device = device = make_device(plan, deterministic=False)
         working = torch.full((layout.size_among(plan.host_layers),), WEIGHT, dtype=plan.precision.working_dtype)
-        slab = torch.zeros(plan.slab_bytes, dtype=torch.uint8)
+        slab = torch.zeros(plan.gradients.slab_bytes, dtype=torch.uint8)
         device.pin(working.view(torch.uint8))
         device.pin(slab)
         self._resident = DeviceLayers(ready, layout, device, words) if plan.hbm_layers else None
@@ -136,7 +138,7 @@ class Run:
             device_shard=self._resident.shard if self._resident else None,
             gate=self._resident.gate if self._resident else None,
         )  # fmt: skip
-        ids = torch.arange(plan.seq_len)[None] % ready.structure.vocab_size
+        ids = torch.arange(plan.step.seq_len)[None] % ready.structure.vocab_size
         self._micro_batch = MicroBatch(ids, ids.clone())
         self._num_steps = 0
 
@@ -148,7 +150,7 @@ class Run:
         seconds = []
         for _ in range(count):
             self._num_steps += 1
-            step = StepInput(self._num_steps, (self._micro_batch,), World(self._plan.seq_len), 0)
+            step = StepInput(self._num_steps, (self._micro_batch,), World(self._plan.step.seq_len), 0)
             thread_s = await self._engine.on_compute_thread(time.thread_time)
             report = await self._engine.step(step, UpdateParams(self._num_steps, self._num_steps, 0.0), 1.0)
             thread_s = await self._engine.on_compute_thread(time.thread_time) - thread_s
@@ -183,7 +185,7 @@ async def measure(ready: Prepared, words: HostWords) -> dict[str, Any]:
         "step_s": shortest_and_median(s.step for s in steps),
         "thread_s": shortest_and_median(s.thread for s in steps),
     }
-    if not ready.plan.captured:
+    if not ready.plan.step.captured:
         found["visits"] = visits_of([s for s in spans if s.row is of_thread], blocks)
     if ready.plan.hbm_layers:
         updates = [s.end_ns - s.start_ns for s in spans if s.name == "update" and s.row is of_thread]
@@ -255,7 +257,7 @@ def layer_alone(ready: Prepared, device: Device) -> dict[str, float]:
     given: list[Any] = []
     handle = block.register_forward_pre_hook(lambda _, *arguments: given.append(arguments), with_kwargs=True)
     with torch.no_grad():
-        ids = torch.zeros(1, ready.plan.seq_len, dtype=torch.int64, device=device.torch_device)
+        ids = torch.zeros(1, ready.plan.step.seq_len, dtype=torch.int64, device=device.torch_device)
         model(input_ids=ids, use_cache=False)
     handle.remove()
     (hidden, *args), kwargs = given[0]
@@ -325,10 +327,10 @@ def main() -> None:
         "plan": {
             "activations": plan.layers[1].activations.value,
             "compiled": plan.layers[1].compiled,
-            "captured": plan.captured,
+            "captured": plan.step.captured,
             "layers_on_device": len(plan.hbm_layers),
-            "slots": len(plan.slots),
-            "uploads_per_step": plan.uploads_per_step,
+            "slots": len(plan.slots.weights),
+            "uploads_per_step": plan.slots.num_uploads,
         },
         **found,
         "layer_alone": {name: round(microseconds, 1) for name, microseconds in alone.items()},

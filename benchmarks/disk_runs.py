@@ -70,10 +70,10 @@ def _activations(plan: Plan) -> object:
 
 MODES = {
     "memory": Mode(WHOLE, None),
-    "gradients": Mode(WHOLE, lambda plan: plan.stored_layers),
+    "gradients": Mode(WHOLE, lambda plan: plan.gradients_on_disk),
     "state": Mode(WHOLE, lambda plan: plan.spilled_layers),
     "weights": Mode(WHOLE, lambda plan: plan.weights_on_disk),
-    "packed": Mode((*WHOLE, "spill.compression=zstd"), lambda plan: plan.disk_packed and plan.spilled_layers),
+    "packed": Mode((*WHOLE, "spill.compression=zstd"), lambda plan: plan.disk.packed and plan.spilled_layers),
     "kvikio": Mode((*WHOLE, "spill.io=kvikio"), lambda plan: plan.weights_on_disk),
     "killed": Mode(WHOLE, lambda plan: plan.spilled_layers),
     "resumed": Mode((*WHOLE, "save_every=0"), lambda plan: plan.spilled_layers),
@@ -182,7 +182,7 @@ def _question(settings: Sequence[str]) -> Question:
 def on_disk(plan: Plan) -> dict[str, int]:
     """Count the layers that have something on disk, by kind."""
     return {
-        "gradients": len(plan.stored_layers),
+        "gradients": len(plan.gradients_on_disk),
         "state": len(plan.spilled_layers),
         "weights": len(plan.weights_on_disk),
         "activations": sum(bool(layer.disk_activations) for layer in plan.layers),

@@ -61,7 +61,7 @@ async def engine_gradients(
     device = make_device(plan, deterministic=True)
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = build_engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
-    step = StepInput(1, micro_batches_of(batch, prepared.plan.micro_batch_size), World(batch.num_supervised), 0)
+    step = StepInput(1, micro_batches_of(batch, prepared.plan.step.micro_batch_size), World(batch.num_supervised), 0)
     report = await engine.step(step, UpdateParams(1, 1, 1e-4), 1.0)
     await host.drain(1)
     await host.close()
@@ -82,7 +82,7 @@ def plain_gradients(
     sums: dict[str, Tensor] = {}
     total = 0.0
     with device.activate():
-        for mb in micro_batches_of(batch, prepared.plan.micro_batch_size):
+        for mb in micro_batches_of(batch, prepared.plan.step.micro_batch_size):
             model.zero_grad(set_to_none=True)
             logits = model(mb.input_ids.to(device.torch_device), use_cache=False).logits.float()
             targets = mb.targets.to(device.torch_device).flatten()
@@ -119,7 +119,7 @@ def main() -> None:
     chosen = [int(index) for index in arguments.layers.split(",") if index] or range(len(flats))
     layers = frozenset(index % len(flats) for index in chosen)
     names = frozenset(s.name for index in layers for s in flats[index].owned)
-    batch_size = prepared.plan.micro_batch_size * prepared.plan.num_micro_batches
+    batch_size = prepared.plan.step.micro_batch_size * prepared.plan.step.num_micro_batches
     vocab_size = prepared.structure.vocab_size
     tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(config.run_dir))
     batch = DataWorker(config.data, tokens, vocab_size, batch_size, 0, None).batch(1)
@@ -135,22 +135,22 @@ def main() -> None:
     plain_loss, plain = plain_gradients(prepared, model.train(), batch, names)
     del model
     plan = prepared.plan
-    tokens = plan.micro_batch_size * plan.seq_len
+    tokens = plan.step.micro_batch_size * plan.step.seq_len
     report: dict[str, Any] = {
         "config": str(arguments.config),
         "overrides": arguments.overrides,
         "layers": sorted(layers),
         "plan": {
-            "order": plan.order.value,
+            "order": plan.step.order.value,
             "activations": plan.layers[1].activations.value,
-            "sums": plan.sums.value,
-            "num_micro_batches": plan.num_micro_batches,
+            "sums": plan.gradients.sums.value,
+            "num_micro_batches": plan.step.num_micro_batches,
         },
         "plain_loss": plain_loss,
         "parameters": len(plain),
     }
-    for name, chunk in {"one_loss_chunk": tokens, "as_planned": plan.loss_chunk_tokens}.items():
-        chunked = replace(prepared, plan=replace(plan, loss_chunk_tokens=chunk))
+    for name, chunk in {"one_loss_chunk": tokens, "as_planned": plan.compute.loss_chunk_tokens}.items():
+        chunked = replace(prepared, plan=replace(plan, compute=replace(plan.compute, loss_chunk_tokens=chunk)))
         loss, ours = asyncio.run(engine_gradients(chunked, weights, batch, layers))
         report[name] = {"chunk_tokens": chunk, "loss": loss, **compare(ours, plain)}
     print(json.dumps(report), flush=True)

@@ -65,7 +65,7 @@ def measure(num_layers: int) -> dict[str, Any]:
     return {
         "parameters": sum(layer.num_parameters for layer in ready.plan.layers),
         "arenas": rows[-1]["host_bytes"],
-        "slab": ready.plan.slab_bytes,
+        "slab": ready.plan.gradients.slab_bytes,
         "simulated_hbm_planned": ready.plan.total_bytes(Tier.HBM),
         "simulated_hbm_peak": rows[-1]["hbm_peak_bytes"],
         "processes": processes,

@@ -104,14 +104,14 @@ async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorde
     rehearsal_s = time.perf_counter() - start_s
     reports = []
     for step in range(1, num_steps + 1):
-        micro_batches = micro_batches_of(batch, plan.micro_batch_size)
+        micro_batches = micro_batches_of(batch, plan.step.micro_batch_size)
         given = StepInput(step, micro_batches, World(batch.num_supervised), 0)
         reports.append(await engine.step(given, UpdateParams(step, step, 1e-4), 1.0))
         await host.drain(step)
     await host.close()
     await engine.close()
     return {
-        "attention": plan.packed_attention.value,
+        "attention": plan.compute.packed_attention.value,
         "loss": reports[-1].loss,
         "grad_norm": reports[-1].grad_norm,
         "rehearsal_s": rehearsal_s,
@@ -119,7 +119,7 @@ async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorde
         "step_s": min(report.step_s for report in reports[-3:]),
         "peak_bytes": reports[-1].memory.peak_bytes,
         "planned_bytes": plan.total_bytes(Tier.HBM),
-        "planned_masks_bytes": next(row.num_bytes for row in plan.rows if row.name == "attention masks"),
+        "planned_masks_bytes": next(row.num_bytes for row in plan.memory_items if row.name == "attention masks"),
         "activations": plan.layers[1].activations.value,
     }
 

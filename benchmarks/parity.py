@@ -94,7 +94,7 @@ class Parity:
 
         It is made on the first call.
         """
-        grouping = Grouping(prepared.plan.micro_batch_size, compiled)
+        grouping = Grouping(prepared.plan.step.micro_batch_size, compiled)
         key = grouping, prepared.config.train.clip
         if key not in self.made:
             forget()

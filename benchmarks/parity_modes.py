@@ -16,7 +16,8 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
@@ -41,7 +42,7 @@ class Mode:
     budget: activation budget of compiled layers. Where none is compiled, 1.0 keeps activations and 0.0 recomputes them.
     sums: where sums of gradients over micro-batches are kept.
     hbm_share: share of the layers that live on the device, counted from the embedding on.
-    late_budget: activation budget of the second half of the blocks; None: as `budget`.
+    tail_budget: activation budget of the second half of the blocks; None: as `budget`.
     gradients: where complete gradients of the other layers wait for the clip scale.
     boundaries: where inputs of layers are kept until their backward.
     kept: where the activations that the late blocks keep are held.
@@ -56,7 +57,7 @@ class Mode:
     budget: float = 1.0
     sums: Tier = Tier.HBM
     hbm_share: float = 0.0
-    late_budget: float | None = None
+    tail_budget: float | None = None
     gradients: Tier = Tier.HOST
     boundaries: Tier = Tier.HBM
     kept: Tier = Tier.HBM
@@ -80,7 +81,7 @@ MODES: Mapping[str, Mode] = {
     "hbm": Mode("all layers live in HBM; activations kept", hbm_share=1.0),
     "half_hbm": Mode(
         "half of the layers live in HBM, the others stream; gradients of these wait in HBM; budget 0.8, late blocks 1",
-        budget=0.8, late_budget=1.0, hbm_share=0.5, gradients=Tier.HBM,
+        budget=0.8, tail_budget=1.0, hbm_share=0.5, gradients=Tier.HBM,
     ),
     "captured": Mode("as hbm, a step is one CUDA graph", hbm_share=1.0, captured=True),
     "captured_layers_outer": Mode(
@@ -103,7 +104,7 @@ MODES: Mapping[str, Mode] = {
     ),
     "host_kept": Mode(
         "4 micro-batches, layers outermost; what late blocks keep waits on the host; budget 0.4, late blocks 1",
-        SEVERAL, LoopOrder.LAYERS_OUTER, budget=0.4, late_budget=1.0, kept=Tier.HOST,
+        SEVERAL, LoopOrder.LAYERS_OUTER, budget=0.4, tail_budget=1.0, kept=Tier.HOST,
     ),
     "limited": Mode("4 micro-batches, the smallest hbm_limit that any plan fits", SEVERAL, is_limited=True),
     "uncompiled": Mode("as streamed, nothing compiled", compiled=False),
@@ -181,17 +182,17 @@ class Common:
             return make_plan(self.structure, activations, machine, request)
         candidate = next(filter(mode.matches, candidates(self.structure, request)))
         candidate = replace(candidate, hbm_layers=frozenset(range(self.num_hbm_layers(mode))))
-        if mode.late_budget is not None:
-            late = replace(candidate, num_late=self.num_late, late_budget=mode.late_budget)
+        if mode.tail_budget is not None:
+            late = replace(candidate, num_tail_blocks=self.num_tail_blocks, tail_budget=mode.tail_budget)
             candidate = replace(late, kept=mode.kept)
         plan = build_plan(self.structure, activations, self.machine, request, candidate)
-        return replace(plan, captured=mode.captured)
+        return replace(plan, step=replace(plan.step, captured=mode.captured))
 
     def num_hbm_layers(self, mode: Mode) -> int:
         return round(mode.hbm_share * len(self.structure.layers))
 
     @property
-    def num_late(self) -> int:
+    def num_tail_blocks(self) -> int:
         return len(_blocks(self.structure)) // 2
 
     def _smallest_machine(self, request: Request, activations: ActivationBytes) -> Machine:
@@ -238,15 +239,15 @@ class Common:
             "sums": mode.sums.value,
             "gradients_waiting_in_hbm": waiting,
             "boundaries_on_host": num_blocks if mode.boundaries is Tier.HOST else 0,
-            "kept_on_host": self.num_late if mode.kept is Tier.HOST else 0,
+            "kept_on_host": self.num_tail_blocks if mode.kept is Tier.HOST else 0,
             "activation_budgets": self._budgets(mode) if mode.compiled else {},
             "layers_that_keep_all": self._budgets(mode).get("1.0", 0),
         }
 
     def _budgets(self, mode: Mode) -> dict[str, int]:
-        num_late = 0 if mode.late_budget is None else self.num_late
-        counts = {str(mode.budget): len(_blocks(self.structure)) - num_late}
-        return counts | ({str(mode.late_budget): num_late} if num_late else {})
+        num_tail_blocks = 0 if mode.tail_budget is None else self.num_tail_blocks
+        counts = {str(mode.budget): len(_blocks(self.structure)) - num_tail_blocks}
+        return counts | ({str(mode.tail_budget): num_tail_blocks} if num_tail_blocks else {})
 
 
 def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
@@ -258,11 +259,11 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
     budgets = [layer.activation_budget for layer in blocks if layer.compiled]
     whole = [x for x in blocks if x.activations is ActivationPolicy.KEEP and x.activation_budget == 1.0]
     return {
-        "order": plan.order.value,
-        "micro_batch_size": plan.micro_batch_size,
-        "num_micro_batches": plan.num_micro_batches,
-        "sums": plan.sums.value,
-        "gradients_waiting_in_hbm": len(plan.departing_layers),
+        "order": plan.step.order.value,
+        "micro_batch_size": plan.step.micro_batch_size,
+        "num_micro_batches": plan.step.num_micro_batches,
+        "sums": plan.gradients.sums.value,
+        "gradients_waiting_in_hbm": len(plan.deferred_offload_layers),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),
         "num_layers": len(plan.layers),
@@ -270,18 +271,18 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "compiled_layers": len(budgets),
         "activation_budgets": dict(Counter(map(str, budgets))),
         "layers_that_keep_all": len(whole),
-        "compiled_loss": plan.compiled_loss,
-        "captured": plan.captured,
-        "loss_chunk_tokens": plan.loss_chunk_tokens,
-        "update_order": plan.update_order.value,
-        "gradient_dtype": plan.gradient_dtype,
-        "num_slots": len(plan.slots),
-        "uploads_per_step": plan.uploads_per_step,
-        "hbm_limit_bytes": plan.hbm_limit_bytes,
+        "compiled_loss": plan.compute.compiled_loss,
+        "captured": plan.step.captured,
+        "loss_chunk_tokens": plan.compute.loss_chunk_tokens,
+        "update_order": plan.step.update_order.value,
+        "gradient_dtype": plan.gradients.offload_dtype,
+        "num_slots": len(plan.slots.weights),
+        "uploads_per_step": plan.slots.num_uploads,
+        "hbm_limit_bytes": plan.limits.hbm_bytes,
         "hbm_bytes": plan.total_bytes(Tier.HBM),
         "host_bytes": plan.total_bytes(Tier.HOST),
         "fits": fits(plan),
-        "fills_hbm_limit": plan.total_bytes(Tier.HBM) == plan.hbm_limit_bytes,
+        "fills_hbm_limit": plan.total_bytes(Tier.HBM) == plan.limits.hbm_bytes,
     }
 
 

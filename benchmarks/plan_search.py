@@ -109,7 +109,9 @@ def _of_ram(question: Question) -> Iterator[Question]:
     roomy = replace(question.machine, ram_bytes=PLENTY, spill=None)
     yield replace(question, machine=roomy)
     plan = replace(question, machine=roomy).plan()
-    fixed = sum(row.num_bytes for row in plan.rows if row.tier is Tier.HOST and row.name in ("processes", "journals"))
+    fixed = sum(
+        row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST and row.name in ("processes", "journals")
+    )
     of_model = plan.total_bytes(Tier.HOST) - fixed
     # If all of the model lives on the device it takes no host memory: count what it would take there.
     of_model = max(of_model, plan.precision.element_bytes * plan.num_trained)

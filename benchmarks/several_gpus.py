@@ -89,7 +89,7 @@ def run(name: str, settings: Sequence[str], device: str) -> tuple[bool, Numbers,
             raise RuntimeError(f"exit {done.returncode}: {done.stderr[-3000:]}")
         steps = rows(run_dir)
         numbers = [(row["loss"], row["grad_norm"]) for row in steps]
-        return plan_of(run_dir).gathers_slots, numbers, statistics.median(row["step_s"] for row in steps)
+        return plan_of(run_dir).slots.gathered, numbers, statistics.median(row["step_s"] for row in steps)
 
 
 def problems(name: str, numbers: Numbers, worst: float, close: float, earlier: Mapping[str, Found]) -> list[str]:

@@ -154,7 +154,7 @@ class LiveRun:
                 continue
             with suppress(MegatrainError, OSError):
                 plan = plan_of(self.run_dir)
-                sizes = (len(plan.layers), plan.num_shards, plan.host_gpus)
+                sizes = (len(plan.layers), plan.shards.num_shards, plan.hosts.gpus_per_host)
                 nbytes = 8 * HostWords.num_words(*sizes)
                 name = Path(f"/proc/{pid}/fd/{fd}").readlink().as_posix().removeprefix("/memfd:").split(" ")[0]
                 self._words_pid = pid

@@ -108,8 +108,8 @@ class ActivationFile:
 
         Raises MegatrainError if there is no such blob.
         """
-        size, count = plan.window_bytes, plan.num_windows
-        memory = _memory(device, plan.windows, count * size)
+        size, count = plan.disk.staging_buffer_bytes, plan.disk.num_staging_buffers
+        memory = _memory(device, plan.disk.staging_tier, count * size)
         self._device = device
         self._windows = [memory[i * size : (i + 1) * size] for i in range(count)]
         self._poison = torch.full_like(self._windows[0], POISON) if poison else None

@@ -54,22 +54,24 @@ class GradientStore:
         self._poison = poison
         # Longer than the transfer's own limit: that error names what is stuck, so it should come first.
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
-        self._sum_dtype, self._offload_dtype = plan.accumulation_dtype, plan.wire_dtype
-        self._deferred_layers = plan.waiting_layers
+        self._sum_dtype, self._offload_dtype = plan.gradients.accumulate_dtype, plan.gradients.offload_dtype
+        self._deferred_layers = plan.gradients_on_device
         offloaded = [layer for layer in layout.updated if layer not in self._deferred_layers]
         # Deferred layers whose partial sums are offloaded between micro-batches. The last contribution moves the sum
         # to the memory in which it waits for the update.
-        self._moved_layers = self._deferred_layers if plan.sums is Tier.HOST else frozenset()
+        self._moved_layers = self._deferred_layers if plan.gradients.sums is Tier.HOST else frozenset()
         self._sum_slots = self._slots(
-            plan.gradient_slot_bytes, layout.updated if plan.sums is Tier.HOST else offloaded, self._sum_dtype
+            plan.slots.gradient_bytes,
+            layout.updated if plan.gradients.sums is Tier.HOST else offloaded,
+            self._sum_dtype,
         )
         self._rounded_slots = (  # where complete sums are rounded to; None: they are offloaded as they are
-            self._slots(plan.leaving_slot_bytes, offloaded, self._offload_dtype) if plan.leaving_slot_bytes else None
+            self._slots(plan.slots.rounded_bytes, offloaded, self._offload_dtype) if plan.slots.rounded_bytes else None
         )
         # Deferred gradients whose sums stay on the device between micro-batches have memory for the whole run. Others
         # are allocated in the last visit, from memory that activations have released.
         self._deferred_memory: dict[int, torch.Tensor] = {}
-        if not plan.gradients_are_brief:
+        if not plan.gradients_allocated_on_demand:
             self._deferred_memory = {i: device.allocate(self._num_bytes(i)) for i in sorted(self._deferred_layers)}
         self.begin()
 

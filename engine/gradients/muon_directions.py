@@ -28,7 +28,8 @@ from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayou
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.matrix_parts import largest_part
 from megatrain_ray.engine.optimizer.muon import Muon, direction, matrices
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import Visit
 from megatrain_ray.virtual_clock import Op
 
@@ -59,18 +60,20 @@ class Orthogonalizer(StepHooks):
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
         def slots(sizes: tuple[int, ...], itemsize: int) -> GradientSlots:
-            needed = {i: largest_part(layout.layers[i], plan.num_gpus) * itemsize for i in reversed(layout.with_muon)}
+            needed = {
+                i: largest_part(layout.layers[i], plan.hosts.num_gpus) * itemsize for i in reversed(layout.with_muon)
+            }
             return GradientSlots(device, sizes, needed, self._timeout_s, poison=poison)
 
         self._layout = layout
-        self._parts = RankParts(layout, rank, plan.num_gpus)
+        self._parts = RankParts(layout, rank, plan.hosts.num_gpus)
         self._device = device
         self._store = store
         self._muon = muon
         self._transfer = transfer
-        self._in_backward = plan.update_order is UpdateOrder.BACKWARD
-        self._momenta = slots(plan.momentum_slot_bytes, torch.float32.itemsize)
-        self._directions = slots(plan.direction_slot_bytes, DIRECTION_BYTES)
+        self._in_backward = plan.step.update_order is UpdateOrder.BACKWARD
+        self._momenta = slots(plan.slots.momentum_bytes, torch.float32.itemsize)
+        self._directions = slots(plan.slots.direction_bytes, DIRECTION_BYTES)
         self._loads: dict[int, LoadMomentum] = {}
 
     def begin_step(self, visits: Sequence[Visit]) -> None:

@@ -19,10 +19,10 @@ def held_slab_bytes(plan: Plan, layout: ModelLayout) -> int:
 
     They are those of the plan, or fewer if host memory is aliased and the slab has room for all layers.
     """
-    needed = sum(layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab))
-    if layout.aliased_size is None or plan.slab_bytes < needed:
-        return plan.slab_bytes
-    return min(plan.slab_bytes, layout.aliased_size * plan.slab_itemsize)
+    needed = sum(layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab))
+    if layout.aliased_size is None or plan.gradients.slab_bytes < needed:
+        return plan.gradients.slab_bytes
+    return min(plan.gradients.slab_bytes, layout.aliased_size * plan.gradients.slab_itemsize)
 
 
 class SlabPool:

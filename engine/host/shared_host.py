@@ -57,21 +57,24 @@ class SharedHost:
         disk: the working copies that are on disk, if there are any.
         rank: this worker's number among the ranks of all hosts.
         """
-        self._host_rank = rank % plan.host_gpus
-        self._num_ranks = plan.host_gpus
-        self._uploads_parts = plan.gathers_slots
-        self._parts = RankParts(layout, rank, plan.num_gpus)
-        self._itemsize = plan.slab_itemsize
+        self._host_rank = rank % plan.hosts.gpus_per_host
+        self._num_ranks = plan.hosts.gpus_per_host
+        self._uploads_parts = plan.slots.gathered
+        self._parts = RankParts(layout, rank, plan.hosts.num_gpus)
+        self._itemsize = plan.gradients.slab_itemsize
         self._layout = layout
         self._arena = WorkingArena(plan, layout, working)
         self._disk = disk
         self._words = words
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
-        held, sizes = held_slab_bytes(plan, layout), layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
-        passing, aliased = plan.passing_layers, held < plan.slab_bytes
+        held, sizes = (
+            held_slab_bytes(plan, layout),
+            layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab),
+        )
+        passing, aliased = plan.slab_transit_layers, held < plan.gradients.slab_bytes
         self._slab = SlabPool(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
-        self._stored = frozenset(plan.stored_layers)
+        self._stored = frozenset(plan.gradients_on_disk)
         self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
         self._pools = {Placed.GRADIENT: self._slab, Placed.DIRECTIONS: self._directions}
         self._followed = {  # used if this rank is not the first of its host

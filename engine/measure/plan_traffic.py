@@ -8,7 +8,8 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.virtual_clock import Stage
 
@@ -31,18 +32,23 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
-    divided = leaving * plan.wire_dtype.itemsize + sum(layout.direction_bytes)  # each GPU copies its part of these
-    num_partial = plan.num_micro_batches - 1 if plan.sums is Tier.HOST else 0  # offloads of a layer's partial sum
-    sums = num_partial * updated * plan.accumulation_dtype.itemsize
+    divided = leaving * plan.gradients.offload_dtype.itemsize + sum(
+        layout.direction_bytes
+    )  # each GPU copies its part of these
+    num_partial = (
+        plan.step.num_micro_batches - 1 if plan.gradients.sums is Tier.HOST else 0
+    )  # offloads of a layer's partial sum
+    sums = num_partial * updated * plan.gradients.accumulate_dtype.itemsize
     spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
     weights = plan.precision.working_dtype.itemsize * sum(layout.layers[i].size for i in plan.weights_on_disk)
-    stored = plan.wire_dtype.itemsize * sum(layout.layers[i].trained.size for i in plan.stored_layers)
-    on_disk = sum(plan.disk_activations) * plan.num_sweeps
-    activations = plan.host_activation_bytes * plan.num_sweeps + on_disk
+    stored = plan.gradients.offload_dtype.itemsize * sum(layout.layers[i].trained.size for i in plan.gradients_on_disk)
+    on_disk = sum(plan.disk_activations) * plan.step.num_sweeps
+    activations = plan.host_activation_bytes * plan.step.num_sweeps + on_disk
     return {
-        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon // plan.num_gpus,
-        Stage.D2H.value: sums + activations + divided // plan.num_gpus,
-        Stage.DISK.value: 2 * (spilled + stored + weights + plan.num_gpus * on_disk) + plan.weight_read_bytes,
+        Stage.H2D.value: _uploaded_bytes(plan, structure, layout) + sums + activations + of_muon // plan.hosts.num_gpus,
+        Stage.D2H.value: sums + activations + divided // plan.hosts.num_gpus,
+        Stage.DISK.value: 2 * (spilled + stored + weights + plan.hosts.num_gpus * on_disk)
+        + plan.disk.weight_read_bytes,
     }
 
 
@@ -52,7 +58,7 @@ def _uploaded_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout) 
     loads = residency_of(of_step, structure, layout, plan).loads
     elements = sum(layout.layers[load.fragment.layer].fragments[load.fragment.index].size for load in loads)
     num_bytes = elements * plan.precision.working_dtype.itemsize
-    return num_bytes // plan.num_gpus if plan.gathers_slots else num_bytes
+    return num_bytes // plan.hosts.num_gpus if plan.slots.gathered else num_bytes
 
 
 def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:
@@ -61,5 +67,7 @@ def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:
     These are the momenta and, with clipping, the gradients that waited for the scale.
     """
     momenta = torch.float32.itemsize
-    each = momenta if plan.update_order is UpdateOrder.BACKWARD else momenta + plan.wire_dtype.itemsize
+    each = (
+        momenta if plan.step.update_order is UpdateOrder.BACKWARD else momenta + plan.gradients.offload_dtype.itemsize
+    )
     return each * sum(layout.layers[layer].trained.size for layer in layout.with_muon)

@@ -119,8 +119,7 @@ def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:
             )
             for layer in plan.layers
         ),
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=1,
-        sums=Tier.HBM,
-        packed_attention=plan.attention,
+        step=replace(plan.step, micro_batch_size=micro_batch_size, num_micro_batches=1),
+        gradients=replace(plan.gradients, sums=Tier.HBM),
+        compute=replace(plan.compute, packed_attention=plan.compute.attention),
     )

@@ -19,7 +19,7 @@ def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_by
     write_bytes_per_s, copy_bytes_per_s: rates of all hosts together.
     """
     late = max(0.0, plan.updated_bytes - write_bytes_per_s * step_s)
-    copied = min(late, plan.num_hosts * plan.save_copy_bytes)
+    copied = min(late, plan.hosts.num_hosts * plan.saves.copy_bytes)
     return copied / copy_bytes_per_s + (late - copied) / write_bytes_per_s
 
 

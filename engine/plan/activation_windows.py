@@ -89,7 +89,7 @@ class Windows(NamedTuple):
 
 
 def windows_of(plan: Plan) -> Windows:
-    return Windows(plan.num_windows, plan.window_bytes)
+    return Windows(plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes)
 
 
 def with_windows(plan: Plan, tier: Tier) -> Plan:
@@ -100,7 +100,12 @@ def with_windows(plan: Plan, tier: Tier) -> Plan:
     if not plan.disk_activations:
         return plan
     windows = Windows.of(plan.disk_activations)
-    return replace(plan, num_windows=windows.number, window_bytes=windows.num_bytes, windows=tier)
+    return replace(
+        plan,
+        disk=replace(
+            plan.disk, num_staging_buffers=windows.number, staging_buffer_bytes=windows.num_bytes, staging_tier=tier
+        ),
+    )
 
 
 def most_windows_bytes(layers: Sequence[LayerPlan]) -> int:
@@ -117,7 +122,7 @@ class Places:
 
     def __init__(self, plan: Plan) -> None:
         self._file_bytes = plan.activation_file_bytes
-        self._block_bytes = plan.window_bytes
+        self._block_bytes = plan.disk.staging_buffer_bytes
         self.clear()
 
     def clear(self) -> None:

@@ -7,21 +7,30 @@ docs/plan_format.md. `plan.json` in a run directory is `Plan.to_json()`.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Literal
 
-import torch
 from pydantic import TypeAdapter
 
 from megatrain_ray.engine.device.deadlines import transfer_deadline_s
-from megatrain_ray.engine.device.numa_homes import GpuHome, Home
 from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES, Precision
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.model.attention import Attention
+from megatrain_ray.engine.plan.plan_groups import (
+    ComputeSettings,
+    DiskSettings,
+    GradientSettings,
+    HostSettings,
+    MemoryLimits,
+    SaveSettings,
+    ShardSettings,
+    SlotSizes,
+    StepShape,
+    UpdateOrder,
+)
+from megatrain_ray.engine.plan.plan_json import as_version_2
 from megatrain_ray.engine.plan.prediction import Prediction
-from megatrain_ray.engine.plan.residency import SlotSpec
 from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, visits
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.io.storage.disk_io import DiskIo
@@ -38,28 +47,6 @@ class ActivationPolicy(Enum):
     RECOMPUTE = "recompute"
 
     __hash__ = object.__hash__  # Enum.__hash__ is Python code, and the plan search hashes members all the time
-
-
-class Recovery(Enum):
-    """Says what the death of an optimizer shard costs.
-
-    IN_PLACE: a moment, because its updates are logged in host memory.
-    FROM_SAVE: the steps since the last save, as every other death does.
-    """
-
-    IN_PLACE = "in place"
-    FROM_SAVE = "from save"
-
-
-class UpdateOrder(Enum):
-    """Says in which order and when the optimizer updates layers.
-
-    FORWARD: layer 0 first, once the clip scale is known.
-    BACKWARD: the last layer first, each as soon as its gradient arrives.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True)
@@ -109,93 +96,34 @@ class ByteCount:
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds all decisions on placement and order. Sizes are in bytes; names of counts begin with `num_`."""
+    """Holds all decisions on placement and order. Sizes are in bytes; names of counts begin with `num_`.
 
-    version: Literal[1]
+    What is said of the device holds for each GPU, and what is said of the host for each host.
+
+    memory_items: the arithmetic of every tier.
+    prediction: expected cost of a step.
+    """
+
+    version: Literal[2]
     device: str
     precision: Precision
-    order: LoopOrder
-    micro_batch_size: int
-    num_micro_batches: int
-    seq_len: int
-    attention: Attention  # for steps in which every row is one document
-    packed_attention: Attention  # for steps in which a row holds several documents
+    step: StepShape
+    compute: ComputeSettings
     layers: tuple[LayerPlan, ...]
-    slots: tuple[SlotSpec, ...]
-    # Device regions for gradient sums of layers with something to train. If the unfinished sums of all layers stay on
-    # the device: one region per layer, in backward order. Else: a ring that layers use in turn.
-    gradient_slot_bytes: tuple[int, ...]
-    leaving_slot_bytes: tuple[int, ...]  # device regions that rounded sums leave from; empty if nothing is rounded
-    # Device regions where momenta arrive for Muon, and regions that the orthogonalized momenta (directions) leave from.
-    # Empty if Muon trains nothing.
-    momentum_slot_bytes: tuple[int, ...]
-    direction_slot_bytes: tuple[int, ...]
-    gradient_dtype: str  # type of gradients that leave the device: bfloat16 or float32
-    sum_dtype: str  # type of the sums in the gradient slots: bfloat16 or float32
-    sums: Tier  # where unfinished sums over micro-batches wait for the next micro-batch
-    slab_bytes: int
-    direction_slab_bytes: int  # where Muon's directions wait for their update; lies after the gradients' slab
-    update_order: UpdateOrder
-    loss_chunk_tokens: int
-    compiled_loss: bool  # whether a chunk of the loss runs through torch.compile
-    # Whether the head's gradient of each chunk of the loss is added to the sum over micro-batches. Else the chunks have
-    # a sum of their own.
-    chunks_add_to_sums: bool
-    num_shards: int
-    shard_cut_elements: int
-    num_compute_threads: int
-    num_shard_threads: int
-    recovery: Recovery
-    uploads_per_step: int
-    saves_frozen: bool  # whether a save includes frozen parameters
-    save_copy_bytes: int  # spare RAM into which a save copies layers that are updated before they are written
-    device_copy_bytes: int  # the part of save_copy_bytes for layers that live on the device
-    extent_elements: int  # spilled state is read and written in parts of layers of at most this many elements
-    state_slots: int  # per shard: how many such parts, or gradients of parts, are in host memory at the same time
-    hbm_limit_bytes: int | None
-    ram_limit_bytes: int
-    spill_limit_bytes: int | None  # None: nothing may spill
-    rows: tuple[ByteCount, ...]
-    captured: bool = False  # whether forward and backward of a step are one graph, which the device launches at once
-    prediction: Prediction | None = None  # expected cost of a step
-    mlp_chunk_tokens: int = 0  # tokens of a micro-batch that an MLP computes at a time; 0: all of them
-    block_parts: int = 1  # largest number of layers that a block is divided into (discovery/block_parts.py)
-    expert_groups: int = 1  # largest number of modules that hold the experts of a block (model/expert_groups.py)
-    disk_io: DiskIo = DiskIo.POSIX  # how files on disk are read and written: by POSIX calls or kvikio
-    weight_windows: int = 0  # host buffers, each for one layer's working copy, that working copies on disk pass through
-    weight_read_bytes: int = 0  # bytes of working copies on disk that are read for the uploads of a step
-    disk_packed: bool = False  # whether blocks of floats are compressed on disk (storage/packed_store.py)
-    num_windows: int = 0  # staging buffers that activations on disk pass through, on their way there and back
-    window_bytes: int = 0  # size of each of these
-    windows: Tier = Tier.HOST  # memory of these buffers; hbm: the file is read and written from device memory directly
-    shard_homes: tuple[Home, ...] = ()  # CPUs and memory of each shard; empty: one NUMA node, nothing is bound to one
-    gpu_homes: tuple[GpuHome, ...] = ()  # home of a worker, by its GPU; empty: one NUMA node, or no GPU's is known
-    num_gpus: int = 1  # each computes num_micro_batches of a step; device sizes in the plan are those of each GPU
-    num_hosts: int = 1  # hosts that the GPUs are divided among; each has a share of every layer and num_shards shards
-    gathers_slots: bool = False  # whether each GPU uploads only its part of a layer and gets the rest from the others
-
-    @cached_property
-    def wire_dtype(self) -> torch.dtype:
-        return _dtype(self.gradient_dtype)
-
-    @cached_property
-    def accumulation_dtype(self) -> torch.dtype:
-        return _dtype(self.sum_dtype)
-
-    @property
-    def host_gpus(self) -> int:
-        """Return the number of GPUs of each host."""
-        return self.num_gpus // self.num_hosts
+    slots: SlotSizes
+    gradients: GradientSettings
+    disk: DiskSettings
+    shards: ShardSettings
+    hosts: HostSettings
+    saves: SaveSettings
+    limits: MemoryLimits
+    memory_items: tuple[ByteCount, ...] = ()
+    prediction: Prediction | None = None
 
     @property
     def num_parts(self) -> int:
         """Return the number of parts of a save: one per shard of each host, and one for the layers on the device."""
-        return self.num_hosts * self.num_shards + 1
-
-    @property
-    def slab_itemsize(self) -> int:
-        """Return the bytes of an element of the widest type in the slab: sums if they wait there, else gradients."""
-        return (self.accumulation_dtype if self.sums is Tier.HOST else self.wire_dtype).itemsize
+        return self.hosts.num_hosts * self.shards.num_shards + 1
 
     @property
     def num_fragments(self) -> int:
@@ -205,13 +133,13 @@ class Plan:
     def layer_order(self) -> tuple[int, ...]:
         """Return the layers that the shards update, in that order: layers on the host with something to train."""
         updated = [i for i, layer in enumerate(self.layers) if layer.updated_by == "cpu"]
-        return tuple(updated if self.update_order is UpdateOrder.FORWARD else reversed(updated))
+        return tuple(updated if self.step.update_order is UpdateOrder.FORWARD else reversed(updated))
 
     @property
     def updated_layers(self) -> tuple[frozenset[int], ...]:
         """Return the layers that each updater signals as updated: one set per shard, then one if layers are in HBM."""
         by = {who: frozenset(i for i, x in enumerate(self.layers) if x.updated_by == who) for who in ("cpu", "gpu")}
-        return (*[by["cpu"]] * self.num_shards, *([by["gpu"]] if self.hbm_layers else []))
+        return (*[by["cpu"]] * self.shards.num_shards, *([by["gpu"]] if self.hbm_layers else []))
 
     @cached_property
     def hbm_layers(self) -> frozenset[int]:
@@ -252,40 +180,40 @@ class Plan:
 
         Only kvikio can access a GPU's memory. The memory of the CPU device is accessible to all.
         """
-        is_direct = self.windows is Tier.HBM and self.device == "cuda"
-        return DiskIo.KVIKIO if is_direct else self.disk_io
+        is_direct = self.disk.staging_tier is Tier.HBM and self.device == "cuda"
+        return DiskIo.KVIKIO if is_direct else self.disk.io
 
     @property
     def uses_disk(self) -> bool:
         """Return whether state or gradients of some layer are on disk. Working copies are there only with state."""
-        return bool(self.spilled_layers or self.stored_layers)
+        return bool(self.spilled_layers or self.gradients_on_disk)
 
     @cached_property
-    def waiting_layers(self) -> frozenset[int]:
+    def gradients_on_device(self) -> frozenset[int]:
         """Return the layers with something to train whose complete gradient waits on the device."""
         waits = (i for i, layer in enumerate(self.layers) if layer.num_trained and layer.gradients is Tier.HBM)
         return frozenset(waits)
 
     @cached_property
-    def departing_layers(self) -> tuple[int, ...]:
-        """Return those of `waiting_layers` that the shards update.
+    def deferred_offload_layers(self) -> tuple[int, ...]:
+        """Return those of `gradients_on_device` that the shards update.
 
         They are in the order in which their gradients leave the device, which is after the backward.
         """
-        waiting = self.waiting_layers
+        waiting = self.gradients_on_device
         return tuple(i for i in self.layer_order if i in waiting)
 
     @cached_property
-    def stored_layers(self) -> tuple[int, ...]:
+    def gradients_on_disk(self) -> tuple[int, ...]:
         """Return the layers whose complete gradient waits on disk, in the order of a backward."""
         return tuple(i for i in reversed(self.layer_order) if self.layers[i].gradients is Tier.NVME)
 
     @cached_property
-    def passing_layers(self) -> frozenset[int]:
+    def slab_transit_layers(self) -> frozenset[int]:
         """Return the layers whose complete gradient does not stay in the slab until all gradients are complete."""
-        if self.update_order is UpdateOrder.BACKWARD:
+        if self.step.update_order is UpdateOrder.BACKWARD:
             return self.host_layers
-        return frozenset((*self.departing_layers, *self.stored_layers))
+        return frozenset((*self.deferred_offload_layers, *self.gradients_on_disk))
 
     @property
     def repeats_steps(self) -> bool:
@@ -293,18 +221,18 @@ class Plan:
 
         It can if the shards hold all state, and nothing has read results of a step that is not committed.
         """
-        on_host = not self.hbm_layers and not self.stored_layers and not self.weights_on_disk
-        return on_host and self.update_order is UpdateOrder.FORWARD
+        on_host = not self.hbm_layers and not self.gradients_on_disk and not self.weights_on_disk
+        return on_host and self.step.update_order is UpdateOrder.FORWARD
 
     @property
-    def gradients_are_brief(self) -> bool:
+    def gradients_allocated_on_demand(self) -> bool:
         """Return whether a gradient that waits on the device is allocated only in the last visit to its layer.
 
         Otherwise its memory is allocated once and kept.
         """
-        one_visit = self.num_micro_batches == 1 or self.order is LoopOrder.LAYERS_OUTER
+        one_visit = self.step.num_micro_batches == 1 or self.step.order is LoopOrder.LAYERS_OUTER
         # A captured step writes to the addresses that it was captured with, so they must stay allocated.
-        return (one_visit or self.sums is Tier.HOST) and not self.captured
+        return (one_visit or self.gradients.sums is Tier.HOST) and not self.step.captured
 
     @cached_property
     def paired_layers(self) -> range:
@@ -313,40 +241,36 @@ class Plan:
         This reads and writes the sum half as often. The second micro-batch must come directly after the first, so there
         are none unless layers are outermost and there are several micro-batches.
         """
-        several = self.num_micro_batches > 1 and self.order is LoopOrder.LAYERS_OUTER
+        several = self.step.num_micro_batches > 1 and self.step.order is LoopOrder.LAYERS_OUTER
         return range(1, len(self.layers) - 1) if several else range(0)
 
     @property
     def never_in_slab(self) -> frozenset[int]:
         """Return the layers that never need memory of the slab."""
-        return frozenset() if self.sums is Tier.HOST else self.hbm_layers
-
-    @property
-    def num_live_micro_batches(self) -> int:
-        """Return the number of micro-batches whose activations exist at the same time."""
-        return self.num_micro_batches if self.order is LoopOrder.LAYERS_OUTER else 1
+        return frozenset() if self.gradients.sums is Tier.HOST else self.hbm_layers
 
     @property
     def batch_size(self) -> int:
         """Return the number of sequences of an update, over all GPUs."""
-        return self.micro_batch_size * self.num_micro_batches * self.num_gpus
+        return self.step.micro_batch_size * self.step.num_micro_batches * self.hosts.num_gpus
 
     @property
     def num_mlp_chunks(self) -> int:
         """Return the number of chunks in which an MLP computes a micro-batch."""
-        return -(-self.micro_batch_size * self.seq_len // self.mlp_chunk_tokens) if self.mlp_chunk_tokens else 1
+        tokens = self.compute.mlp_chunk_tokens
+        return -(-self.step.micro_batch_size * self.step.seq_len // tokens) if tokens else 1
 
     @property
     def boundary_bytes(self) -> int:
         """Return the bytes of host memory for the inputs of layers."""
         on_host = (layer.boundary_bytes for layer in self.layers if layer.boundary is Tier.HOST)
-        return self.num_live_micro_batches * sum(on_host)
+        return self.step.num_live_micro_batches * sum(on_host)
 
     @property
     def kept_bytes(self) -> int:
         """Return the bytes of host memory for the activations that layers keep for their backward."""
         on_host = (layer.kept_bytes for layer in self.layers if layer.kept is Tier.HOST)
-        return self.num_live_micro_batches * sum(on_host)
+        return self.step.num_live_micro_batches * sum(on_host)
 
     @property
     def host_activation_bytes(self) -> int:
@@ -359,7 +283,7 @@ class Plan:
 
         There is one entry per kind of activation, layer and live micro-batch.
         """
-        return self.num_live_micro_batches * tuple(b for layer in self.layers for b in layer.disk_activations)
+        return self.step.num_live_micro_batches * tuple(b for layer in self.layers for b in layer.disk_activations)
 
     @property
     def activation_file_bytes(self) -> int:
@@ -369,17 +293,12 @@ class Plan:
     @property
     def activation_files_bytes(self) -> int:
         """Return the bytes of the activation files of all GPUs of a host. Each GPU has its own file."""
-        return self.host_gpus * self.activation_file_bytes
-
-    @property
-    def num_sweeps(self) -> int:
-        """Return the number of forwards through all layers in a step, each with all live micro-batches."""
-        return self.num_micro_batches // self.num_live_micro_batches
+        return self.hosts.gpus_per_host * self.activation_file_bytes
 
     @property
     def written_bytes(self) -> int:
         """Return the bytes written to a host's disk in a step. As many are read, besides `weight_read_bytes`."""
-        return self.total_bytes(Tier.NVME) + (self.num_sweeps - 1) * self.activation_files_bytes
+        return self.total_bytes(Tier.NVME) + (self.step.num_sweeps - 1) * self.activation_files_bytes
 
     @property
     def moves_activations(self) -> bool:
@@ -404,7 +323,9 @@ class Plan:
 
     def visits(self, lowest_trained: int) -> tuple[Visit, ...]:
         """Return the visits of a step. Its backward ends at layer `lowest_trained`."""
-        return visits(len(self.layers), self.num_micro_batches, self.order, lowest_trained, self.replayed_layers)
+        return visits(
+            len(self.layers), self.step.num_micro_batches, self.step.order, lowest_trained, self.replayed_layers
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -425,7 +346,7 @@ class Plan:
         A trained parameter takes 12 bytes (8 with narrow moments), or 8 if Muon trains it. A frozen one takes the bytes
         of its working copy, if saves include it.
         """
-        return self.updated_bytes + (self.frozen_bytes if self.saves_frozen else 0)
+        return self.updated_bytes + (self.frozen_bytes if self.saves.includes_frozen else 0)
 
     @property
     def frozen_bytes(self) -> int:
@@ -443,11 +364,11 @@ class Plan:
         return transfer_deadline_s(self.save_bytes)
 
     def total_bytes(self, tier: Tier) -> int:
-        return sum(row.num_bytes for row in self.rows if row.tier is tier)
+        return sum(item.num_bytes for item in self.memory_items if item.tier is tier)
 
-    def row_bytes(self, tier: Tier, *names: str) -> int:
+    def item_bytes(self, tier: Tier, *names: str) -> int:
         """Return the bytes of the tier's rows with these names; 0 if there are none."""
-        return sum(row.num_bytes for row in self.rows if row.tier is tier and row.name in names)
+        return sum(item.num_bytes for item in self.memory_items if item.tier is tier and item.name in names)
 
     def to_json(self) -> str:
         return TypeAdapter(Plan).dump_json(self, indent=1).decode() + "\n"
@@ -459,11 +380,5 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Parse a plan. Raises pydantic.ValidationError for text that is no plan of this version."""
-        plan = TypeAdapter(Plan).validate_json(text)
-        # Plans of several hosts always gathered slots, also before the plan had this key.
-        return replace(plan, gathers_slots=True) if plan.num_hosts > 1 and not plan.gathers_slots else plan
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+        """Parse a plan of this version or of version 1. Raises pydantic.ValidationError for any other text."""
+        return TypeAdapter(Plan).validate_json(as_version_2(text))

@@ -16,8 +16,8 @@ def shard_layout(plan: Plan, layout: ModelLayout, index: int) -> ShardLayout:
     return ShardLayout(
         layout,
         index,
-        plan.num_shards,
-        plan.shard_cut_elements,
+        plan.shards.num_shards,
+        plan.shards.cut_elements,
         plan.host_layers,
         spilled=plan.spilled_layers,
         on_disk=plan.weights_on_disk,
@@ -30,10 +30,10 @@ def spill_layout(plan: Plan, part: ShardLayout) -> SpillLayout:
         part,
         plan.precision,
         plan.layer_order,
-        plan.state_slots,
-        plan.extent_elements,
-        frozenset(plan.stored_layers),
-        plan.wire_dtype,
+        plan.disk.num_state_slots,
+        plan.disk.extent_elements,
+        frozenset(plan.gradients_on_disk),
+        plan.gradients.offload_dtype,
     )
 
 
@@ -44,7 +44,7 @@ def read_bytes(plan: Plan, layout: ModelLayout, fragments: Iterable[FragmentId])
     """
     if not plan.weights_on_disk:
         return 0
-    parts = [spill_layout(plan, shard_layout(plan, layout, k)) for k in range(plan.num_shards)]
+    parts = [spill_layout(plan, shard_layout(plan, layout, k)) for k in range(plan.shards.num_shards)]
     spans = ((f.layer, layout.layers[f.layer].fragments[f.index]) for f in fragments if f.layer in plan.weights_on_disk)
     return sum(
         part.extents[number].working_bytes

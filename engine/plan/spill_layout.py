@@ -93,12 +93,12 @@ class SpillLayout:
     extents: in the order in which updates visit them. Those of a layer begin with its first element, and the gradient
         of a part comes before its state. Layers of which the shard owns nothing have none.
     num_slots: how many extents host memory has room for.
-    wire_dtype: type of the gradients.
+    offload_dtype: type of the gradients.
     """
 
     extents: Sequence[Extent]
     num_slots: int
-    wire_dtype: torch.dtype = torch.float32
+    offload_dtype: torch.dtype = torch.float32
 
     @staticmethod
     def of(
@@ -108,23 +108,23 @@ class SpillLayout:
         num_slots: int,
         extent_elements: int,
         stored: Set[int] = frozenset(),
-        wire_dtype: torch.dtype = torch.float32,
+        offload_dtype: torch.dtype = torch.float32,
     ) -> SpillLayout:
         """Lay out the blob of one shard.
 
         order: layers in the order in which updates visit them, including those that do not spill.
         num_slots: upper bound on the number of slots.
         extent_elements: most elements of state in an extent; must exceed SLACK_ELEMENTS.
-        stored: layers whose gradients wait on disk, as `wire_dtype`.
+        stored: layers whose gradients wait on disk, as `offload_dtype`.
         """
         extents: list[Extent] = []
         for layer in order:
-            for span, kinds in _parts(part, precision, layer, extent_elements, stored, wire_dtype):
+            for span, kinds in _parts(part, precision, layer, extent_elements, stored, offload_dtype):
                 last = extents[-1] if extents else Extent(layer, span, 0, 0, {}, 0)
                 first_block = last.first_block + len(last.blocks)
                 placed, nbytes = _placed(kinds, span.size)
                 extents.append(Extent(layer, span, last.start + last.nbytes, nbytes, placed, first_block))
-        return SpillLayout(tuple(extents), min(num_slots, len(extents)), wire_dtype)
+        return SpillLayout(tuple(extents), min(num_slots, len(extents)), offload_dtype)
 
     def state_of(self, layer: int) -> Sequence[int]:
         """Return the indices in `extents` of the layer's state. Empty for a layer whose state does not spill."""
@@ -242,18 +242,18 @@ def _parts(
     layer: int,
     extent_elements: int,
     stored: Set[int],
-    wire_dtype: torch.dtype,
+    offload_dtype: torch.dtype,
 ) -> Iterator[tuple[Span, Kinds]]:
     """Yield the elements and the kinds of each extent of a layer, in the order of an update."""
     if not part.spans[layer].size or layer not in part.spilled | stored:
         return
     spans = [*_cut(part.model.layers[layer], part.spans[layer], extent_elements)]
     kinds = kinds_on_disk(precision, with_weights=layer in part.on_disk)
-    together = parts_per_gradient(precision, wire_dtype)
+    together = parts_per_gradient(precision, offload_dtype)
     for first in range(0, len(spans), together):
         of_gradient = spans[first : first + together]
         if layer in stored:
-            yield Span(of_gradient[0].start, of_gradient[-1].stop), ((GRADIENT, wire_dtype),)
+            yield Span(of_gradient[0].start, of_gradient[-1].stop), ((GRADIENT, offload_dtype),)
         if layer in part.spilled:
             yield from ((span, kinds) for span in of_gradient)
 
@@ -266,9 +266,9 @@ def kinds_on_disk(precision: Precision, *, with_weights: bool) -> Kinds:
     return ((WORKING, precision.working_dtype), *precision.state_kinds) if with_weights else precision.state_kinds
 
 
-def parts_per_gradient(precision: Precision, wire_dtype: torch.dtype) -> int:
+def parts_per_gradient(precision: Precision, offload_dtype: torch.dtype) -> int:
     """Return how many parts of a layer share a gradient extent: as many as take no more bytes than one part's state."""
-    return max(1, precision.state_bytes // wire_dtype.itemsize)
+    return max(1, precision.state_bytes // offload_dtype.itemsize)
 
 
 def _placed(kinds: Kinds, size: int) -> tuple[dict[str, Span], int]:

@@ -26,7 +26,7 @@ def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: Mod
     resident = plan.hbm_layers
     of_layers = [streamed(needed_fragments(layout, layer), resident) for layer in range(len(layout.layers))]
     needs = [of_layers[visit.layer] for visit in visits]
-    return plan_residency(needs, num_bytes, groups, plan.slots)
+    return plan_residency(needs, num_bytes, groups, plan.slots.weights)
 
 
 def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:

@@ -26,7 +26,7 @@ def shortfall(plan: Plan) -> int:
 
 def beyond_device(plan: Plan) -> int:
     """Return the bytes by which a plan exceeds the limit of device memory; 0 if there is no limit."""
-    limit = plan.hbm_limit_bytes
+    limit = plan.limits.hbm_bytes
     return 0 if limit is None else max(0, plan.total_bytes(Tier.HBM) - limit)
 
 
@@ -37,10 +37,10 @@ def host_bytes(plan: Plan) -> int:
 
 def spare_ram(plan: Plan) -> int:
     """Return the bytes of the host's limit that the plan leaves unused; negative if it does not fit."""
-    return plan.ram_limit_bytes - host_bytes(plan)
+    return plan.limits.ram_bytes - host_bytes(plan)
 
 
 def beyond_disk(plan: Plan) -> int:
     """Return the bytes by which a plan exceeds what it may put on disk: all of them if nothing may spill."""
-    limit = plan.spill_limit_bytes
+    limit = plan.limits.spill_bytes
     return max(0, plan.total_bytes(Tier.NVME) - (0 if limit is None else limit))

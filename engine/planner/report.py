@@ -10,7 +10,8 @@ from megatrain_ray.engine.device.numa_homes import Home, slab_nodes
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.limits import beyond_device, beyond_disk, host_bytes, spare_ram
 from megatrain_ray.engine.planner.request import ANY_ROOM
@@ -22,16 +23,17 @@ NUM_NAMED = 4  # a list of more layers than this is shortened
 
 def describe(plan: Plan) -> str:
     """Return a text that describes a plan: its bytes per tier, then how a step runs."""
+    step, gradients = plan.step, plan.gradients
     lines = [
         f"{format_count(plan.num_parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, "
         f"{plan.device}",
         *_frozen_lines(plan),
         *_tier_lines(plan),
         "",
-        f"step      {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} × {plan.seq_len} tokens, "
-        f"{plan.order.value.replace('_', ' ')}{_gpus(plan)}",
-        f"weights   stream from {_where_weights_are(plan)}, {plan.uploads_per_step} uploads a step through "
-        f"{len(plan.slots)} slots{_gathered(plan)}",
+        f"step      {step.num_micro_batches} micro-batches of {step.micro_batch_size} × {step.seq_len} tokens, "
+        f"{step.order.value.replace('_', ' ')}{_gpus(plan)}",
+        f"weights   stream from {_where_weights_are(plan)}, {plan.slots.num_uploads} uploads a step through "
+        f"{len(plan.slots.weights)} slots{_gathered(plan)}",
         _keeping(plan),
         *_compiled_lines(plan),
         *_chunk_lines(plan),
@@ -39,16 +41,16 @@ def describe(plan: Plan) -> str:
         *_waiting_lines(plan),
         *_capture_lines(plan),
         f"attention {_attention(plan)}",
-        f"loss      in chunks of {plan.loss_chunk_tokens} tokens",
-        f"gradients leave as {plan.gradient_dtype}, summed as {plan.sum_dtype}",
+        f"loss      in chunks of {plan.compute.loss_chunk_tokens} tokens",
+        f"gradients leave as {dtype_name(gradients.offload_dtype)}, summed as {dtype_name(gradients.accumulate_dtype)}",
         *_spill_lines(plan),
-        f"update    {_optimizers(plan)} in {plan.update_order.value} order, {plan.num_shards} × "
-        f"{plan.num_shard_threads} threads",
+        f"update    {_optimizers(plan)} in {plan.step.update_order.value} order, {plan.shards.num_shards} × "
+        f"{plan.shards.num_threads} threads",
         *_home_lines(plan),
         *_muon_lines(plan),
         *([f"moments   {NARROW_MOMENTS}"] if plan.precision.moments == "bf16" else []),
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
-        f"recover   {plan.recovery.value} when an optimizer shard dies, "
+        f"recover   {plan.shards.recovery.value} when an optimizer shard dies, "
         f"{'by the same step again' if plan.repeats_steps else 'from the last save'} when the GPU worker does",
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
@@ -56,30 +58,30 @@ def describe(plan: Plan) -> str:
 
 
 def _gpus(plan: Plan) -> str:
-    if plan.num_gpus == 1:
+    if plan.hosts.num_gpus == 1:
         return ""
-    hosts = f" of {plan.num_hosts} hosts" if plan.num_hosts > 1 else ""
-    return f", on each of {plan.num_gpus} GPUs{hosts}, each of which offloads its part of sums"
+    hosts = f" of {plan.hosts.num_hosts} hosts" if plan.hosts.num_hosts > 1 else ""
+    return f", on each of {plan.hosts.num_gpus} GPUs{hosts}, each of which offloads its part of sums"
 
 
 def _gathered(plan: Plan) -> str:
-    return ", a part by each GPU, the rest from the others" if plan.gathers_slots else ""
+    return ", a part by each GPU, the rest from the others" if plan.slots.gathered else ""
 
 
 def _home_lines(plan: Plan) -> list[str]:
     """Return the lines about NUMA nodes; none if the machine has one node."""
-    if not plan.shard_homes:
+    if not plan.shards.homes:
         return []
-    line = f"shards    {plan.num_shards}: {', '.join(map(str, plan.shard_homes))}"
+    line = f"shards    {plan.shards.num_shards}: {', '.join(map(str, plan.shards.homes))}"
     by_home: dict[Home | None, list[int]] = {}
-    for number, of_gpu in enumerate(plan.gpu_homes):
+    for number, of_gpu in enumerate(plan.hosts.gpu_homes):
         by_home.setdefault(of_gpu.home, []).append(number)
     if len(by_home) < 2:
-        workers = "GPU worker" if plan.host_gpus == 1 else "GPU workers"
+        workers = "GPU worker" if plan.hosts.gpus_per_host == 1 else "GPU workers"
         return [line + "".join(f"; {workers} and gradients that wait: {home}" for home in by_home)]
     gpus = (f"{format_ranges(numbers)} on {home or 'any node'}" for home, numbers in by_home.items())
-    nodes = f"in turn on nodes {format_ranges(slab_nodes(plan.gpu_homes, plan.host_gpus, None))}"
-    gradients = "with their GPU" if plan.host_gpus == 1 else nodes
+    nodes = f"in turn on nodes {format_ranges(slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, None))}"
+    gradients = "with their GPU" if plan.hosts.gpus_per_host == 1 else nodes
     return [line, f"GPUs      worker of {', '.join(gpus)}; gradients that wait: {gradients}"]
 
 
@@ -130,23 +132,27 @@ def _waiting_lines(plan: Plan) -> list[str]:
 
 
 def _part_lines(plan: Plan) -> list[str]:
-    if plan.block_parts == 1:
+    if plan.compute.block_parts == 1:
         return []
-    experts = f", experts into {plan.expert_groups} groups" if plan.expert_groups > 1 else ""
-    return [f"parts     blocks are divided into {plan.block_parts} layers each{experts}"]
+    experts = f", experts into {plan.compute.expert_groups} groups" if plan.compute.expert_groups > 1 else ""
+    return [f"parts     blocks are divided into {plan.compute.block_parts} layers each{experts}"]
 
 
 def _chunk_lines(plan: Plan) -> list[str]:
-    if not plan.mlp_chunk_tokens:
+    if not plan.compute.mlp_chunk_tokens:
         return []
     return [
-        f"chunks    MLPs compute {plan.mlp_chunk_tokens} tokens at a time, {plan.num_mlp_chunks} chunks, and again in "
-        "the backward"
+        f"chunks    MLPs compute {plan.compute.mlp_chunk_tokens} tokens at a time, {plan.num_mlp_chunks} chunks, and "
+        "again in the backward"
     ]
 
 
 def _capture_lines(plan: Plan) -> list[str]:
-    return ["launches  one for a step's forward and backward: they are a captured CUDA graph"] if plan.captured else []
+    return (
+        ["launches  one for a step's forward and backward: they are a captured CUDA graph"]
+        if plan.step.captured
+        else []
+    )
 
 
 def _compiled_lines(plan: Plan) -> list[str]:
@@ -176,8 +182,8 @@ def _named(names: Sequence[str]) -> str:
 
 def _tier_lines(plan: Plan) -> list[str]:
     lines: list[str] = []
-    for tier in dict.fromkeys(row.tier for row in plan.rows):
-        rows = [row for row in plan.rows if row.tier is tier]
+    for tier in dict.fromkeys(row.tier for row in plan.memory_items):
+        rows = [row for row in plan.memory_items if row.tier is tier]
         if tier is Tier.HOST and plan.device == "cpu":
             rows.append(ByteCount(tier, "device memory", plan.total_bytes(Tier.HBM), "the rows above"))
         lines += ["", f"{tier.value:<10}{format_bytes(sum(r.num_bytes for r in rows)):>12}   {_limit(plan, tier)}"]
@@ -195,7 +201,7 @@ def _optimizers(plan: Plan) -> str:
 def _spill_lines(plan: Plan) -> list[str]:
     """Return the line about what is on disk; none if nothing spills."""
     counts = {
-        "gradients": len(plan.stored_layers),
+        "gradients": len(plan.gradients_on_disk),
         "state": len(plan.spilled_layers),
         "weights": len(plan.weights_on_disk),
         "boundary activations": sum(layer.boundary is Tier.NVME for layer in plan.layers),
@@ -205,10 +211,10 @@ def _spill_lines(plan: Plan) -> list[str]:
     if not found:
         return []
     what = f"{', '.join(found[:-1])} and {found[-1]}" if found[1:] else found[0]
-    read = format_bytes(plan.written_bytes + plan.weight_read_bytes)
-    way = DiskWay(plan.disk_io, plan.disk_packed and plan.uses_disk)  # activations are never packed
+    read = format_bytes(plan.written_bytes + plan.disk.weight_read_bytes)
+    way = DiskWay(plan.disk.io, plan.disk.packed and plan.uses_disk)  # activations are never packed
     by = "" if way == PLAIN else f" by {way}"
-    if plan.windows is Tier.HBM:
+    if plan.disk.staging_tier is Tier.HBM:
         by += f"; activations by {DIRECT}"
     return [f"spill     on disk: {what}; {read} read and {format_bytes(plan.written_bytes)} written a step{by}"]
 
@@ -217,11 +223,11 @@ def _muon_lines(plan: Plan) -> list[str]:
     """Return the line about the bytes that move for Muon's directions in a step; none without Muon."""
     if not plan.num_muon:
         return []
-    clipped = plan.update_order is UpdateOrder.FORWARD
-    up = plan.num_muon * (torch.float32.itemsize + (plan.wire_dtype.itemsize if clipped else 0))
+    clipped = plan.step.update_order is UpdateOrder.FORWARD
+    up = plan.num_muon * (torch.float32.itemsize + (plan.gradients.offload_dtype.itemsize if clipped else 0))
     what = "momenta and gradients" if clipped else "momenta"
     when = "after the backward" if clipped else "in the backward"
-    of_gpus = f", divided among {plan.num_gpus} GPUs" if plan.num_gpus > 1 else ""
+    of_gpus = f", divided among {plan.hosts.num_gpus} GPUs" if plan.hosts.num_gpus > 1 else ""
     return [
         f"muon      directions made {when}{of_gpus}: {what} back to the device, {format_bytes(up)} a step; "
         f"directions to the host, {format_bytes(plan.num_muon * DIRECTION_BYTES)}"
@@ -229,23 +235,23 @@ def _muon_lines(plan: Plan) -> list[str]:
 
 
 def _attention(plan: Plan) -> str:
-    if plan.attention is plan.packed_attention:
-        return plan.attention.value
-    return f"{plan.attention.value}, {plan.packed_attention.value} where rows hold several documents"
+    if plan.compute.attention is plan.compute.packed_attention:
+        return plan.compute.attention.value
+    return f"{plan.compute.attention.value}, {plan.compute.packed_attention.value} where rows hold several documents"
 
 
 def _left_out(plan: Plan) -> str:
-    return "" if plan.saves_frozen else f"; {format_bytes(plan.frozen_bytes)} that is frozen is left out"
+    return "" if plan.saves.includes_frozen else f"; {format_bytes(plan.frozen_bytes)} that is frozen is left out"
 
 
 def _copies(plan: Plan) -> str:
-    if not plan.save_copy_bytes:
+    if not plan.saves.copy_bytes:
         return ""
-    return f" while training goes on, through up to {format_bytes(plan.save_copy_bytes)} of copies"
+    return f" while training goes on, through up to {format_bytes(plan.saves.copy_bytes)} of copies"
 
 
 def _limit(plan: Plan, tier: Tier) -> str:
-    limits = {Tier.HBM: plan.hbm_limit_bytes, Tier.HOST: plan.ram_limit_bytes, Tier.NVME: plan.spill_limit_bytes}
+    limits = {Tier.HBM: plan.limits.hbm_bytes, Tier.HOST: plan.limits.ram_bytes, Tier.NVME: plan.limits.spill_bytes}
     limit = limits[tier]
     if limit is None:
         return "(part of host memory)"
@@ -254,7 +260,7 @@ def _limit(plan: Plan, tier: Tier) -> str:
 
 def _processes(plan: Plan) -> int:
     """Return the bytes of host memory that processes take."""
-    return sum(row.num_bytes for row in plan.rows if row.tier is Tier.HOST and row.name == "processes")
+    return sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST and row.name == "processes")
 
 
 def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
@@ -265,19 +271,19 @@ def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
     """
     problems = []
     if beyond_device(plan):
-        limit = plan.hbm_limit_bytes or 0
+        limit = plan.limits.hbm_bytes or 0
         problems.append(
             f"needs {format_bytes(plan.total_bytes(Tier.HBM))} of device memory, {format_bytes(limit)} available: "
             "raise hardware.hbm_limit, or lower train.micro_batch_size or data.seq_len"
         )
     if spare_ram(plan) < 0:
         problems.append(
-            f"needs {format_bytes(host_bytes(plan))} of host RAM, {format_bytes(plan.ram_limit_bytes)} available: "
+            f"needs {format_bytes(host_bytes(plan))} of host RAM, {format_bytes(plan.limits.ram_bytes)} available: "
             f"raise hardware.ram_limit if the machine has more, or use a smaller model (processes take "
             f"{format_bytes(_processes(plan))} of it, whatever the model)"
         )
     if beyond_disk(plan):
-        limit = plan.spill_limit_bytes or 0
+        limit = plan.limits.spill_bytes or 0
         problems.append(
             f"needs {format_bytes(plan.total_bytes(Tier.NVME))} of disk, {format_bytes(limit)} available: raise "
             "spill.limit, or name a folder with more room as spill.path"

@@ -147,8 +147,8 @@ class Candidate:
     segment: int = 1  # of so many layers only the first one's input waits; the backward recomputes the other inputs
     hbm_layers: frozenset[int] = frozenset()  # layers whose working copy, state and gradient live on the device
     activation_budget: float = 1.0
-    num_late: int = 0  # last blocks of the model, which get late_budget
-    late_budget: float = 1.0  # activation budget of these last blocks
+    num_tail_blocks: int = 0  # last blocks of the model, which get tail_budget
+    tail_budget: float = 1.0  # activation budget of these last blocks
     kept: Tier = Tier.HBM  # where the activations that they keep wait for their backward
     num_staying: int = 0  # the last of these blocks, whose activations stay on the device whatever `kept` says
     spills_activations: bool = False  # activations that wait on the host are spilled if it has too little room

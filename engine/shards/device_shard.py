@@ -47,7 +47,9 @@ class DeviceShard(ShardState):
         sizes = {kind: of_device.size_of(kind) for kind in kinds} | {"working": of_device.working_size}
         tensors = {kind: device.allocate(sizes[kind] * dtype.itemsize).view(dtype) for kind, dtype in kinds.items()}
         self.memory = tensors.pop("working")
-        super().__init__(of_device, plan.precision, working=self.memory, own=tensors, saves_frozen=plan.saves_frozen)
+        super().__init__(
+            of_device, plan.precision, working=self.memory, own=tensors, saves_frozen=plan.saves.includes_frozen
+        )
         self.layers = tuple(sorted(plan.hbm_layers))
         self.updated = tuple(i for i in self.layers if layout.layers[i].trained.size)
         self._device = device

@@ -107,7 +107,7 @@ class SpillingShard(AdamShard):
         yield [piece for layer in self._on_disk.layers for piece in self._frozen_pieces(layer)]
 
     def store(self, layer: int, gradient: Tensor) -> None:
-        self._check_incoming(layer, "gradient", gradient, (self._on_disk.wire_dtype,))
+        self._check_incoming(layer, "gradient", gradient, (self._on_disk.offload_dtype,))
         first = self.layout.model.shares[layer].trained.start
         for number in self._on_disk.gradients_of(layer):
             span = self._on_disk.extents[number].span
@@ -137,7 +137,7 @@ class SpillingShard(AdamShard):
         for number in self._on_disk.gradients_of(layer):
             self._bring(number)
             values, span = self._ring.bytes_of(number)[GRADIENT], self._on_disk.extents[number].span
-            yield Gradient(values.view(self._on_disk.wire_dtype), start=span.start), span
+            yield Gradient(values.view(self._on_disk.offload_dtype), start=span.start), span
             self._ring.leave(number)
 
     def roll_back(self, layer: int, serial: int) -> None:

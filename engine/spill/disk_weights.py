@@ -90,8 +90,8 @@ class DiskWeights:
         self._spans = spans or SpanLog()
         self._poison = poison
         size = max(map(self._largest_bytes, self.layers))
-        self.memory = torch.frombuffer(aligned_block(plan.weight_windows * size), dtype=torch.uint8)
-        self._windows = deque(_Window(self.memory[i * size :][:size]) for i in range(plan.weight_windows))
+        self.memory = torch.frombuffer(aligned_block(plan.disk.num_upload_buffers * size), dtype=torch.uint8)
+        self._windows = deque(_Window(self.memory[i * size :][:size]) for i in range(plan.disk.num_upload_buffers))
         self._filled: deque[_Window] = deque()
         self._taken: deque[_Window] = deque()
         self._changed = asyncio.Condition()

@@ -52,11 +52,11 @@ def build_engine(
     poison: fill released device memory with NaN, so that a use after release becomes a wrong loss.
     """
     ranks = ranks or OneRank()
-    layout = structure.layout(plan.num_fragments).on_host(ranks.rank // plan.host_gpus, plan.num_hosts)
-    memory = device.allocate(sum(slot.num_bytes for slot in plan.slots))
-    ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots], poison=poison)
+    layout = structure.layout(plan.num_fragments).on_host(ranks.rank // plan.hosts.gpus_per_host, plan.hosts.num_hosts)
+    memory = device.allocate(sum(slot.num_bytes for slot in plan.slots.weights))
+    ring = SlotRing(memory, [slot.num_bytes for slot in plan.slots.weights], poison=poison)
     gathers = None
-    if plan.gathers_slots:
+    if plan.slots.gathered:
         gathers = SlotGather(layout, plan.precision.working_dtype.itemsize, device, ranks, plan.update_deadline_s)
     streamer = LayerStreamer(device, ring, layout, host, plan.update_deadline_s + DEADLINE_S, gathers)
     model = BoundModel(factory, structure, layout, plan, device, memory)
@@ -72,8 +72,8 @@ def build_engine(
     def hooks() -> Iterator[StepHooks]:
         if activations:
             yield OffloadedActivations(structure, activations)
-        yield OffloadedGradients(store, offloader, plan.departing_layers)
-        if plan.sums is Tier.HOST:
+        yield OffloadedGradients(store, offloader, plan.deferred_offload_layers)
+        if plan.gradients.sums is Tier.HOST:
             yield OffloadedPartialSums(store, offloader, layout.updated)
         if device_shard:
             yield DeviceUpdates(device_shard, store, device, gate)
@@ -93,7 +93,7 @@ def build_engine(
         gradients=offloader,
         activations=activations,
         runner=runner,
-        evaluator=Evaluator(device, model, streamer, plan.loss_chunk_tokens),
+        evaluator=Evaluator(device, model, streamer, plan.compute.loss_chunk_tokens),
         warm_up=WarmUp(plan, memory, model, step_loss),
-        captured_step=CapturedStep(plan, device, runner, store) if plan.captured else None,
+        captured_step=CapturedStep(plan, device, runner, store) if plan.step.captured else None,
     )

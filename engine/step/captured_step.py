@@ -115,7 +115,7 @@ class CapturedStep:
 
         The uncaptured run creates whatever is made on first use. Raises CaptureError if the step cannot be captured.
         """
-        inputs = tuple(self._static_input(packed=packed) for _ in range(self._plan.num_micro_batches))
+        inputs = tuple(self._static_input(packed=packed) for _ in range(self._plan.step.num_micro_batches))
         step = StepInput(0, inputs, World(self._num_supervised), 0, coming.objective)
         self._runner.submit(step)
         found: list[tuple[Submitted, Completed]] = []
@@ -132,7 +132,7 @@ class CapturedStep:
 
     def _static_input(self, *, packed: bool) -> _StaticInput:
         """Return a micro-batch of zero tokens for the capture to read, with two documents a row if `packed`."""
-        shape, device = (self._plan.micro_batch_size, self._plan.seq_len), self._device.torch_device
+        shape, device = (self._plan.step.micro_batch_size, self._plan.step.seq_len), self._device.torch_device
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-        positions = torch.arange(self._plan.seq_len, device=device) % (self._plan.seq_len // 2 + 1)
+        positions = torch.arange(self._plan.step.seq_len, device=device) % (self._plan.step.seq_len // 2 + 1)
         return _StaticInput(ids, targets, positions.repeat(shape[0], 1) if packed else None, packed)

@@ -180,7 +180,7 @@ class Engine:
         first until every layer has its update.
         """
         await self.drain(generation)
-        order = forward_visits(len(self.plan.layers), len(micro_batches), self.plan.order)
+        order = forward_visits(len(self.plan.layers), len(micro_batches), self.plan.step.order)
 
         def run() -> float:
             own = self.evaluator.run(micro_batches, order)

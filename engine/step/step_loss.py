@@ -112,14 +112,14 @@ class StepLoss:
         share: LossShare,
     ) -> LossResult:
         sums: dict[str, OpenSum] = {}
-        if self._plan.chunks_add_to_sums:  # otherwise chunks are added into a sum of their own
+        if self._plan.compute.chunks_add_to_sums:  # otherwise chunks are added into a sum of their own
             sums = self._gradients.open_sums(self._head, self._model.structure.loss_parameters)
         return chunked_loss(
             partial(self._model.chunk_sums, share.objective),
             hidden,
             targets,
             [parameter for _, parameter in named],
-            chunk_tokens=self._plan.loss_chunk_tokens,
+            chunk_tokens=self._plan.compute.loss_chunk_tokens,
             num_supervised=share.num_supervised,
             add=self._device.add,
             into=[sums.get(segment.name) for segment, _ in named],

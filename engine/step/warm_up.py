@@ -57,16 +57,16 @@ class WarmUp:
     def run(self, coming: Coming) -> None:
         """Run one micro-batch of each kind of which some part is compiled. Do nothing if no part is."""
         plan = self._plan
-        compiled = plan.compiled_loss or any(layer.compiled for layer in plan.layers)
-        whole = compiled or plan.attention is Attention.FLEX
-        packed = plan.packed_attention is Attention.FLEX or (compiled and coming.packed)
+        compiled = plan.compute.compiled_loss or any(layer.compiled for layer in plan.layers)
+        whole = compiled or plan.compute.attention is Attention.FLEX
+        packed = plan.compute.packed_attention is Attention.FLEX or (compiled and coming.packed)
         if not whole and not packed:
             return
         self._memory.zero_()
-        index = torch.arange(plan.seq_len, device=self._memory.device).expand(plan.micro_batch_size, -1)
-        kinds: list[tuple[Attention, torch.Tensor | None]] = [(plan.attention, None)] if whole else []
+        index = torch.arange(plan.step.seq_len, device=self._memory.device).expand(plan.step.micro_batch_size, -1)
+        kinds: list[tuple[Attention, torch.Tensor | None]] = [(plan.compute.attention, None)] if whole else []
         if packed:
-            kinds.append((plan.packed_attention, index % (plan.seq_len // 2 + 1)))  # two documents a row
+            kinds.append((plan.compute.packed_attention, index % (plan.step.seq_len // 2 + 1)))  # two documents a row
         with warnings.catch_warnings(action="ignore"):  # compilers warn about what they do with a model
             for attention, positions in kinds:
                 self._proxied.attention.set(attention)

@@ -77,7 +77,7 @@ class BoundModel:
         self.proxied = Skeleton(build_empty(factory, dtype), structure, device.torch_device)
         self.weights = WeightBindings(layout, dtype, memory)
         self.chunk_sums: ChunkSums = partial(chunk_sums, self.proxied.logits)
-        if plan.compiled_loss:
+        if plan.compute.compiled_loss:
             self.chunk_sums = CompiledCall("chunks of the loss", self.chunk_sums)
         self.segments = {
             path: [segment for segment in flat.segments if segment.name == f"{path}.{segment.local}"]
@@ -87,7 +87,7 @@ class BoundModel:
         self._modules = self._make_modules()
 
     def _make_modules(self) -> dict[str, _Module]:
-        structure, chunk_tokens = self.structure, self._plan.mlp_chunk_tokens
+        structure, chunk_tokens = self.structure, self._plan.compute.mlp_chunk_tokens
         run = self.proxied.recorder.run
         modules: dict[str, _Module] = {}
         templates: dict[object, Template] = {}
@@ -121,7 +121,7 @@ class BoundModel:
     def forward_passes(self, micro_batches: Sequence[MicroBatch]) -> list[ForwardPass]:
         """Choose the attention for these micro-batches, and return their forwards, not started yet."""
         packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
-        self.proxied.attention.set(self._plan.packed_attention if packed else self._plan.attention)
+        self.proxied.attention.set(self._plan.compute.packed_attention if packed else self._plan.compute.attention)
         return [ForwardPass(self.proxied.forward_of(batch, self._device.upload)) for batch in micro_batches]
 
     @contextmanager

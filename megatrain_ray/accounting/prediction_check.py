@@ -11,7 +11,8 @@ from typing import Any
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.units import format_bytes
 
@@ -161,11 +162,11 @@ def _mean(values: Iterable[float]) -> float:
 def _memory(plan: Plan, usual: Rows, pss_bytes: int | None) -> Iterator[Term]:
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # the measured peak includes only tensors
-        tensors = on_device - plan.row_bytes(Tier.HBM, CONTEXT, EXCHANGE)
+        tensors = on_device - plan.item_bytes(Tier.HBM, CONTEXT, EXCHANGE)
         yield Term("HBM", TermKind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
     if pss_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)
-        slack = PROCESSES_TOLERANCE * plan.row_bytes(Tier.HOST, "processes")
+        slack = PROCESSES_TOLERANCE * plan.item_bytes(Tier.HOST, "processes")
         yield Term("host", TermKind.HELD, planned, pss_bytes, slack)
 
 
@@ -182,13 +183,13 @@ def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
     activations = plan.activation_files_bytes
     of_saves = 2 * (on_disk - activations)
     traffic = _mean(sum(columns.values()) for columns in moved)
-    yield Term("disk traffic", TermKind.MOVED, 2 * plan.written_bytes + plan.weight_read_bytes, traffic, of_saves)
+    yield Term("disk traffic", TermKind.MOVED, 2 * plan.written_bytes + plan.disk.weight_read_bytes, traffic, of_saves)
     if plan.weights_on_disk:
         weights = _mean(columns["weights_read"] for columns in moved)
-        yield Term("weights read", TermKind.MOVED, plan.weight_read_bytes, weights)
+        yield Term("weights read", TermKind.MOVED, plan.disk.weight_read_bytes, weights)
     if activations:
         both_ways = _mean(columns["activations_read"] + columns["activations_written"] for columns in moved)
-        yield Term("activation traffic", TermKind.MOVED, 2 * plan.num_sweeps * activations, both_ways)
+        yield Term("activation traffic", TermKind.MOVED, 2 * plan.step.num_sweeps * activations, both_ways)
     yield Term("on disk", TermKind.HELD, on_disk, rows[-1]["spill_bytes"])
 
 

@@ -50,7 +50,7 @@ def with_aliases(prepared: Prepared, num_bytes: int) -> Prepared:
         raise ConfigError(f"{OPTION}: save_every is {prepared.config.save_every}: nothing of such a run can be saved")
     plan, layout = prepared.plan, prepared.structure.layout(prepared.plan.num_fragments)
     if plan.uses_disk or plan.disk_activations:
-        count = len(plan.spilled_layers.union(plan.stored_layers)) or len(plan.disk_activations)
+        count = len(plan.spilled_layers.union(plan.gradients_on_disk)) or len(plan.disk_activations)
         raise ConfigError(
             f"{OPTION}: the plan has state, gradients or activations of {count} layers on disk, which is not aliased: "
             "raise hardware.ram_limit, or leave spill.path out"
@@ -69,7 +69,7 @@ def with_aliases(prepared: Prepared, num_bytes: int) -> Prepared:
 def _element_bytes(plan: Plan) -> int:
     """Return the most bytes that one parameter needs on the host, with its gradient and activations."""
     working = plan.precision.working_dtype.itemsize
-    return plan.precision.element_bytes + plan.slab_itemsize + (working if plan.host_activation_bytes else 0)
+    return plan.precision.element_bytes + plan.gradients.slab_itemsize + (working if plan.host_activation_bytes else 0)
 
 
 def _host_bytes(prepared: Prepared) -> int:

@@ -137,8 +137,8 @@ def _optimizer(result: BenchResult) -> dict[str, Any]:
     plan = result.observed.prepared.plan
     return {
         "kernels": list(result.observed.kernel_names),
-        "num_shards": plan.num_shards,
-        "num_shard_threads": plan.num_shard_threads,
+        "num_shards": plan.shards.num_shards,
+        "num_shard_threads": plan.shards.num_threads,
         "clip": result.config.train.clip,
         "shards": list(_shards(result)),
     }
@@ -151,11 +151,11 @@ def _shards(result: BenchResult) -> Iterator[dict[str, Any]]:
     """
     prepared = result.observed.prepared
     plan = prepared.plan
-    layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.num_hosts)
+    layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.hosts.num_hosts)
     for k, (updates, update_s) in enumerate(result.observed.update_times):
         part = shard_layout(plan, layout, k)
         count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)
-        home = plan.shard_homes[k] if plan.shard_homes else None
+        home = plan.shards.homes[k] if plan.shards.homes else None
         yield {
             "nodes": list(home.nodes) if home else None,
             "cpus": home.cpus if home else None,
@@ -178,7 +178,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "hbm_layers": len(plan.hbm_layers),
         "spilled_layers": len(plan.spilled_layers),
         "weights_on_disk": len(plan.weights_on_disk),
-        "stored_layers": len(plan.stored_layers),
+        "stored_layers": len(plan.gradients_on_disk),
         "activations_on_disk": len(plan.disk_activations),
         "boundaries_on_host": sum(layer.boundary is Tier.HOST for layer in plan.layers),
         "kept_on_host": sum(layer.kept is Tier.HOST for layer in plan.layers),

@@ -37,8 +37,8 @@ async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any
     layout = prepared.structure.layout(plan.num_fragments)
     files = spill_files(plan, layout, prepared.config.spill.path)
     owner = ArenaHolder.create(arena_sizes(plan, layout), files)
-    shards = [_shard(prepared, k, owner.handles) for k in range(plan.num_shards)]
-    with ThreadPoolExecutor(plan.num_shards, thread_name_prefix="optimizer") as threads:
+    shards = [_shard(prepared, k, owner.handles) for k in range(plan.shards.num_shards)]
+    with ThreadPoolExecutor(plan.shards.num_shards, thread_name_prefix="optimizer") as threads:
         worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)
         serving: list[Future[None]] = []
         try:

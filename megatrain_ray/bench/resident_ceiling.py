@@ -57,14 +57,16 @@ def measure_ceiling(prepared: Prepared) -> Ceiling:
     On the CPU the size is at most the batch of a step: nothing else bounds it there.
     """
     plan = prepared.plan
-    whole = replace(plan, hbm_limit_bytes=None)  # the ceiling may use the whole device, whatever the plan's limit
+    whole = replace(
+        plan, limits=replace(plan.limits, hbm_bytes=None)
+    )  # the ceiling may use the whole device, whatever the plan's limit
     device = make_device(whole, deterministic=prepared.config.train.deterministic)
-    limit = plan.micro_batch_size * plan.num_micro_batches if plan.device == "cpu" else None
+    limit = plan.step.micro_batch_size * plan.step.num_micro_batches if plan.device == "cpu" else None
     try:
         with device.activate():
             model = ResidentModel(prepared.source.factory, prepared.structure, plan, device)
             rate = _Rate(prepared, model, FlopCount.of(prepared.structure, prepared.source))
-            trials = search(rate.of, plan.micro_batch_size, limit)
+            trials = search(rate.of, plan.step.micro_batch_size, limit)
         peak_bytes = device.memory().peak_bytes
     except torch.OutOfMemoryError:  # the weights alone do not fit
         return Ceiling(None, (), device.memory().peak_bytes)
@@ -115,7 +117,7 @@ class _Rate:
     flops: FlopCount
 
     def of(self, micro_batch_size: int) -> float:
-        seq_len = self.prepared.plan.seq_len
+        seq_len = self.prepared.plan.step.seq_len
         num_tokens = micro_batch_size * seq_len
         step = self._step(micro_batch_size)
         runner = self.model.with_micro_batch(micro_batch_size, step.objective)
@@ -130,7 +132,7 @@ class _Rate:
 
     def _step(self, micro_batch_size: int) -> StepInput:
         """Return a step of one micro-batch of random token ids."""
-        seq_len, train = self.prepared.plan.seq_len, self.prepared.config.train
+        seq_len, train = self.prepared.plan.step.seq_len, self.prepared.config.train
         generator = torch.Generator().manual_seed(0)
         shape = (micro_batch_size, seq_len + 1)
         ids = torch.randint(self.prepared.structure.vocab_size, shape, generator=generator)

@@ -20,7 +20,8 @@ from megatrain_ray.accounting.prediction_check import (
     update_rate,
 )
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, RateCurve, RatePoint
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
@@ -64,7 +65,7 @@ def refit(run_dir: Path, out: Path) -> Refitted:
     prediction = plan.prediction
     assert prediction is not None and prediction.profile is not None
     predict = predictor(config, plan)
-    done = refitted(prediction, found, plan.update_order, predict, gathered=plan.gathers_slots)
+    done = refitted(prediction, found, plan.step.update_order, predict, gathered=plan.slots.gathered)
     write_atomically(out, done.profile.to_json())
     return done
 

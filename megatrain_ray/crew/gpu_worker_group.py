@@ -48,9 +48,13 @@ class GpuWorkerGroup:
         plan = prepared.plan
         self.workers = [
             ActorRole(
-                ProcessKind.GPU, gpu_name(rank), rank // plan.host_gpus, place.take, partial(self._arguments, rank)
+                ProcessKind.GPU,
+                gpu_name(rank),
+                rank // plan.hosts.gpus_per_host,
+                place.take,
+                partial(self._arguments, rank),
             )
-            for rank in range(plan.num_gpus)
+            for rank in range(plan.hosts.num_gpus)
         ]
         self.data = ActorRole(ProcessKind.DATA, DATA, 0, place.take, lambda holders: self.data_arguments())
         self._seats: list[Seat | None] = [None]

@@ -31,10 +31,10 @@ def owner_role(prepared: Prepared, place: Placement, host: int, left: Mapping[st
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
         plan = prepared.plan
-        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         files = spill_files(plan, layout, prepared.config.spill.path)
         folder = next((file.folder for file in files.values()), None)
-        by_kvikio = DiskIo.KVIKIO in (plan.disk_io, plan.activations_io)
+        by_kvikio = DiskIo.KVIKIO in (plan.disk.io, plan.activations_io)
         return {
             "sizes": arena_sizes(plan, layout),
             "holders": holders,
@@ -55,7 +55,7 @@ def shard_role(prepared: Prepared, place: Placement, number: int) -> ActorRole:
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
         return {"prepared": prepared, "index": number, "holders": holders, "after_pid": role.pid, "pinned": True}
 
-    host = number // prepared.plan.num_shards
+    host = number // prepared.plan.shards.num_shards
     role = ActorRole(ProcessKind.SHARED_STATE, shard_name(number), host, place.take, arguments)
     return role
 

@@ -96,12 +96,12 @@ def crew_spec(prepared: Prepared) -> CrewSpec:
     """Return the spec of the processes of a plan."""
     plan = prepared.plan
     return CrewSpec(
-        plan.num_shards,
+        plan.shards.num_shards,
         plan.device,
-        plan.num_gpus,
-        plan.num_hosts,
+        plan.hosts.num_gpus,
+        plan.hosts.num_hosts,
         draws=prepared.source.folder is None,
-        compiles=plan.compiled_loss,
+        compiles=plan.compute.compiled_loss,
     )
 
 

@@ -60,7 +60,7 @@ class Supervisor:
         self._failures = failures or FailureBudget(prepared.config.max_failures)
         self._faults = faults
         plan = prepared.plan
-        self._owners = [owner_role(prepared, place, host, left) for host in range(plan.num_hosts)]
+        self._owners = [owner_role(prepared, place, host, left) for host in range(plan.hosts.num_hosts)]
         self._shards = [shard_role(prepared, place, number) for number in range(plan.num_parts - 1)]
         self.group = GpuWorkerGroup(prepared, place, self.check, self.until_all)
         self._gone: set[str] = set()  # ids of actors that died, or were replaced
@@ -165,7 +165,7 @@ class Supervisor:
             except MegatrainError:
                 self._check_cluster()  # names the process that the node died of, if it died since the first check
                 raise
-            if time.monotonic() >= deadline_s or self._prepared.plan.num_hosts == 1:
+            if time.monotonic() >= deadline_s or self._prepared.plan.hosts.num_hosts == 1:
                 return
             time.sleep(CHECK_S)
 

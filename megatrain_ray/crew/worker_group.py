@@ -101,7 +101,7 @@ class Crew(Supervisor):
 
     def _warn_of_homes(self) -> None:
         """Print one warning about all threads and memory that are not where the plan put them. Training goes on."""
-        if not self._prepared.plan.shard_homes:
+        if not self._prepared.plan.shards.homes:
             return
         calls = self.group.ask_each("home_problems")
         of_gpus = [answer("a GPU worker did not start", call, self.check) for call in calls]
@@ -129,7 +129,7 @@ class Crew(Supervisor):
         self._await_shards([*filling, *self._building], limit_s)
         for call in filling:
             self.until(call, "the layers on the device were not filled", limit_s)
-        if not plan.saves_frozen:
+        if not plan.saves.includes_frozen:
             self.base_checksums = base_checksums(self._prepared, lambda: self._read_base(limit_s))
             if manifest is not None:
                 manifest.check_base(checksums_in(self._prepared, manifest, self.base_checksums))
@@ -223,7 +223,7 @@ class Crew(Supervisor):
 
     def update_times(self) -> list[tuple[int, float]]:
         """Return for each shard of the first host how many updates it has made, and seconds of its kernel in them."""
-        return self.ask_shards("update_time")[: self._prepared.plan.num_shards]
+        return self.ask_shards("update_time")[: self._prepared.plan.shards.num_shards]
 
     def whereabouts(self) -> str:
         """Return what the GPU worker is doing, for the message about a step that does not end."""

@@ -89,4 +89,4 @@ def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
         return None
     with naming_eval_path():
         tokens = tokenize(data, config.tokenizer, vocab_size, run_dir, "data.eval_path")
-    return HeldOutData(data, tokens, vocab_size, plan.batch_size, plan.micro_batch_size * plan.num_gpus)
+    return HeldOutData(data, tokens, vocab_size, plan.batch_size, plan.step.micro_batch_size * plan.hosts.num_gpus)

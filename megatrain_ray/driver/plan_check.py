@@ -86,7 +86,7 @@ class PlanCheck:
         if found is None:
             return
         off = frozenset(term.name for term in found.off(prediction))
-        text = warning(found, prediction, self._plan.update_order, self._run_dir)
+        text = warning(found, prediction, self._plan.step.update_order, self._run_dir)
         if text and (at_end or off != self._told):
             say(f"warning: {text}")
         else:

@@ -54,7 +54,7 @@ def start_processes(crew: Crew, job: Job, manifest: Manifest | None, progress: C
     with startup.phase(_loading(job, manifest)):
         crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
         copy_bytes_per_s = crew.copy_bytes_per_s()
-    with startup.phase("building the engine" + (" and compiling its layers" if plan.compiled_loss else "")):
+    with startup.phase("building the engine" + (" and compiling its layers" if plan.compute.compiled_loss else "")):
         crew.begin(progress)
     if in_ray_job():
         _warn_of_stop(job, disk_bytes_per_s)
@@ -72,7 +72,7 @@ def _data_arguments(job: Job, manifest: Manifest | None) -> dict[str, Any]:
         "tokens": job.tokens,
         "vocab_size": job.prepared.structure.vocab_size,
         "batch_size": plan.batch_size,
-        "num_readers": plan.num_gpus,
+        "num_readers": plan.hosts.num_gpus,
         "step": manifest.step if manifest else 0,
         "position": manifest.data if manifest else None,
         "held_out": job.held_out,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import MemoryLimits
 from megatrain_ray.io.storage.disk_io import DiskIo
 from megatrain_ray.units import format_bytes
 
@@ -23,10 +24,14 @@ def _placement(plan: Plan) -> Plan:
     too.
     """
     return replace(
-        plan, prediction=None, rows=(), hbm_limit_bytes=None, ram_limit_bytes=0, spill_limit_bytes=None,
-        disk_io=DiskIo.POSIX, disk_packed=False, windows=Tier.HOST, save_copy_bytes=0, device_copy_bytes=0,
-        gpu_homes=tuple(replace(of_gpu, address=None) for of_gpu in plan.gpu_homes),
-    )  # fmt: skip
+        plan,
+        memory_items=(),
+        prediction=None,
+        disk=replace(plan.disk, io=DiskIo.POSIX, packed=False, staging_tier=Tier.HOST),
+        hosts=replace(plan.hosts, gpu_homes=tuple(replace(home, address=None) for home in plan.hosts.gpu_homes)),
+        saves=replace(plan.saves, copy_bytes=0, device_copy_bytes=0),
+        limits=MemoryLimits(hbm_bytes=None, ram_bytes=0, spill_bytes=None),
+    )
 
 
 def changes(before: Plan, now: Plan) -> str:
@@ -36,22 +41,25 @@ def changes(before: Plan, now: Plan) -> str:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    yield "device memory", _limit(plan.hbm_limit_bytes)
-    yield "host memory", _limit(plan.ram_limit_bytes)
-    yield "disk", _limit(plan.spill_limit_bytes)
+    yield "device memory", _limit(plan.limits.hbm_bytes)
+    yield "host memory", _limit(plan.limits.ram_bytes)
+    yield "disk", _limit(plan.limits.spill_bytes)
     yield "layers on the device", str(len(plan.hbm_layers))
-    yield "layers with gradients on disk", str(len(plan.stored_layers))
+    yield "layers with gradients on disk", str(len(plan.gradients_on_disk))
     yield "layers with state on disk", str(len(plan.spilled_layers))
     yield "layers with weights on disk", str(len(plan.weights_on_disk))
     yield "activations on disk", str(len(plan.disk_activations))
     yield "boundaries on the host", str(sum(layer.boundary is Tier.HOST for layer in plan.layers))
     yield "kept on the host", str(sum(layer.kept is Tier.HOST for layer in plan.layers))
-    yield "steps", f"{plan.num_micro_batches} × {plan.micro_batch_size}, {plan.order.value.replace('_', ' ')}"
-    yield "slots", str(len(plan.slots))
-    yield "uploads", "parts" if plan.gathers_slots else "whole"
-    yield "sums", plan.sums.value
-    yield "shards", ", ".join(map(str, plan.shard_homes)) or str(plan.num_shards)
-    yield "GPU workers", ", ".join(str(of_gpu.home or "anywhere") for of_gpu in plan.gpu_homes) or "anywhere"
+    yield (
+        "steps",
+        f"{plan.step.num_micro_batches} × {plan.step.micro_batch_size}, {plan.step.order.value.replace('_', ' ')}",
+    )
+    yield "slots", str(len(plan.slots.weights))
+    yield "uploads", "parts" if plan.slots.gathered else "whole"
+    yield "sums", plan.gradients.sums.value
+    yield "shards", ", ".join(map(str, plan.shards.homes)) or str(plan.shards.num_shards)
+    yield "GPU workers", ", ".join(str(of_gpu.home or "anywhere") for of_gpu in plan.hosts.gpu_homes) or "anywhere"
     yield "predicted", f"{plan.prediction.step_s:.3g} s a step" if plan.prediction else "nothing"
 
 

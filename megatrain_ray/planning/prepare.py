@@ -120,7 +120,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     source = _source_of(config, source)
     question = _question_that_fits(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
-    split = config.with_split(plan.micro_batch_size, plan.num_micro_batches)
+    split = config.with_split(plan.step.micro_batch_size, plan.step.num_micro_batches)
     return Prepared(split, question.source, question.structure, plan)
 
 
@@ -132,14 +132,14 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
 
     Raises ConfigError if the model no longer exists.
     """
-    machine = Machine(plan.device, plan.num_compute_threads, 1, plan.ram_limit_bytes, plan.hbm_limit_bytes)
+    machine = Machine(plan.device, plan.compute.num_threads, 1, plan.limits.ram_bytes, plan.limits.hbm_bytes)
     question = _question_of_plan(config, plan, machine)
 
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
-        way = DiskWay(plan.disk_io, plan.disk_packed)
+        way = DiskWay(plan.disk.io, plan.disk.packed)
         plain, direct = profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
-        limit_bytes = plan.spill_limit_bytes
+        limit_bytes = plan.limits.spill_bytes
         spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain, direct_bytes_per_s=direct)
         by_profile = replace(machine, profile=profile, spill=spill)
         return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
@@ -192,7 +192,7 @@ def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Ques
     The plan stores how many parts blocks have, not how many were allowed, so the possible numbers are tried.
     """
     asked = config.hardware.block_parts
-    numbers = [1] if plan.block_parts == 1 else list(BLOCK_PARTS) if asked == "auto" else [asked]
+    numbers = [1] if plan.compute.block_parts == 1 else list(BLOCK_PARTS) if asked == "auto" else [asked]
     source, names = _source_of(config), tuple(layer.name for layer in plan.layers)
     for parts in numbers:
         question = _question_of_parts(config, source, machine, parts, {})

@@ -162,7 +162,7 @@ def _tiers(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
     """Yield for each tier the bytes that the plan needs, item by item, and the bytes that were measured."""
     measured = {Tier.HBM: ("hbm_peak_bytes", "tensors, the most so far"), Tier.HOST: ("host_bytes", "shared memory")}
     for tier, name in TIER_NAMES.items():
-        planned = [row for row in plan.rows if row.tier is tier and row.num_bytes]
+        planned = [row for row in plan.memory_items if row.tier is tier and row.num_bytes]
         if not planned:
             continue
         key, of_what = measured.get(tier, ("", ""))

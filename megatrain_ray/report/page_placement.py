@@ -66,7 +66,7 @@ def pages_of_run(files: RunFiles) -> Iterator[PagePlaces]:
     Raises OSError as `page_places` does.
     """
     plan, pids = files.read_plan(), living(files.path)
-    if plan is not None and plan.shard_homes and pids:
+    if plan is not None and plan.shards.homes and pids:
         yield from page_places(plan, pids)
 
 
@@ -77,12 +77,12 @@ def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
 
     Raises OSError if a process has ended or belongs to another user.
     """
-    for k, home in enumerate(plan.shard_homes):
+    for k, home in enumerate(plan.shards.homes):
         if (name := shard_name(k)) in pids:
             found = pages_of(pids[name])
             for arena in (WORKING, state_arena(k), journal_arena(k)):  # a shard touches only its part of `working`
                 yield PagePlaces(name, arena, home.memory, found.get(arena, {}))
-    for host_rank in range(plan.host_gpus if plan.gpu_homes else 0):
+    for host_rank in range(plan.hosts.gpus_per_host if plan.hosts.gpu_homes else 0):
         if (name := gpu_name(host_rank)) in pids:
             yield from _of_gpu_worker(plan, name, pids[name])
 
@@ -90,8 +90,10 @@ def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
 def _of_gpu_worker(plan: Plan, name: str, pid: int) -> Iterator[PagePlaces]:
     """Yield the placement of a GPU worker's memory. Its CPU affinity shows which GPU it has."""
     cpus = os.sched_getaffinity(pid)
-    home = next((of_gpu.home for of_gpu in plan.gpu_homes if of_gpu.home and of_gpu.home.cpu_set == cpus), None)
-    yield PagePlaces(name, SLAB, slab_nodes(plan.gpu_homes, plan.host_gpus, home), pages_of(pid).get(SLAB, {}))
+    home = next((of_gpu.home for of_gpu in plan.hosts.gpu_homes if of_gpu.home and of_gpu.home.cpu_set == cpus), None)
+    yield PagePlaces(
+        name, SLAB, slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, home), pages_of(pid).get(SLAB, {})
+    )
     if home and plan.host_activation_bytes >= LEAST_OWN_BYTES:
         yield PagePlaces(name, OWN, home.memory, own_pages_of(pid, plan.host_activation_bytes))
 

@@ -55,23 +55,23 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
     Four arenas are mapped by all processes of the host. Each shard has two more, which only it maps, except that the
     GPU worker reads the shard's momenta if Muon trains something.
     """
-    slab_bytes = held_slab_bytes(plan, layout) + plan.direction_slab_bytes
+    slab_bytes = held_slab_bytes(plan, layout) + plan.gradients.direction_slab_bytes
     sizes = {
         WORKING: max(1, layout.size_among(plan.weights_on_host)) * plan.precision.working_dtype.itemsize,
         SLAB: max(1, slab_bytes),  # 0 bytes are needed if everything lives on the device
         WORDS: words_bytes(plan),
-        COUNTERS: WorkCounters.num_bytes(plan.num_shards, plan.host_gpus),
+        COUNTERS: WorkCounters.num_bytes(plan.shards.num_shards, plan.hosts.gpus_per_host),
     }
-    for k in range(plan.num_shards):
+    for k in range(plan.shards.num_shards):
         part = shard_layout(plan, layout, k)
         # 0 bytes are needed if little is trained.
         sizes[state_arena(k)] = max(1, _first_slot(part, plan) + spill_layout(plan, part).memory_bytes)
-        sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.num_shard_threads)
+        sizes[journal_arena(k)] = Journal.num_bytes(part, plan.precision, plan.shards.num_threads)
     return sizes
 
 
 def words_bytes(plan: Plan) -> int:
-    return WORD_BYTES * HostWords.num_words(len(plan.layers), len(plan.updated_layers), plan.host_gpus)
+    return WORD_BYTES * HostWords.num_words(len(plan.layers), len(plan.updated_layers), plan.hosts.gpus_per_host)
 
 
 def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> HostWords:
@@ -79,7 +79,9 @@ def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> HostWords:
 
     buffer: shared memory of at least `words_bytes` bytes.
     """
-    return HostWords(buffer, len(plan.layers), len(plan.updated_layers), plan.host_gpus, host * plan.num_shards)
+    return HostWords(
+        buffer, len(plan.layers), len(plan.updated_layers), plan.hosts.gpus_per_host, host * plan.shards.num_shards
+    )
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:
@@ -87,9 +89,9 @@ def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str
 
     folder: spill.path. It is made absolute here, since other processes have other working directories.
     """
-    shards = range(plan.num_shards)
+    shards = range(plan.shards.num_shards)
     num_bytes = {spill_file(k): spill_layout(plan, shard_layout(plan, layout, k)).blob_bytes for k in shards}
-    num_bytes |= {activations_file(k): plan.activation_file_bytes for k in range(plan.host_gpus)}
+    num_bytes |= {activations_file(k): plan.activation_file_bytes for k in range(plan.hosts.gpus_per_host)}
     return {name: SpillFile(Path(folder or ".").absolute(), nbytes) for name, nbytes in num_bytes.items() if nbytes}
 
 
@@ -131,14 +133,14 @@ def open_disk_weights(
     if not plan.weights_on_disk:
         return None
     files = []
-    for k in range(plan.num_shards):
+    for k in range(plan.shards.num_shards):
         part = shard_layout(plan, layout, k)
         on_disk = spill_layout(plan, part)
         if on_disk.layers:
             arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
             table = SpillTable(on_disk, spill_memory(arena, plan, part))
-            store, name = holder.spill(spill_file(k), plan.disk_io)
-            store = table.packing(store) if plan.disk_packed else store
+            store, name = holder.spill(spill_file(k), plan.disk.io)
+            store = table.packing(store) if plan.disk.packed else store
             files.append(ShardFile(on_disk, table, MeasuredStore(store, meter), name))
     return DiskWeights(plan, layout, files, spans=spans)
 
@@ -158,7 +160,7 @@ def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_ran
 def find_momenta(plan: Plan, layout: ModelLayout, holder: ArenaHolder) -> tuple[list[ShardLayout], list[torch.Tensor]]:
     """Return the shards' layouts and momenta, both empty unless Muon trains something."""
     parts, tensors = [], []
-    for k in range(plan.num_shards if plan.num_muon else 0):
+    for k in range(plan.shards.num_shards if plan.num_muon else 0):
         part = shard_layout(plan, layout, k)
         arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
         parts.append(part)

@@ -26,11 +26,11 @@ class DeviceLayers:
     def __init__(self, prepared: Prepared, layout: ModelLayout, device: Device, words: HostWords) -> None:
         plan = prepared.plan
         self._prepared = prepared
-        self._index = plan.num_shards
+        self._index = plan.shards.num_shards
         self._part = plan.num_parts - 1
         self.shard = DeviceShard(plan, layout, device, hyper_of(prepared.config.train))
         copies = [self.shard.copy_bytes(layer) for layer in self.shard.updated]
-        self._spare = SpareMemory(copies, plan.device_copy_bytes)
+        self._spare = SpareMemory(copies, plan.saves.device_copy_bytes)
         self._gate = SaveGate(self.shard, words, self._index, self.shard.updated, self._spare, plan.update_deadline_s)
         self.gate = DeviceGate(self.shard, words, self._index, self._gate)
 
@@ -41,11 +41,11 @@ class DeviceLayers:
         """
         source, plan = self._prepared.source, self._prepared.plan
         if save_folder is None or manifest is None:
-            self.shard.load(source.weights(), plan.num_compute_threads)
+            self.shard.load(source.weights(), plan.compute.num_threads)
             return
         self.shard.restore(save_folder, manifest)
-        if not plan.saves_frozen:
-            self.shard.load_frozen(source.base_weights(), plan.num_compute_threads)
+        if not plan.saves.includes_frozen:
+            self.shard.load_frozen(source.base_weights(), plan.compute.num_threads)
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self.shard.spans)

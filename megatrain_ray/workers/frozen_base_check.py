@@ -18,7 +18,7 @@ def base_checksums(prepared: Prepared, in_memory: Callable[[], Checksums]) -> Ch
     in_memory: returns them as one process has them, which is used on one host. With several hosts no process has all of
         a layer, so the weights are read again.
     """
-    if prepared.plan.num_hosts == 1:
+    if prepared.plan.hosts.num_hosts == 1:
         return in_memory()
     base, layout = prepared.source.base_weights(), prepared.structure.layout()
     return unread_checksums(base, layout, is_split=prepared.plan.precision.is_split)

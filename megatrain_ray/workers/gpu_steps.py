@@ -71,7 +71,7 @@ class GpuSteps:
         train = self._prepared.config.train
         if step < train.steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-        world = World(batch.num_supervised, self._rank, self._prepared.plan.num_gpus)
+        world = World(batch.num_supervised, self._rank, self._prepared.plan.hosts.num_gpus)
         inputs = StepInput(step, self._micro_batches(batch), world, train.seed, objective_of(self._prepared))
         params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
         with memory_explained(self._prepared.plan, f"step {step}"):
@@ -83,8 +83,8 @@ class GpuSteps:
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""
-        of_all = micro_batches_of(batch, self._prepared.plan.micro_batch_size)
-        count = len(of_all) // self._prepared.plan.num_gpus
+        of_all = micro_batches_of(batch, self._prepared.plan.step.micro_batch_size)
+        count = len(of_all) // self._prepared.plan.hosts.num_gpus
         return of_all[self._rank * count : (self._rank + 1) * count]
 
     async def _trace(self, on: bool) -> None:

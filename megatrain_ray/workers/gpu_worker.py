@@ -75,8 +75,8 @@ class GpuWorker:
         plan = prepared.plan
         self._seat = seat
         self._rank = seat.rank if seat else 0
-        host, self._host_rank = divmod(self._rank, plan.host_gpus)
-        self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+        host, self._host_rank = divmod(self._rank, plan.hosts.gpus_per_host)
+        self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
@@ -97,7 +97,7 @@ class GpuWorker:
                 self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
                 if self._rank:  # only rank 0 saves them: updates of other ranks wait for no save
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
-        self._counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
+        self._counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.shards.num_shards, plan.hosts.gpus_per_host)
         own = self._counters.gpus[self._host_rank]
         self._weights_meter, self._activations_meter = DiskMeter(own["weights"]), DiskMeter(own["activations"])
         self._host: SharedHost | None = None
@@ -130,7 +130,7 @@ class GpuWorker:
     async def base_checksums(self) -> tuple[int | None, ...]:
         """Return the checksum of each layer's frozen part, once weights are loaded."""
         return await asyncio.to_thread(
-            frozen_checksums, self._layout, self._working_of, self._prepared.plan.num_compute_threads
+            frozen_checksums, self._layout, self._working_of, self._prepared.plan.compute.num_threads
         )
 
     def _working_of(self, layer: int) -> torch.Tensor:
@@ -152,8 +152,8 @@ class GpuWorker:
         """
         plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
-        slab = slab[: held_slab_bytes(plan, layout) + plan.direction_slab_bytes]
-        if plan.compiled_loss:
+        slab = slab[: held_slab_bytes(plan, layout) + plan.gradients.direction_slab_bytes]
+        if plan.compute.compiled_loss:
             keep_compiled_graphs()
         device = self._device
         device.pin(slab)
@@ -187,8 +187,8 @@ class GpuWorker:
         plan = self._prepared.plan
         timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
         return RankGroup(
-            self._device.torch_device, seat.place, seat.rank, plan.num_gpus, timeout_s, seat.address,
-            gathers=plan.gathers_slots,
+            self._device.torch_device, seat.place, seat.rank, plan.hosts.num_gpus, timeout_s, seat.address,
+            gathers=plan.slots.gathered,
         )  # fmt: skip
 
     async def start(self, progress: Progress) -> None:

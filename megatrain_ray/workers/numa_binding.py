@@ -58,10 +58,10 @@ def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, 
 
     Nothing of that memory may have been touched. Returns what the kernel refused.
     """
-    if not plan.shard_homes:
+    if not plan.shards.homes:
         return ()
     sizes = {name: arena.handle.nbytes for name, arena in arenas.items()}
-    home = plan.shard_homes[part.index]
+    home = plan.shards.homes[part.index]
     problem = pin_process(home.cpu_set) if pinned else ""
     problems = problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes))
     return tuple(filter(None, problems))
@@ -73,23 +73,23 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
     Ray decides which GPU a worker gets, so the GPU is looked up here; on the CPU device it is that of `host_rank`. Host
     memory that only this worker has needs no binding: its threads touch it first, at home.
     """
-    if not plan.gpu_homes:
+    if not plan.hosts.gpu_homes:
         return ()
     home, problem = _home_here(plan, host_rank)
     if home and pinned:
         problem += pin_process(home.cpu_set)
     of_slab = [] if host_rank else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
-    problems = problem, _take(slab_nodes(plan.gpu_homes, plan.host_gpus, home), arenas, of_slab)
+    problems = problem, _take(slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, home), arenas, of_slab)
     return tuple(filter(None, problems))
 
 
 def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
     """Return the home of this process's GPU, and a text if the plan does not know that GPU."""
     if plan.device == "cpu":
-        return plan.gpu_homes[host_rank].home, ""
+        return plan.hosts.gpu_homes[host_rank].home, ""
     address = next(iter(pci_addresses()), None)
-    home = home_at(plan.gpu_homes, address)
-    if home or (address and address in [of_gpu.address for of_gpu in plan.gpu_homes]):
+    home = home_at(plan.hosts.gpu_homes, address)
+    if home or (address and address in [of_gpu.address for of_gpu in plan.hosts.gpu_homes]):
         return home, ""
     return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
 

@@ -29,14 +29,14 @@ def make_device(plan: Plan, *, deterministic: bool) -> Device:
     if deterministic:
         torch.use_deterministic_algorithms(True)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-    return CpuDevice(num_threads=plan.num_compute_threads)
+    return CpuDevice(num_threads=plan.compute.num_threads)
 
 
 def _own_bytes(plan: Plan) -> int | None:
     """Return the device memory that torch's allocator may use, which NCCL's is not part of. None: no limit."""
-    if plan.hbm_limit_bytes is None:
+    if plan.limits.hbm_bytes is None:
         return None
-    return plan.hbm_limit_bytes - plan.row_bytes(Tier.HBM, EXCHANGE)
+    return plan.limits.hbm_bytes - plan.item_bytes(Tier.HBM, EXCHANGE)
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def memory_explained(plan: Plan, doing: str) -> Iterator[None]:
             if _is_failure(error):
                 raise LostDeviceError(f"{doing}: the GPU failed: {_first_sentences(error)}") from error
             raise
-        counted, limit = plan.total_bytes(Tier.HBM), plan.hbm_limit_bytes
+        counted, limit = plan.total_bytes(Tier.HBM), plan.limits.hbm_bytes
         of_limit = f" of {format_bytes(limit)}" if limit is not None else ""
         raise CapacityError(
             f"{doing}: out of device memory, of which the plan counts {format_bytes(counted)}{of_limit}; either other "
@@ -68,7 +68,7 @@ def check_free(plan: Plan, device: Device) -> None:
     Call it when the device is open, so that its context is already allocated. The plan may have been made long before.
     """
     free = device.free_bytes()
-    context = plan.row_bytes(Tier.HBM, CONTEXT)
+    context = plan.item_bytes(Tier.HBM, CONTEXT)
     counted = plan.total_bytes(Tier.HBM) - context
     if free is None or counted <= free:
         return

@@ -64,9 +64,9 @@ class ShardWorker:
         torch.set_num_threads(1)  # the shard has threads of its own, one block each
         self._prepared = prepared
         self._part = index
-        host, index = divmod(index, plan.num_shards)
+        host, index = divmod(index, plan.shards.num_shards)
         self._index = index  # among the shards of its host
-        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.num_hosts)
+        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._layout = shard_layout(plan, layout, index)
         self._holder = ArenaHolder.adopt(holders)
         names = (WORKING, SLAB, WORDS, COUNTERS, state_arena(index), journal_arena(index))
@@ -75,13 +75,13 @@ class ShardWorker:
         # them fills its part.
         self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
         self._words = arenas.words_in(self._arenas[WORDS].buffer, plan, host)
-        counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.num_shards, plan.host_gpus)
+        counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.shards.num_shards, plan.hosts.gpus_per_host)
         self._counters = counters.shards[index]
         self._disk = DiskMeter(self._counters["disk"])
         self._update_s_before = float(self._counters["update_s"])  # of its predecessors
         self._shard = self._make_shard()
         # The GPU worker has the rest, for the layers on its device.
-        budget = (plan.save_copy_bytes - plan.device_copy_bytes) // plan.num_shards
+        budget = (plan.saves.copy_bytes - plan.saves.device_copy_bytes) // plan.shards.num_shards
         self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
         self._copy_bytes_per_s = math.inf
         # Only a save delays updates, and no longer than the disk needs: hence the timeout of an update.
@@ -102,9 +102,9 @@ class ShardWorker:
             m=state["m"],
             v=state["v"],
             hyper=hyper_of(self._prepared.config.train),
-            num_threads=plan.num_shard_threads,
+            num_threads=plan.shards.num_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,
-            saves_frozen=plan.saves_frozen,
+            saves_frozen=plan.saves.includes_frozen,
         )
 
     def _make_ring(self, arena: torch.Tensor) -> SpillRing:
@@ -114,9 +114,9 @@ class ShardWorker:
         store: BlobStore = HeldFiles()  # nothing is read from it if nothing is spilled
         name = ""
         if layout.blob_bytes:
-            store, name = self._holder.spill(spill_file(self._index), plan.disk_io)
+            store, name = self._holder.spill(spill_file(self._index), plan.disk.io)
         memory = arenas.spill_memory(arena, plan, part)
-        if plan.disk_packed:
+        if plan.disk.packed:
             store = SpillTable(layout, memory).packing(store)
         measured = MeasuredStore(store, self._disk)
         return SpillRing(layout, memory, measured, name, plan.update_deadline_s, written=self._words.ring)
@@ -137,7 +137,7 @@ class ShardWorker:
     def initialize(self) -> None:
         """Fill this shard's part from the model folder, or with random values."""
         self._take_state_memory()
-        self._shard.load(self._prepared.source.weights(), self._prepared.plan.num_shard_threads)
+        self._shard.load(self._prepared.source.weights(), self._prepared.plan.shards.num_threads)
         self._take_spare_memory()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
@@ -149,8 +149,8 @@ class ShardWorker:
         for pieces in self._shard.restorable():
             restore_pieces(save_folder, manifest, as_saved(pieces, manifest, self._layout.model))
         plan = self._prepared.plan
-        if not plan.saves_frozen:
-            self._shard.load_frozen(self._prepared.source.base_weights(), plan.num_shard_threads)
+        if not plan.saves.includes_frozen:
+            self._shard.load_frozen(self._prepared.source.base_weights(), plan.shards.num_threads)
         self._take_spare_memory()
 
     def run(self, abandoned: SaveAttempt) -> None:
@@ -164,8 +164,8 @@ class ShardWorker:
         plan, slab = self._prepared.plan, torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
         traced = traced_updates(traced_steps(self._prepared.config.log.trace))
         loop = ShardLoop(
-            self._shard, self._words, slab, plan.wire_dtype, plan.layer_order, self._gate, traced, self._count_update,
-            plan.stored_layers,
+            self._shard, self._words, slab, plan.gradients.offload_dtype, plan.layer_order, self._gate, traced,
+            self._count_update, plan.gradients_on_disk,
         )  # fmt: skip
         loop.start()
         try:
@@ -205,7 +205,7 @@ class ShardWorker:
 
     def _take_state_memory(self) -> None:
         # Only when the state is about to be filled: until then the GPU worker builds its engine.
-        self._arenas[state_arena(self._index)].populate(self._prepared.plan.num_shard_threads)
+        self._arenas[state_arena(self._index)].populate(self._prepared.plan.shards.num_threads)
 
     def _take_spare_memory(self) -> None:
         """Measure the rate of copies, and allocate the pages of spare memory in a background thread.

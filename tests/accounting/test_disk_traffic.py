@@ -77,7 +77,7 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
     async def fetch_held_out(index: int) -> Batch:
         return held_out.batch(index + 1)
 
-    shards = [ShardWorker(ready, k, [handles]) for k in range(plan.num_shards)]
+    shards = [ShardWorker(ready, k, [handles]) for k in range(plan.shards.num_shards)]
     worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
     await worker.build()
     for shard in shards:
@@ -108,17 +108,17 @@ def compared(ready: Prepared, rows: Sequence[dict[str, Any]]) -> Comparison:
 
 async def test_a_step_moves_what_the_plan_says(ready: Prepared, handles: Handles) -> None:
     plan = ready.plan
-    assert plan.weights_on_disk and plan.disk_activations and plan.stored_layers
+    assert plan.weights_on_disk and plan.disk_activations and plan.gradients_on_disk
     rows, spans = await run(ready, handles)
     found = compared(ready, rows)
     weights, activations = found.term("weights read"), found.term("activation traffic")
-    assert weights and weights.measured == weights.predicted == plan.weight_read_bytes
+    assert weights and weights.measured == weights.predicted == plan.disk.weight_read_bytes
     assert activations and activations.measured == activations.predicted
     assert activations.measured == 2 * sum(
-        row.num_bytes for row in plan.rows if (row.tier, row.name) == (Tier.NVME, "activations")
+        row.num_bytes for row in plan.memory_items if (row.tier, row.name) == (Tier.NVME, "activations")
     )
     for row in rows:
-        assert row["disk_bytes"]["weights_read"] == plan.weight_read_bytes, "none of an evaluation"
+        assert row["disk_bytes"]["weights_read"] == plan.disk.weight_read_bytes, "none of an evaluation"
         assert row["disk_bytes"]["activations_read"] == row["disk_bytes"]["activations_written"]
 
     traffic, disk, taken = (found.term(name) for name in ("disk traffic", "disk", "on disk"))
@@ -146,7 +146,7 @@ def assert_traced(ready: Prepared, spans: Sequence[Span]) -> None:
             num_bytes[span.name] = num_bytes.get(span.name, 0) + span.num_bytes
     of_activations = sum(ready.plan.disk_activations)
     assert num_bytes == {
-        "read weights": ready.plan.weight_read_bytes,
+        "read weights": ready.plan.disk.weight_read_bytes,
         "write boundary": of_activations,
         "read boundary": of_activations,
     }

@@ -23,7 +23,7 @@ def compared(plan: Plan, profile: HardwareProfile, **changes: float) -> Comparis
 
 def warned(plan: Plan, found: Comparison) -> str:
     assert plan.prediction is not None
-    return warning(found, plan.prediction, plan.update_order, "runs/x") or ""
+    return warning(found, plan.prediction, plan.step.update_order, "runs/x") or ""
 
 
 def test_a_right_prediction_is_not_warned_of() -> None:
@@ -120,7 +120,7 @@ def test_more_memory_than_planned_is_named_and_less_is_not() -> None:
     rows = measured(plan, PROFILE)
     host = plan.total_bytes(Tier.HOST)
     tensors = rows[0]["hbm_peak_bytes"]
-    processes = next(row.num_bytes for row in plan.rows if row.name == "processes")
+    processes = next(row.num_bytes for row in plan.memory_items if row.name == "processes")
     for hbm, pss, told in (
         (1.04, host, ""),
         (0.5, host // 2, ""),
@@ -132,8 +132,8 @@ def test_more_memory_than_planned_is_named_and_less_is_not() -> None:
         assert found is not None
         assert warned(plan, found).startswith(told)
         assert bool(warned(plan, found)) == bool(told)
-    context = next(row for row in plan.rows if row.name == "context")
-    of_several = replace(plan, rows=(*plan.rows, replace(context, name="exchange", num_bytes=tensors)))
+    context = next(row for row in plan.memory_items if row.name == "context")
+    of_several = replace(plan, memory_items=(*plan.memory_items, replace(context, name="exchange", num_bytes=tensors)))
     found = compare(of_several, [{**row, "hbm_peak_bytes": int(1.07 * tensors)} for row in rows])
     assert found is not None
     assert warned(of_several, found).startswith("HBM: planned ")  # what NCCL takes is not among tensors
@@ -177,9 +177,9 @@ def test_all_that_moves_is_compared() -> None:
         found.term(name) for name in ("disk traffic", "weights read", "activation traffic", "disk")
     )
     assert traffic and weights and activations and disk and plan.prediction
-    assert weights.predicted == plan.weight_read_bytes > 0
+    assert weights.predicted == plan.disk.weight_read_bytes > 0
     assert activations.predicted == 2 * sum(plan.disk_activations) > 0
-    of_shards = 2 * sum(r.num_bytes for r in plan.rows if r.tier is Tier.NVME and r.name != "activations")
+    of_shards = 2 * sum(r.num_bytes for r in plan.memory_items if r.tier is Tier.NVME and r.name != "activations")
     assert traffic.predicted == of_shards + weights.predicted + activations.predicted
     assert disk.predicted == pytest.approx(traffic.predicted / 2e9, rel=0.01)
     shown = [line[:18].strip() for line in comparison_table(found)]

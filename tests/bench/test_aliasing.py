@@ -98,7 +98,7 @@ def test_a_step_does_what_an_ordinary_one_does(ordinary: Bench, aliased: Bench) 
     for (_, _, name, _, _), count in done.items():
         by_name[name] += count
     assert by_name["update"] == 2 * by_name["land"] == 2 * 14, "two shards, 14 layers"
-    assert by_name["load"] == plan_of(aliased.run_dir).uploads_per_step
+    assert by_name["load"] == plan_of(aliased.run_dir).slots.num_uploads
 
 
 @pytest.mark.long
@@ -199,7 +199,7 @@ def test_places_lie_in_what_there_is(tmp_path: Path, changes: dict[str, Any]) ->
     assert held == layout.aliased_size
     for start, layer in zip(layout.starts_among(plan.host_layers), layout.layers, strict=True):
         assert 0 <= start <= start + layer.size <= held
-    for index in range(plan.num_shards):
+    for index in range(plan.shards.num_shards):
         part = shard_layout(plan, layout, index)
         for kind, starts in (("m", part.starts), ("v", part.v_starts)):
             ends = [start + part.span_of(i, kind).size for i, start in enumerate(starts)]

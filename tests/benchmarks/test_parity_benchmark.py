@@ -80,16 +80,16 @@ def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
         ({"budget": 0.4}, ["activation_budgets"]),
         ({"budget": 1.0}, ["activation_budgets", "layers_that_keep_all"]),
         ({"budget": 0.0, "compiled": False}, ["compiled_layers", "compiled_loss", "activation_budgets"]),
-        ({"late_budget": 0.8}, ["activation_budgets"]),
+        ({"tail_budget": 0.8}, ["activation_budgets"]),
         ({"hbm_share": 0.5}, ["hbm_layers"]),
         ({"gradients": Tier.HBM}, ["gradients_waiting_in_hbm"]),
         ({"boundaries": Tier.HOST, "order": LoopOrder.LAYERS_OUTER}, ["order", "boundaries_on_host"]),
-        ({"late_budget": 0.8, "kept": Tier.HOST}, ["kept_on_host", "activation_budgets"]),
+        ({"tail_budget": 0.8, "kept": Tier.HOST}, ["kept_on_host", "activation_budgets"]),
         ({"num_micro_batches": 2}, ["num_micro_batches"]),
         ({"clips": False}, ["update_order"]),
     ):
         assert wrong(mode, common.prepared(replace(mode, **change)).plan) == seen
-    small = replace(plans["streamed"], ram_limit_bytes=1)
+    small = replace(plans["streamed"], limits=replace(plans["streamed"].limits, ram_bytes=1))
     assert wrong(MODES["streamed"], small) == ["fits"]
     assert wrong(MODES["limited"], plans["host_sums"]) == ["fills_hbm_limit"]
 
@@ -103,7 +103,7 @@ def test_modes_have_plans_on_a_gpu() -> None:
     common = Common(settings, DrawnSource(**vars(source)), *found, gpu)
     plans = {name: common.prepared(mode).plan for name, mode in MODES.items()}
     assert [name for name, plan in plans.items() if [*common.problems(MODES[name], plan)]] == []
-    assert (plans["host_sums"].loss_chunk_tokens, plans["limited"].loss_chunk_tokens) == (2048, 1024)
+    assert (plans["host_sums"].compute.loss_chunk_tokens, plans["limited"].compute.loss_chunk_tokens) == (2048, 1024)
 
 
 def test_what_is_given_up_is_heard() -> None:
@@ -146,7 +146,7 @@ def test_uncompiled_modes_have_the_bits_of_plain_pytorch(tmp_path: Path, capsys:
 
 def test_a_mode_that_fails_is_reported_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
-        if prepared.plan.num_micro_batches > 1:
+        if prepared.plan.step.num_micro_batches > 1:
             raise MegatrainError("no memory")
         return [{"step": 1, "loss": 0.1, "grad_norm": 1.0, "skipped": True, "hbm_peak_bytes": 0, "step_s": 1.0}]
 

@@ -13,7 +13,8 @@ import pytest
 from megatrain_ray.accounting.prediction_check import Comparison, compare
 from megatrain_ray.commands.refit import Refitted, refit, refitted
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.report.measured_starts import compare_starts, measured_starts
 from megatrain_ray.run.run_dir import RunDir
@@ -34,7 +35,7 @@ def compared(plan: Plan, profile: HardwareProfile) -> Comparison:
 
 def refit_of(plan: Plan, found: Comparison) -> Refitted:
     assert plan.prediction is not None
-    return refitted(plan.prediction, found, plan.update_order, lambda profile: predicted(plan, profile))
+    return refitted(plan.prediction, found, plan.step.update_order, lambda profile: predicted(plan, profile))
 
 
 WRONG = {
@@ -102,7 +103,7 @@ def test_a_disk_with_several_rates_keeps_their_proportion(direct: float | None) 
     wrong = replace(PROFILE, disk_bytes_per_s=4e9, disk_plain_bytes_per_s=2e9, disk_direct_bytes_per_s=twice)
     plan = with_more_on_disk(planned(wrong, spilled=True), wrong)
     assert plan.prediction and plan.prediction.profile == wrong
-    moved = plan.num_sweeps * sum(plan.disk_activations)
+    moved = plan.step.num_sweeps * sum(plan.disk_activations)
     assert plan.prediction.disk_s > (moved + plan.written_bytes) / 4e9
     done = refit_of(plan, compared(plan, right))
     assert done.profile.disk_bytes_per_s == pytest.approx(2e9)
@@ -133,7 +134,7 @@ def test_copies_are_told_from_waits_for_them_alone() -> None:
 def test_waits_for_uploads_that_others_complete_are_no_rate_of_copies() -> None:
     slow, plan = replace(PROFILE, both_bytes_per_s=PROFILE.both_bytes_per_s / 20), planned(PROFILE)
     found = compared(plan, slow)
-    done = refitted(plan.prediction, found, plan.update_order, lambda p: predicted(plan, p), gathered=True)  # type: ignore[arg-type]
+    done = refitted(plan.prediction, found, plan.step.update_order, lambda p: predicted(plan, p), gathered=True)  # type: ignore[arg-type]
     assert done.profile.both_bytes_per_s == PROFILE.both_bytes_per_s
     assert "copies        not timed: uploads and all-gathers are waited for together" in done.report
 

@@ -127,7 +127,7 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
     batches, plan = held_out_batches(tree, run_dir), plan_of(run_dir)
     assert any(batch.positions is not None for batch in batches)
     assert {row["eval_tokens"] for row in rows} == {sum(batch.num_supervised for batch in batches)}
-    recipe = Recipe(4, num_threads=plan.num_compute_threads, loss_chunk_tokens=plan.loss_chunk_tokens)
+    recipe = Recipe(4, num_threads=plan.compute.num_threads, loss_chunk_tokens=plan.compute.loss_chunk_tokens)
     assert rows[0]["eval_loss"] == held_out_loss(tmp_path / "model", batches, recipe)
     assert rows[-1]["eval_loss"] == held_out_loss(tmp_path / "out", batches, recipe)
     assert f"held out  after step 4  eval_loss {rows[-1]['eval_loss']:.4f}" in done.stdout

@@ -164,7 +164,12 @@ def test_the_home_at_an_address() -> None:
 
 def planned(homes: Sequence[GpuHome], num_gpus: int, device: str = "cuda") -> Plan:
     plan, _ = planned_large(Precision.BF16, 2)
-    return replace(plan, device=device, shard_homes=(FIRST, SECOND), gpu_homes=tuple(homes), num_gpus=num_gpus)
+    return replace(
+        plan,
+        device=device,
+        shards=replace(plan.shards, homes=(FIRST, SECOND)),
+        hosts=replace(plan.hosts, gpu_homes=tuple(homes), num_gpus=num_gpus),
+    )
 
 
 @pytest.fixture
@@ -276,7 +281,7 @@ def test_pages_of_each_gpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         PagePlaces(GPU, "activations", (1,), {1: 100}),
         PagePlaces(gpu_name(1), "activations", (0,), {0: 100}),
     ]
-    alone = next(page_placement.page_places(replace(plan, num_gpus=1), pids))
+    alone = next(page_placement.page_places(replace(plan, hosts=replace(plan.hosts, num_gpus=1)), pids))
     assert str(alone) == "GPU worker, slab: node 0 50.0%, node 1 50.0% (plan: node 1)"
 
 

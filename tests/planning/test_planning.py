@@ -41,7 +41,7 @@ def prepared(folder: Path, shape: dict[str, Any], **changes: Any) -> Prepared:
 
 
 def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
-    assert prepared(tmp_path, {}, data__seq_len=POSITIONS).plan.seq_len == POSITIONS
+    assert prepared(tmp_path, {}, data__seq_len=POSITIONS).plan.step.seq_len == POSITIONS
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
         prepared(tmp_path, {}, data__seq_len=POSITIONS + 1)
 
@@ -78,8 +78,8 @@ def test_a_model_is_tried_as_often_as_its_attention_is_open(
     machine = replace(MACHINE, device=device, hbm_bytes=None if device == "cpu" else 8 << 30)
     plan = prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
     assert len(trials) == num_trials
-    assert plan.attention is Attention.SDPA
-    assert plan.packed_attention is (Attention.FLEX if num_trials == 2 else Attention.SDPA)
+    assert plan.compute.attention is Attention.SDPA
+    assert plan.compute.packed_attention is (Attention.FLEX if num_trials == 2 else Attention.SDPA)
 
 
 @pytest.mark.parametrize("rules", [ParameterRules(), ParameterRules(freeze=("embed_tokens",))])

@@ -14,17 +14,17 @@ def test_other_rates_and_limits_alone_are_the_same_placement() -> None:
     before = planned(PROFILE)
     now = planned(replace(PROFILE, copy_s=2 * PROFILE.copy_s))
     assert now.sha256 != before.sha256
-    assert is_same_placement(before, replace(now, ram_limit_bytes=now.ram_limit_bytes - 1))
+    assert is_same_placement(before, replace(now, limits=replace(now.limits, ram_bytes=now.limits.ram_bytes - 1)))
     assert changes(before, before) == ""
 
 
 def test_a_plan_of_several_hosts_from_before_it_said_so_uploads_parts() -> None:
-    plan = replace(planned(PROFILE), num_gpus=2)
-    assert changes(plan, replace(plan, gathers_slots=True)) == "uploads whole → parts"
-    tree = json.loads(replace(plan, num_hosts=2).to_json())
+    plan = replace(planned(PROFILE), hosts=replace(planned(PROFILE).hosts, num_gpus=2))
+    assert changes(plan, replace(plan, slots=replace(plan.slots, gathered=True))) == "uploads whole → parts"
+    tree = json.loads(replace(plan, hosts=replace(plan.hosts, num_hosts=2)).to_json())
     del tree["gathers_slots"]
-    assert Plan.from_json(json.dumps(tree)).gathers_slots
-    assert not Plan.from_json(json.dumps(tree | {"num_hosts": 1})).gathers_slots
+    assert Plan.from_json(json.dumps(tree)).slots.gathered
+    assert not Plan.from_json(json.dumps(tree | {"num_hosts": 1})).slots.gathered
 
 
 def test_what_is_placed_elsewhere_is_named() -> None:

@@ -201,7 +201,7 @@ def test_what_the_disk_moved_is_said_at_the_end(tmp_path: Path) -> None:
         "disk_bytes": {**moved, "activations_written": 0},
     }  # fmt: skip
     rows = [{**row, **usual} for row in measured(plan, PROFILE)]
-    planned_bytes = format_bytes(2 * plan.written_bytes + plan.weight_read_bytes)
+    planned_bytes = format_bytes(2 * plan.written_bytes + plan.disk.weight_read_bytes)
     said = f"disk      3.00 GiB read and written a step, {planned_bytes} planned, 2.15 GB/s while it was at work"
     assert said in list(summarize(rows, tmp_path, plan=plan))
     for few, known in ((rows[:3], plan), (rows, None)):

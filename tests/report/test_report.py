@@ -68,7 +68,7 @@ def test_everything_is_on_the_page_whatever_the_length(tmp_path: Path, num_rows:
     text = html.unescape(page)
     assert "failed: the disk is full" in text
     assert "optimizer shard 0, in 1.6 s" in text
-    for row in plan_of(run_dir).rows:
+    for row in plan_of(run_dir).memory_items:
         assert row.num_bytes == 0 or f"{format_bytes(row.num_bytes)}</td>" in text
     assert "3.00 GiB tensors, the most so far measured" in text
     assert "disk, a step" in text

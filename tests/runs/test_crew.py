@@ -45,7 +45,7 @@ def arguments_of(ready: Prepared) -> dict[str, Any]:
         "data": data,
         "tokens": tokens_of(data, Path(ready.config.run_dir)),
         "vocab_size": ready.structure.vocab_size,
-        "batch_size": ready.plan.micro_batch_size * ready.plan.num_micro_batches,
+        "batch_size": ready.plan.step.micro_batch_size * ready.plan.step.num_micro_batches,
         "step": 0,
         "position": None,
     }

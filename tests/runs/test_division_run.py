@@ -43,7 +43,7 @@ def test_saves_are_the_same_however_blocks_are_divided(tmp_path: Path, train: Tr
     path = write_config(tmp_path / "config.yaml", tree)
     done = train(str(path))
     assert done.returncode == 0, done.stderr
-    assert plan_of(tmp_path / "run").block_parts == 4
+    assert plan_of(tmp_path / "run").compute.block_parts == 4
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "whole")
     whole, masters = numbers(tmp_path / "run"), exported_masters(tmp_path / "run", tmp_path / "masters")
     for parts in (1, 2):
@@ -51,7 +51,7 @@ def test_saves_are_the_same_however_blocks_are_divided(tmp_path: Path, train: Tr
             shutil.rmtree(tmp_path / "run" / "saves" / f"step_{step}")
         done = train(str(path), f"hardware.block_parts={parts}")
         assert done.returncode == 0, done.stderr
-        assert plan_of(tmp_path / "run").block_parts == parts
+        assert plan_of(tmp_path / "run").compute.block_parts == parts
         assert numbers(tmp_path / "run") == whole
         for name, master in exported_masters(tmp_path / "run", tmp_path / f"resumed-{parts}").items():
             assert torch.equal(master, masters[name]), name

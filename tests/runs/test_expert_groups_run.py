@@ -57,7 +57,7 @@ def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, train: Tra
         shutil.rmtree(tmp_path / run / "saves" / f"step_{STEPS}")
         done = train(str(paths[run]), f"hardware.block_parts={parts}")
         assert done.returncode == 0, done.stderr
-        assert plan_of(tmp_path / run).expert_groups == parts
+        assert plan_of(tmp_path / run).compute.expert_groups == parts
         assert numbers(tmp_path / run) == numbers(tmp_path / "whole")
         resumed = exported_masters(tmp_path / run, tmp_path / f"resumed-{run}-{parts}")
         assert [name for name, m in masters["whole"].items() if not torch.equal(m, resumed[name])] == []

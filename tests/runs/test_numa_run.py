@@ -97,9 +97,9 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
     Trainer(TrainConfig.model_validate(settings(placed, model, NODES))).fit(look)
     first, second = (Home((k,), str(cpu), (0,)) for k, cpu in enumerate(CPUS))
     plan = plan_of(placed)
-    assert (plan.shard_homes, plan.num_shard_threads) == ((first, second), 1)
-    assert plan.gpu_homes == (GpuHome(None, second),)
-    assert plan_of(plain).shard_homes == ()
+    assert (plan.shards.homes, plan.shards.num_threads) == ((first, second), 1)
+    assert plan.hosts.gpu_homes == (GpuHome(None, second),)
+    assert plan_of(plain).shards.homes == ()
     assert seen["threads"] == {SHARDS[0]: {first.cpus}, SHARDS[1]: {second.cpus}, GPU: {second.cpus}}
     for k, name in enumerate(SHARDS):
         policies, pages = seen["policies"][name], seen["pages"][name]
@@ -177,8 +177,13 @@ class _ElsewhereTrainer(Trainer):
     def _prepare(self, *arguments: Any) -> Any:
         prepared = super()._prepare(*arguments)
         plan = prepared.plan
-        homes = tuple(replace(home, memory=(60,)) for home in plan.shard_homes)
+        homes = tuple(replace(home, memory=(60,)) for home in plan.shards.homes)
         nowhere = Home((1,), "8000", (60,))
         return replace(
-            prepared, plan=replace(plan, shard_homes=homes, gpu_homes=(GpuHome(None, homes[1]), GpuHome(None, nowhere)))
+            prepared,
+            plan=replace(
+                plan,
+                shards=replace(plan.shards, homes=homes),
+                hosts=replace(plan.hosts, gpu_homes=(GpuHome(None, homes[1]), GpuHome(None, nowhere))),
+            ),
         )

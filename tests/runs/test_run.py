@@ -77,7 +77,12 @@ def test_parity_through_the_command_line(tmp_path: Path, train: Train, name: str
     done = train(str(path))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
-    assert (plan.order, plan.layers[1].activations, plan.num_micro_batches, plan.num_shards) == expected
+    assert (
+        plan.step.order,
+        plan.layers[1].activations,
+        plan.step.num_micro_batches,
+        plan.shards.num_shards,
+    ) == expected
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 

@@ -37,7 +37,7 @@ def test_several_gpus_compute_what_one_does(
     one = trained(train, tmp_path / "one", 1, **changes)
     several = trained(train, tmp_path / "several", num_gpus, **changes)
     plan = plan_of(several)
-    assert (plan.num_gpus, plan.batch_size, plan.num_micro_batches) == (num_gpus, 12, 6 // num_gpus)
+    assert (plan.hosts.num_gpus, plan.batch_size, plan.step.num_micro_batches) == (num_gpus, 12, 6 // num_gpus)
     assert losses(several)[0] == losses(one)[0], "dropout is that of the micro-batch, whoever computes it"
     assert worst(several, one) < CLOSE
     assert worst(several, one, "grad_norm") < CLOSE
@@ -61,7 +61,7 @@ def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
     run_dir = trained(train, tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
     one = trained(train, tmp_path / "one", 1, train__micro_batch_size=6, train__accumulate=2, **changes)
     assert losses(run_dir) == losses(one)
-    assert plan_of(run_dir).sum_dtype == "float32", "the sum over GPUs is one over micro-batches"
+    assert plan_of(run_dir).gradients.accumulate_dtype == "float32", "the sum over GPUs is one over micro-batches"
 
 
 def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, train: Train) -> None:
@@ -69,7 +69,7 @@ def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, train: Trai
     changes = {"train__freeze": [r"layers\.1\.mlp"], "hardware__hbm_layers": 1, "train__steps": 3}
     whole = trained(train, tmp_path / "whole", 3, hardware__all_gather=False, **changes)
     run_dir = trained(train, tmp_path / "run", 3, hardware__all_gather=True, **changes)
-    assert [plan_of(path).gathers_slots for path in (whole, run_dir)] == [False, True]
+    assert [plan_of(path).slots.gathered for path in (whole, run_dir)] == [False, True]
     assert losses(run_dir) == losses(whole)
     assert worst(run_dir, whole, "grad_norm") == 0.0
 
@@ -86,7 +86,7 @@ def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, train: Train
         tree = settings(run_dir, num_gpus, train__steps=steps, **constant | free)
         done = train(str(write_config(tmp_path / "config.yaml", tree)))
         assert done.returncode == 0, done.stderr
-        assert plan_of(run_dir).num_gpus == num_gpus
+        assert plan_of(run_dir).hosts.num_gpus == num_gpus
     assert worst(run_dir, whole) < close
 
 

@@ -61,9 +61,12 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
     one = trained(IN_PROCESS, tmp_path / "one", 1, model__config=SHAPE, **changes)
     two = cluster.train(tmp_path / "two", 2, 2, **changes)
     plan, of_one = plan_of(two), plan_of(one)
-    assert (plan.num_gpus, plan.num_hosts, plan.batch_size, plan.num_micro_batches) == (2, 2, 12, 3)
-    assert plan.slab_bytes == of_one.slab_bytes // 2
-    halves = {row.name: (row.num_bytes, whole.num_bytes) for row, whole in zip(plan.rows, of_one.rows, strict=False)}
+    assert (plan.hosts.num_gpus, plan.hosts.num_hosts, plan.batch_size, plan.step.num_micro_batches) == (2, 2, 12, 3)
+    assert plan.gradients.slab_bytes == of_one.gradients.slab_bytes // 2
+    halves = {
+        row.name: (row.num_bytes, whole.num_bytes)
+        for row, whole in zip(plan.memory_items, of_one.memory_items, strict=False)
+    }
     for name in ("working copy", "optimizer state", "gradients in waiting"):
         mine, whole = halves[name]
         assert mine == whole // 2, name
@@ -82,7 +85,7 @@ def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Clust
     for num_gpus, num_hosts, steps in ((4, 2, 3), (1, 1, 6), (2, 2, 9)):
         free = {"train__micro_batch_size": None, "train__accumulate": None}
         run_dir = cluster.train(tmp_path / "run", num_gpus, num_hosts, train__steps=steps, **constant | free)
-        assert (plan_of(run_dir).num_gpus, plan_of(run_dir).num_hosts) == (num_gpus, num_hosts)
+        assert (plan_of(run_dir).hosts.num_gpus, plan_of(run_dir).hosts.num_hosts) == (num_gpus, num_hosts)
     assert worst(run_dir, whole) < CLOSE
 
 
@@ -116,7 +119,7 @@ def test_two_hosts_with_a_disk_compute_what_they_do_in_memory(tmp_path: Path, cl
         done = cli("train", str(write_config(folder / "config.yaml", tree)), **cluster.environment)
         assert done.returncode == 0, done.stderr
     plan = plan_of(folders[1] / "run")
-    assert plan.disk_activations and plan.spilled_layers and plan.stored_layers and not plan.weights_on_disk
+    assert plan.disk_activations and plan.spilled_layers and plan.gradients_on_disk and not plan.weights_on_disk
     assert not list((folders[1] / "spill").iterdir())
     assert losses(folders[1] / "run") == losses(folders[0] / "run")
     assert_same_masters(folders[1] / "run", folders[0] / "run")

@@ -48,8 +48,8 @@ def test_two_gpus_with_a_disk_compute_what_they_do_in_memory(
     in_memory, spilling = (spilling_settings(folder, train__steps=6, **changes) for folder in folders)
     assert trained(train, folders[0], in_memory).total_bytes(Tier.NVME) == 0
     plan, run_dir = trained(train, folders[1], with_all_on_disk(folders[1], spilling)), folders[1] / "run"
-    assert (plan.num_gpus, len(plan.spilled_layers), len(plan.disk_activations)) == (2, 18, 16)
-    assert bool(plan.stored_layers) == ("train__clip" not in changes)
+    assert (plan.hosts.num_gpus, len(plan.spilled_layers), len(plan.disk_activations)) == (2, 18, 16)
+    assert bool(plan.gradients_on_disk) == ("train__clip" not in changes)
     assert not plan.weights_on_disk
     assert not list((folders[1] / "spill").iterdir())
     assert rows(run_dir)[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
@@ -103,7 +103,7 @@ def test_shards_that_die_while_two_gpus_train_are_replaced(folders: tuple[Path, 
 
     changes = {"model__config": WIDE, "data__seq_len": 32, "hardware__num_shards": 2}
     text, plan = disturbed(folders, disturb, train__steps=24, save_every=4, **changes)
-    assert plan.spilled_layers and plan.stored_layers
+    assert plan.spilled_layers and plan.gradients_on_disk
     for shard in range(2):
         assert f"optimizer shard {shard} died and was replaced in " in text
     assert "; going on from the save of step " in text

@@ -46,9 +46,9 @@ def test_a_run_that_spills_equals_plain_pytorch(
     done = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
-    assert len(plan.spilled_layers) > plan.state_slots == 3
+    assert len(plan.spilled_layers) > plan.disk.num_state_slots == 3
     assert plan.total_bytes(Tier.NVME) > 0
-    assert bool(plan.stored_layers) == plan.disk_packed == has_gradients
+    assert bool(plan.gradients_on_disk) == plan.disk.packed == has_gradients
     assert not list((tmp_path / "spill").iterdir())
     assert rows(tmp_path / "run")[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
     (found,) = compare_starts(RunFiles(tmp_path / "run"))
@@ -84,7 +84,7 @@ def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path
         for shard in range(2):
             assert run.text().count(f"optimizer shard {shard} died and was replaced") == 1
     plan = plan_of(tmp_path / "run")
-    assert plan.spilled_layers and plan.stored_layers
+    assert plan.spilled_layers and plan.gradients_on_disk
     assert not list((tmp_path / "spill").iterdir())
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 

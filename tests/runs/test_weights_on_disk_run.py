@@ -33,7 +33,7 @@ def test_a_run_with_weights_on_disk_equals_plain_pytorch(tmp_path: Path, train: 
     done = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
     plan = plan_of(tmp_path / "run")
-    assert len(plan.weights_on_disk) > plan.weight_windows
+    assert len(plan.weights_on_disk) > plan.disk.num_upload_buffers
     assert not list((tmp_path / "spill").iterdir())
     assert rows(tmp_path / "run")[0]["host_bytes"] <= plan.total_bytes(Tier.HOST)
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")

@@ -131,7 +131,7 @@ class _Split:
                 if self._least_moving_s(candidate, keeps) >= self.limit_s:
                     continue
                 plan = self._with(candidate, keeps)
-                if plan.total_bytes(Tier.HBM) > (plan.hbm_limit_bytes or 0):
+                if plan.total_bytes(Tier.HBM) > (plan.limits.hbm_bytes or 0):
                     continue
                 for whole in self._on_disk(plan):
                     if fits(whole) and self._least_s(whole) < self.limit_s:
@@ -153,8 +153,8 @@ class _Split:
 
     def _room(self, plan: Plan) -> int:
         """Return the bytes that layers may take on the device, however small slots are. `plan`: has no layers there."""
-        rest = (row for row in plan.rows if row.tier is Tier.HBM and row.name not in SHRINKING)
-        return (plan.hbm_limit_bytes or 0) - sum(row.num_bytes for row in rest)
+        rest = (row for row in plan.memory_items if row.tier is Tier.HBM and row.name not in SHRINKING)
+        return (plan.limits.hbm_bytes or 0) - sum(row.num_bytes for row in rest)
 
     def _sets_within(self, room: int) -> list[frozenset[int]]:
         if self._request.hbm_layers is not None:
@@ -208,8 +208,8 @@ class _Split:
         """Return the plan with its rows of memory counted anew."""
         hbm = hbm_rows(plan, self._structure, self._layout, self._activations, z_loss=self._request.z_loss)
         spill = self._machine.spill
-        plan = replace(plan, spill_limit_bytes=spill.limit_bytes if spill else None)
-        return replace(plan, rows=(*hbm, *host_rows(plan, self._layout), *nvme_rows(plan, self._layout)))
+        plan = replace(plan, limits=replace(plan.limits, spill_bytes=spill.limit_bytes if spill else None))
+        return replace(plan, memory_items=(*hbm, *host_rows(plan, self._layout), *nvme_rows(plan, self._layout)))
 
     def _on_disk(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan; if the host has no room for it, also plans with enough on disk, the fewest bytes first."""
@@ -231,7 +231,7 @@ class _Split:
         Slots, and what is kept on the device, make no difference.
         """
         away_from = tuple((layer.boundary, layer.kept, layer.kept_bytes) for layer in plan.layers)
-        key = plan.hbm_layers, plan.sums, plan.waiting_layers, plan.order, away_from
+        key = plan.hbm_layers, plan.gradients.sums, plan.gradients_on_device, plan.step.order, away_from
         if key not in self._known_choices:
             missing = -spare_ram(plan)
             self._known_choices[key] = DiskChoices(plan, self._structure, self._layout, missing).fewest()

@@ -44,12 +44,12 @@ class HostState:
             ShardLayout(
                 layout,
                 k,
-                plan.num_shards,
+                plan.shards.num_shards,
                 layers=plan.host_layers,
                 spilled=plan.spilled_layers,
                 on_disk=plan.weights_on_disk,
             )
-            for k in range(plan.num_shards)
+            for k in range(plan.shards.num_shards)
         ]
         self.files = [_file(s, plan) for s in self.shard_layouts]
         self.rings = [None if file is None else file.ring for file in self.files]
@@ -176,7 +176,7 @@ def _file(part: ShardLayout, plan: Plan) -> SpillMemory | None:
         return None
     blobs = blob_in_memory(layout.blob_bytes)
     memory = torch.frombuffer(aligned_block(layout.memory_bytes), dtype=torch.uint8)
-    store = SpillTable(layout, memory).packing(blobs) if plan.disk_packed else blobs
+    store = SpillTable(layout, memory).packing(blobs) if plan.disk.packed else blobs
     return SpillMemory(layout, memory, store, SpillRing(layout, memory, store, "spill", WAIT_S, poison=True))
 
 

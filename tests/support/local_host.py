@@ -59,15 +59,15 @@ class LocalHost:
         self._shards = shards
         self._timeline = timeline
         self._order = plan.layer_order
-        slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
-        sizes = layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
+        slab = torch.empty(plan.gradients.slab_bytes, dtype=torch.uint8)
+        sizes = layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab)
         self._error: BaseException | None = None
-        self._slab = SlabPool(slab, sizes, self._check, passing=plan.passing_layers)
+        self._slab = SlabPool(slab, sizes, self._check, passing=plan.slab_transit_layers)
         self._room = SimulatedSlab(plan, layout)
-        self._stored = plan.stored_layers
-        directions = torch.empty(plan.direction_slab_bytes, dtype=torch.uint8)
+        self._stored = plan.gradients_on_disk
+        directions = torch.empty(plan.gradients.direction_slab_bytes, dtype=torch.uint8)
         self._directions = SlabPool(directions, layout.direction_bytes, self._check)
-        self._wire_dtype = plan.wire_dtype
+        self._offload_dtype = plan.gradients.offload_dtype
         self._generations = [generation if i in self._order else EVERY_GENERATION for i in range(len(layout.layers))]
         self._spill = SimulatedSpill(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
         self._windows = SimulatedWindows(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
@@ -177,8 +177,8 @@ class LocalHost:
             return self._headers[update]
 
     def _gradient(self, landing: _Landing) -> torch.Tensor:
-        num_bytes = self._layout.layers[landing.gradient.layer].trained.size * self._wire_dtype.itemsize
-        return landing.gradient.region[:num_bytes].view(self._wire_dtype)
+        num_bytes = self._layout.layers[landing.gradient.layer].trained.size * self._offload_dtype.itemsize
+        return landing.gradient.region[:num_bytes].view(self._offload_dtype)
 
     async def _store(self, update: int) -> dict[int, float]:
         """Store the gradients that wait on disk as they arrive, and return when each was in the slab, by layer."""

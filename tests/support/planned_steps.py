@@ -72,10 +72,10 @@ def with_more_on_disk(plan: Plan, profile: HardwareProfile) -> Plan:
         replace(x, weights=Tier.NVME) if i in blocks and x.state is Tier.NVME else x for i, x in enumerate(layers)
     ]
     windows = Tier.HBM if profile.disk_direct_bytes_per_s else Tier.HOST
-    plan = with_windows(replace(plan, layers=tuple(layers), weight_windows=2), windows)
+    plan = with_windows(replace(plan, layers=tuple(layers), disk=replace(plan.disk, num_upload_buffers=2)), windows)
     structure, layout = shape()[0], shape()[0].layout()
-    in_memory = (row for row in plan.rows if row.tier is not Tier.NVME)
-    plan = with_uploads(replace(plan, rows=(*in_memory, *nvme_rows(plan, layout))), structure, layout)
+    in_memory = (row for row in plan.memory_items if row.tier is not Tier.NVME)
+    plan = with_uploads(replace(plan, memory_items=(*in_memory, *nvme_rows(plan, layout))), structure, layout)
     return replace(plan, prediction=predicted(plan, profile))
 
 
@@ -94,17 +94,17 @@ def measured(
     on_machine = predicted(plan, profile)
     exposed = {cause: slower * on_machine.exposed_s.get(cause, 0.0) + waits.get(cause, 0.0) for cause in WAITS}
     step_s = slower * on_machine.step_s + sum(waits.values())
-    tensors = sum(row.num_bytes for row in plan.rows if row.tier is Tier.HBM and row.name != "context")
+    tensors = sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HBM and row.name != "context")
     usual = {"step_s": step_s, "exposed_s": {**exposed, "loss": 0.3}, "hbm_peak_bytes": tensors}
     if updates_s := on_machine.busy_s.get("optimizer", 0.0):
         usual["update_s"] = slower * updates_s
     if plan.total_bytes(Tier.NVME):
-        of_activations = 2 * plan.num_sweeps * plan.activation_file_bytes
-        moved = 2 * plan.written_bytes + plan.weight_read_bytes
+        of_activations = 2 * plan.step.num_sweeps * plan.activation_file_bytes
+        moved = 2 * plan.written_bytes + plan.disk.weight_read_bytes
         usual["disk_s"], usual["spill_bytes"] = slower * on_machine.disk_s, plan.total_bytes(Tier.NVME)
         usual["disk_bytes"] = {
-            "shards_read": moved - plan.weight_read_bytes - of_activations, "shards_written": 0,
-            "weights_read": plan.weight_read_bytes, "activations_read": of_activations, "activations_written": 0,
+            "shards_read": moved - plan.disk.weight_read_bytes - of_activations, "shards_written": 0,
+            "weights_read": plan.disk.weight_read_bytes, "activations_read": of_activations, "activations_written": 0,
         }  # fmt: skip
     compiling = usual | {"step_s": 99.0}
     return [{**row, "step": i + 1} for i, row in enumerate([compiling, *[usual] * count])]

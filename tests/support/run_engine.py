@@ -168,8 +168,8 @@ def _candidate_of(mode: Mode, num_blocks: int) -> Candidate:
         segment=mode.segment,
         hbm_layers=mode.hbm_layers,
         activation_budget=budget,
-        num_late=0 if mode.kept is Tier.HBM else num_blocks,
-        late_budget=budget,
+        num_tail_blocks=0 if mode.kept is Tier.HBM else num_blocks,
+        tail_budget=budget,
         kept=mode.kept,
         num_staying=mode.num_staying,
     )
@@ -192,9 +192,9 @@ def _with_chosen(plan: Plan, recipe: Recipe, mode: Mode, layout: ModelLayout) ->
         changes |= {"layers": layers, "num_windows": mode.num_windows, "window_bytes": mode.window_bytes}
         changes["windows"] = mode.windows
     if mode.stored:
-        sizes = layout.gradient_bytes(plan.wire_dtype.itemsize, mode.hbm_layers)
-        staying = sum(size for i, size in enumerate(sizes) if i not in plan.passing_layers)
-        changes["slab_bytes"] = staying + max(sizes[i] for i in plan.passing_layers)
+        sizes = layout.gradient_bytes(plan.gradients.offload_dtype.itemsize, mode.hbm_layers)
+        staying = sum(size for i, size in enumerate(sizes) if i not in plan.slab_transit_layers)
+        changes["slab_bytes"] = staying + max(sizes[i] for i in plan.slab_transit_layers)
     return dataclasses.replace(plan, **changes)
 
 

@@ -101,7 +101,9 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
     """Train the reference under the run's settings. `batches`: those of the run; None: of the shipped text."""
     plan, train = plan_of(run_dir), tree["train"]
     if batches is None:
-        batches = text_batches(train["steps"], plan.micro_batch_size * plan.num_micro_batches, plan.seq_len)
+        batches = text_batches(
+            train["steps"], plan.step.micro_batch_size * plan.step.num_micro_batches, plan.step.seq_len
+        )
     return train_reference(Path(tree["model"]["path"]), batches, recipe_of(run_dir, tree))
 
 
@@ -122,9 +124,9 @@ def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
         precision=train["precision"],
         moments=train.get("moments", "fp32"),
         grad_dtype=train.get("grad_dtype", "fp32"),
-        micro_batch_size=plan.micro_batch_size,
-        loss_chunk_tokens=plan.loss_chunk_tokens,
-        num_threads=plan.num_compute_threads,
+        micro_batch_size=plan.step.micro_batch_size,
+        loss_chunk_tokens=plan.compute.loss_chunk_tokens,
+        num_threads=plan.compute.num_threads,
     )
 
 

@@ -91,7 +91,7 @@ class StandIn:
             state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
             state.device_shard.load(source)
         engine = build_engine(factory, structure, plan, device, host, device_shard=state.device_shard)
-        batches = text_batches(num_steps, plan.micro_batch_size * plan.num_micro_batches, SEQ)
+        batches = text_batches(num_steps, plan.step.micro_batch_size * plan.step.num_micro_batches, SEQ)
         result = await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, ())
         for shard in state.shards:
             shard.close()
@@ -113,20 +113,20 @@ class StandIn:
         request = replace(
             self.question.request,
             micro_batch_size=1,
-            num_micro_batches=plan.num_micro_batches,
+            num_micro_batches=plan.step.num_micro_batches,
             seq_len=SEQ,
             saves=False,
             compiled=False,
             num_shards=1,
         )
-        groups = Counter(slot.group for slot in plan.slots)
+        groups = Counter(slot.group for slot in plan.slots.weights)
         candidate = Candidate(
-            plan.order,
+            plan.step.order,
             ActivationPolicy.KEEP,
             groups.total() - groups["edge"],
             groups["edge"],
-            plan.sums,
-            num_waiting=len(plan.departing_layers),
+            plan.gradients.sums,
+            num_waiting=len(plan.deferred_offload_layers),
             hbm_layers=plan.hbm_layers,
         )
         small = build_plan(structure, activations, MACHINE, request, candidate)
@@ -134,7 +134,10 @@ class StandIn:
             replace(layer, boundary=of_plan.boundary, activations=of_plan.activations, gradients=of_plan.gradients)
             for layer, of_plan in zip(small.layers, plan.layers, strict=True)
         )
-        return replace(with_spilled(small, layers, structure.layout()), num_compute_threads=1)
+        return replace(
+            with_spilled(small, layers, structure.layout()),
+            compute=replace(with_spilled(small, layers, structure.layout()).compute, num_threads=1),
+        )
 
     def _cost(self, layout: ModelLayout, plan: Plan) -> CostModel:
         """Return the seconds that an operation of the stand-in takes there. `layout`, `plan`: of the stand-in."""

@@ -69,7 +69,7 @@ def with_gradients_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, A
     question = question_of(load_config(write_config(folder / "question.yaml", limited)))
     least = _too_little_ram(question) + 4096
     for ram_bytes in range(enough, least - 1, (least - enough) // 32):
-        if _within(question, ram_bytes).plan().stored_layers:
+        if _within(question, ram_bytes).plan().gradients_on_disk:
             return _limited(tree, ram_bytes, folder / "spill")
     raise AssertionError("no gradient ever waits on disk")
 
@@ -106,8 +106,8 @@ def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str
 def _too_little_ram(question: Question) -> int:
     """Return a hardware.ram_limit with which the plan just does not fit."""
     plenty = _within(question, 1 << 36).plan()
-    low = next(row.num_bytes for row in plenty.rows if row.name == "processes")  # does not fit
-    high = sum(row.num_bytes for row in plenty.rows if row.name != "copies for saves")  # fits
+    low = next(row.num_bytes for row in plenty.memory_items if row.name == "processes")  # does not fit
+    high = sum(row.num_bytes for row in plenty.memory_items if row.name != "copies for saves")  # fits
     while high - low > 4096:
         middle = (low + high) // 2
         try:
@@ -133,9 +133,9 @@ def assert_traffic_is_as_planned(run_dir: Path, plan: Plan) -> None:
         found.term(name) for name in ("activation traffic", "weights read", "disk traffic")
     )
     assert activations and activations.measured == activations.predicted
-    assert activations.measured == 2 * plan.num_sweeps * plan.activation_files_bytes
+    assert activations.measured == 2 * plan.step.num_sweeps * plan.activation_files_bytes
     assert bool(weights) == bool(plan.weights_on_disk)
-    assert weights is None or weights.measured == weights.predicted == plan.weight_read_bytes
+    assert weights is None or weights.measured == weights.predicted == plan.disk.weight_read_bytes
     assert all_of_it and 0.5 < all_of_it.measured / all_of_it.predicted < 2
     disk, taken = found.term("disk"), found.term("on disk")
     assert disk and 0 < disk.measured < 2 * found.step.measured

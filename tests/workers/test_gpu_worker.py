@@ -64,7 +64,9 @@ def handles(ready: Prepared) -> Iterator[Handles]:
 def batches(ready: Prepared) -> DataWorker:
     data = ready.config.data
     tokens = tokens_of(data, Path(ready.config.run_dir))
-    return DataWorker(data, tokens, VOCAB_SIZE, ready.plan.micro_batch_size * ready.plan.num_micro_batches, 0, None)
+    return DataWorker(
+        data, tokens, VOCAB_SIZE, ready.plan.step.micro_batch_size * ready.plan.step.num_micro_batches, 0, None
+    )
 
 
 async def run(
@@ -98,7 +100,7 @@ async def run(
         done.append(index)
         return loss
 
-    shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.num_shards)]
+    shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.shards.num_shards)]
     worker = GpuWorker(ready, [handles], fetch, fetch_held_out)
     await worker.build()  # weights come later
     for shard in shards:
@@ -204,7 +206,7 @@ async def test_another_worker_makes_a_step_once_more(ready: Prepared, handles: H
     async def fetch(step: int) -> Batch:
         return data.batch(step)
 
-    shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.num_shards)]
+    shards = [ShardWorker(ready, k, [handles]) for k in range(ready.plan.shards.num_shards)]
     workers = [GpuWorker(ready, [handles], fetch, fetch) for _ in range(2)]
     await workers[0].build()
     for shard in shards:
@@ -251,7 +253,9 @@ async def test_out_of_device_memory_is_explained(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated …")
 
     monkeypatch.setattr(torch.nn.functional, "silu", silu)
-    limited = dataclasses.replace(ready, plan=dataclasses.replace(ready.plan, hbm_limit_bytes=24 << 30))
+    limited = dataclasses.replace(
+        ready, plan=dataclasses.replace(ready.plan, limits=dataclasses.replace(ready.plan.limits, hbm_bytes=24 << 30))
+    )
     with pytest.RaisesGroup(CapacityError, flatten_subgroups=True) as info:
         await run(limited, handles, (1,))
     (error,) = info.value.exceptions
@@ -264,7 +268,7 @@ def test_device_memory_that_others_have_taken_is_named_before_anything_is_loaded
 ) -> None:
     """The message names the limit that leaves them theirs: what is free, plus the context, which is there by then."""
     context = ByteCount(Tier.HBM, "context", 1 << 30, "")
-    plan = dataclasses.replace(ready.plan, rows=(*ready.plan.rows, context))
+    plan = dataclasses.replace(ready.plan, memory_items=(*ready.plan.memory_items, context))
     counted = ready.plan.total_bytes(Tier.HBM)
     with ExitStack() as stack:
         device = stack.enter_context(closing(CpuDevice()))

@@ -159,7 +159,11 @@ def mapped(holder: ArenaHolder, names: tuple[str, ...]) -> dict[str, Arena]:
 
 def test_a_shard_and_the_gpu_worker_settle_and_are_read_back() -> None:
     plan, layout = planned_large(Precision.BF16, 2)
-    plan = replace(plan, shard_homes=(HERE, HERE), gpu_homes=(GpuHome(None, HERE),))
+    plan = replace(
+        plan,
+        shards=replace(plan.shards, homes=(HERE, HERE)),
+        hosts=replace(plan.hosts, gpu_homes=(GpuHome(None, HERE),)),
+    )
     with closing(ArenaHolder.create(arena_sizes(plan, layout))) as holder:
         arenas = mapped(holder, (WORKING, SLAB, state_arena(1), journal_arena(1)))
         assert settle_shard(plan, shard_layout(plan, layout, 1), arenas, pinned=False) == ()
@@ -187,7 +191,11 @@ def test_pages_elsewhere_are_told() -> None:
 
 def test_a_refusal_is_one_sentence_and_no_end() -> None:
     plan, layout = planned_large(Precision.BF16, 2)
-    plan = replace(plan, shard_homes=(NOWHERE, NOWHERE), gpu_homes=(GpuHome(None, NOWHERE),))
+    plan = replace(
+        plan,
+        shards=replace(plan.shards, homes=(NOWHERE, NOWHERE)),
+        hosts=replace(plan.hosts, gpu_homes=(GpuHome(None, NOWHERE),)),
+    )
     with closing(ArenaHolder.create(arena_sizes(plan, layout))) as holder:
         arenas = mapped(holder, (WORKING, SLAB, state_arena(0), journal_arena(0)))
         problems = {

@@ -28,5 +28,5 @@ def test_a_device_leaves_what_nccl_takes_beside_it(
     plan = make_plan(structure, activations, MACHINE, Request(Precision.BF16, False, True, 1, 2, 64, **changes))
     made = open_device.make_device(plan, deterministic=False)
     assert made.memory_bytes == LIMIT - (beside << 30)  # type: ignore[attr-defined]
-    unlimited = open_device.make_device(replace(plan, hbm_limit_bytes=None), deterministic=False)
+    unlimited = open_device.make_device(replace(plan, limits=replace(plan.limits, hbm_bytes=None)), deterministic=False)
     assert unlimited.memory_bytes is None  # type: ignore[attr-defined]

@@ -46,7 +46,14 @@ class CostBasis:
 
     def schedule(self, plan: Plan) -> Schedule:
         """Return the schedule of a step of the plan; what is kept for a backward makes no difference to it."""
-        key = plan.num_micro_batches, plan.order, plan.precision, plan.slots, plan.hbm_layers, plan.replayed_layers
+        key = (
+            plan.step.num_micro_batches,
+            plan.step.order,
+            plan.precision,
+            plan.slots.weights,
+            plan.hbm_layers,
+            plan.replayed_layers,
+        )
         if key not in self.schedules:
             order = plan.visits(self.layout.lowest_trained)
             self.schedules[key] = Schedule(order, residency_of(order, self.structure, self.layout, plan))

@@ -21,7 +21,8 @@ from megatrain_ray.engine.model.flops import Product
 from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.optimizer.matrix_parts import matrix_parts
 from megatrain_ray.engine.plan.activation_moves import Activations, is_on_disk
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import WEIGHTS_SHARE
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.memory.loss_bytes import logits_bytes
@@ -84,7 +85,7 @@ class Prices:
         self._basis = basis
         self._activations = activations
         self._profile = basis.profile
-        self.num_tokens = plan.micro_batch_size * plan.seq_len
+        self.num_tokens = plan.step.micro_batch_size * plan.step.seq_len
         self._shared = (shared or SharedPrices()).prices
         self._of_products = cache(self._price_products)
 
@@ -108,7 +109,11 @@ class Prices:
         With activations every GPU of the host moves as many bytes at the same time.
         """
         if op.name in ACTIVATIONS:
-            return self._plan.host_gpus * op.num_bytes / self._basis.activations_per_s(self._plan.windows)
+            return (
+                self._plan.hosts.gpus_per_host
+                * op.num_bytes
+                / self._basis.activations_per_s(self._plan.disk.staging_tier)
+            )
         return op.num_bytes / self._basis.disk_bytes_per_s
 
     def _exchange_s(self, op: Op) -> float:
@@ -117,18 +122,18 @@ class Prices:
         Each GPU sends what it has of the others' parts, or receives what it lacks. It does both if all GPUs get the
         whole sum, or if the parts are not equally large (RankGroup.sum_part).
         """
-        is_even = self._basis.layout.layers[op.layer].trained.size % (PART_ELEMENTS * self._plan.num_gpus) == 0
+        is_even = self._basis.layout.layers[op.layer].trained.size % (PART_ELEMENTS * self._plan.hosts.num_gpus) == 0
         times = 2 if op.name == SUM_OVER_GPUS and (self._plan.sums_whole(op.layer) or not is_even) else 1
         guess = GPU_LINK_BYTES_PER_S if self._plan.device == "cuda" else CPU_LINK_BYTES_PER_S
         copied = self._profile.gpu_link_bytes_per_s
         rate = EXCHANGED * copied if copied else guess
-        if self._plan.num_hosts > 1:  # in a ring of all GPUs these bytes enter each host and leave it
+        if self._plan.hosts.num_hosts > 1:  # in a ring of all GPUs these bytes enter each host and leave it
             rate = min(rate, self._profile.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
-        return times * (1 - 1 / self._plan.num_gpus) * op.num_bytes / rate
+        return times * (1 - 1 / self._plan.hosts.num_gpus) * op.num_bytes / rate
 
     def _stays_on_device(self, op: Op) -> bool:
         """Return whether a copy goes into a window on the device, or comes out of one."""
-        if self._plan.windows is Tier.HOST or op.name not in ACTIVATIONS:
+        if self._plan.disk.staging_tier is Tier.HOST or op.name not in ACTIVATIONS:
             return False
         return is_on_disk(self._plan.layers[op.layer], Activations(op.name))
 
@@ -139,7 +144,7 @@ class Prices:
             orthogonalize.
         """
         plan = self._plan.layers[layer]
-        detail = self._plan.loss_chunk_tokens if name == "loss" else layer in self._plan.paired_layers
+        detail = self._plan.compute.loss_chunk_tokens if name == "loss" else layer in self._plan.paired_layers
         first, as_kept = self._basis.alike[layer], self._activations.alike[layer]
         key = name, first, as_kept, plan.compiled, plan.activation_budget, detail
         price = self._shared.get(key)
@@ -160,7 +165,7 @@ class Prices:
         (docs/hardware_profile.md).
         """
         profile = self._profile
-        forward = self._plan.update_order is UpdateOrder.FORWARD
+        forward = self._plan.step.update_order is UpdateOrder.FORWARD
         return profile.adamw_per_s if forward else profile.adamw_busy_per_s
 
     def _update_bytes(self, layer: int) -> int:
@@ -168,7 +173,7 @@ class Prices:
         plan = self._plan.layers[layer]
         moments = 2 * self._plan.precision.element_bytes * plan.num_trained
         of_muon = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
-        return moments + of_muon + self._plan.wire_dtype.itemsize * plan.num_trained
+        return moments + of_muon + self._plan.gradients.offload_dtype.itemsize * plan.num_trained
 
     def _compute(self, name: str, layer: int) -> float:
         match name:
@@ -182,7 +187,7 @@ class Prices:
                 launches_s = UPDATE_LAUNCHES * self._profile.launch_s
                 return max(self._update_bytes(layer) / self._profile.device_bytes_per_s, launches_s)
             case "shards":
-                return self._update_bytes(layer) / self._plan.num_hosts / (UPDATE_BYTES * self._update_rate)
+                return self._update_bytes(layer) / self._plan.hosts.num_hosts / (UPDATE_BYTES * self._update_rate)
             case "orthogonalize":
                 return self._orthogonalize(self._basis.layout.layers[layer])
         raise ValueError(f"no price for {name}")
@@ -197,9 +202,9 @@ class Prices:
         With gradients added in pairs the sum is read and written half as often.
         """
         size = self._basis.layout.layers[layer].trained.size
-        item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.accumulation_dtype.itemsize
-        several = self._plan.num_micro_batches > 1
-        if self._plan.chunks_add_to_sums and layer == len(self._plan.layers) - 1:
+        item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.gradients.accumulate_dtype.itemsize
+        several = self._plan.step.num_micro_batches > 1
+        if self._plan.compute.chunks_add_to_sums and layer == len(self._plan.layers) - 1:
             size = 0  # the loss has already added the head's gradient
         summed = (1 + several) * of_sum / (2 if layer in self._plan.paired_layers else 1)
         working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + summed))
@@ -213,16 +218,16 @@ class Prices:
             return 0.0
         # For short sequences attention is a few percent and is priced like the products, as it was when predictions
         # were compared with real steps. For long ones it is most of the work.
-        attending = cost.of_attention if is_long(self._plan.seq_len) else 0.0
+        attending = cost.of_attention if is_long(self._plan.step.seq_len) else 0.0
         of_products = self._profile.matmul_s(self._plan.precision.compute, cost.recomputed_flops - attending)
-        return of_products + self._profile.attention_s(self._plan.seq_len, attending)
+        return of_products + self._profile.attention_s(self._plan.step.seq_len, attending)
 
     def _in_chunks(self, layer: int) -> float:
         """Return the seconds that the backward of an MLP in chunks takes beyond that of a whole one.
 
         Its forward runs again, and each chunk's gradient of the weights is added to a sum.
         """
-        chunk = self._plan.mlp_chunk_tokens
+        chunk = self._plan.compute.mlp_chunk_tokens
         if not chunk or self._basis.structure.layers[layer].mlp is None:
             return 0.0
         products = tuple(product for product in self._basis.work[layer].products if product.of_mlp)
@@ -247,14 +252,14 @@ class Prices:
         moved = traffic * kept + 2 * boundary + more_bytes
         working_s = self._products(work.products, passes) + moved / self._profile.device_bytes_per_s
         if work.attention and work.attention.width:
-            num_tokens, seq_len = self.num_tokens, self._plan.seq_len
+            num_tokens, seq_len = self.num_tokens, self._plan.step.seq_len
             flops = passes * work.attention.flops(num_tokens, num_tokens * seq_len)
             working_s += self._profile.attention_s(seq_len, flops)
         return max(working_s, self._launches(work.products, passes))
 
     def _launches(self, products: Sequence[Product], passes: int) -> float:
         """Return the seconds that the host takes to submit a layer's operations."""
-        if self._plan.captured:
+        if self._plan.step.captured:
             return 0.0  # the device launches the operations of the graph by itself
         return passes * LAUNCHES * (1 + len(products)) * self._profile.launch_s
 
@@ -277,7 +282,7 @@ class Prices:
 
         The head's gradient is summed over the chunks in FP32, or added to the step's sum.
         """
-        products, chunk = self._basis.work[layer].products, self._plan.loss_chunk_tokens
+        products, chunk = self._basis.work[layer].products, self._plan.compute.loss_chunk_tokens
         num_chunks = math.ceil(self.num_tokens / chunk)
         item = self._plan.precision.working_dtype.itemsize
         of_one = logits_bytes(
@@ -285,10 +290,10 @@ class Prices:
             self._plan.precision,
             1,
             z_loss=self._basis.z_loss,
-            compiled=self._plan.compiled_loss,
+            compiled=self._plan.compute.compiled_loss,
         )
         trained = sum(p.elements for p in products if p.trained)
-        sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 or self._plan.chunks_add_to_sums else 0
+        sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 or self._plan.compute.chunks_add_to_sums else 0
         working_s = (self.num_tokens * LOSS_TRAFFIC * of_one + sums) / self._profile.device_bytes_per_s
         working_s += num_chunks * sum(self._of_products(products, passes, chunk) for passes in (1, 2))
         return max(working_s, num_chunks * self._launches(products, 3))
@@ -300,11 +305,11 @@ class Prices:
         each has an equal share of all layers together. In a backward, however, sums over GPUs keep them in step layer
         by layer, so the largest part counts.
         """
-        of_parts = [part.flops for part in matrix_parts(layer, self._plan.num_gpus)]
+        of_parts = [part.flops for part in matrix_parts(layer, self._plan.hosts.num_gpus)]
         total = sum(of_parts)
         if not total:
             return 0.0
-        in_backward = self._plan.update_order is UpdateOrder.BACKWARD
-        flops = max(of_parts) if in_backward else total / self._plan.num_gpus
+        in_backward = self._plan.step.update_order is UpdateOrder.BACKWARD
+        flops = max(of_parts) if in_backward else total / self._plan.hosts.num_gpus
         moved = 16 * layer.num_muon * flops / total
         return self._profile.matmul_s("bf16", NS_STEPS * flops) + moved / self._profile.device_bytes_per_s

@@ -32,8 +32,8 @@ def predict(
     """
     prices = Prices(plan, basis, activations, shared)
     step = _with_disk(_steady(plan, basis, prices), basis)
-    tokens = plan.batch_size * plan.seq_len
-    flops = sum(layer.flops(tokens, tokens * plan.seq_len) for layer in basis.work)
+    tokens = plan.batch_size * plan.step.seq_len
+    flops = sum(layer.flops(tokens, tokens * plan.step.seq_len) for layer in basis.work)
     busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}
     together_s = {**busy_s, Stage.DISK.value: _disk_s(step, basis)}
     together_s.pop(Stage.WEIGHTS.value, None)
@@ -57,12 +57,12 @@ def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
 
     A step with many micro-batches in a row is extrapolated from steps with fewer.
     """
-    count = plan.num_micro_batches
-    if plan.order is LoopOrder.LAYERS_OUTER or count <= PERIODS:
+    count = plan.step.num_micro_batches
+    if plan.step.order is LoopOrder.LAYERS_OUTER or count <= PERIODS:
         return _second(plan, basis, prices)
 
     def with_fewer(number: int) -> SimulatedStep:
-        return _second(replace(plan, num_micro_batches=number), basis, prices)
+        return _second(replace(plan, step=replace(plan.step, num_micro_batches=number)), basis, prices)
 
     fewer, more = with_fewer(PERIODS - 1), with_fewer(PERIODS)
     beside_disk = _beside_disk(fewer, more)

@@ -43,7 +43,7 @@ class SimulatedActivations:
         visits: of a step.
         """
         self._clocks = clocks
-        self._windows = SimulatedFile(plan.num_windows * plan.window_bytes, clocks.run)
+        self._windows = SimulatedFile(plan.disk.num_staging_buffers * plan.disk.staging_buffer_bytes, clocks.run)
         self._leaving = [[_move(plan, i, kind) for kind in away(layer)] for i, layer in enumerate(plan.layers)]
         self._moving: set[int] = set()  # visits for which activations move
         self._stops: list[_Stop] = []  # of these visits, in their order

@@ -22,7 +22,7 @@ class SimulatedSpill:
     def __init__(self, plan: Plan, layout: ModelLayout, run: Run) -> None:
         self._run = run
         sizes = layout.host_trained_sizes
-        self._gradient_bytes = {i: sizes[i] * plan.wire_dtype.itemsize for i in plan.stored_layers}
+        self._gradient_bytes = {i: sizes[i] * plan.gradients.offload_dtype.itemsize for i in plan.gradients_on_disk}
         precision, self._weights_on_disk = plan.precision, plan.weights_on_disk
         item_bytes = {True: precision.element_bytes, False: precision.state_bytes}  # with the working copy or without
         self._state_bytes = {i: sizes[i] * item_bytes[i in self._weights_on_disk] for i in plan.spilled_layers}

@@ -11,7 +11,8 @@ import torch
 
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Visit
 from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
 from megatrain_ray.engine.planner.cost.simulated_directions import SimulatedDirections
@@ -36,13 +37,13 @@ class SimulatedGradients:
         self._clocks = clocks
         self._spill = spill
         self._slab = SimulatedSlab(plan, layout)
-        self._stored = frozenset(plan.stored_layers)
-        self._waiting = plan.waiting_layers
+        self._stored = frozenset(plan.gradients_on_disk)
+        self._waiting = plan.gradients_on_device
         updated = tuple(reversed(layout.updated))
         leaving = tuple(layer for layer in updated if layer not in self._waiting)
-        of_sums = leaving if plan.sums is Tier.HBM else updated
-        self._sums = self._ring(of_sums, plan.gradient_slot_bytes, plan.accumulation_dtype)
-        self._leaving = self._ring(leaving, plan.leaving_slot_bytes, plan.wire_dtype)
+        of_sums = leaving if plan.gradients.sums is Tier.HBM else updated
+        self._sums = self._ring(of_sums, plan.slots.gradient_bytes, plan.gradients.accumulate_dtype)
+        self._leaving = self._ring(leaving, plan.slots.rounded_bytes, plan.gradients.offload_dtype)
         self._directions = SimulatedDirections(plan, layout, clocks)
         self.begin()
 
@@ -64,8 +65,8 @@ class SimulatedGradients:
 
     def expect(self, visit: Visit) -> None:
         """Submit the reload of the sum that a coming visit will add to, if sums wait on the host."""
-        if self._plan.sums is Tier.HOST and self.has_one(visit) and visit.micro_batches[0] > 0:
-            self._fetched_s[visit.layer] = self._fetch(visit.layer, self._plan.accumulation_dtype)
+        if self._plan.gradients.sums is Tier.HOST and self.has_one(visit) and visit.micro_batches[0] > 0:
+            self._fetched_s[visit.layer] = self._fetch(visit.layer, self._plan.gradients.accumulate_dtype)
 
     def expect_momentum(self, visit: Visit, after_s: float) -> None:
         """Submit the upload of a momentum if the visit completes a gradient whose directions are made at once."""
@@ -89,8 +90,8 @@ class SimulatedGradients:
     def complete(self, visit: Visit) -> None:
         """Simulate what happens to the sum after the visit: a sum over GPUs, then it leaves or stays on the device."""
         layer = visit.layer
-        if visit.last and self._plan.num_gpus > 1:
-            op = Op(SUM_OVER_GPUS, layer, num_bytes=self._bytes(layer, self._plan.accumulation_dtype))
+        if visit.last and self._plan.hosts.num_gpus > 1:
+            op = Op(SUM_OVER_GPUS, layer, num_bytes=self._bytes(layer, self._plan.gradients.accumulate_dtype))
             self._clocks.run(Stage.COMPUTE, op)
         if visit.last and layer in self._waiting:
             if not self._stays(layer):
@@ -98,15 +99,15 @@ class SimulatedGradients:
                 self._sums.leave(layer, self._clocks.computed_s)
         elif visit.last:
             self._finish(layer)
-        elif self._plan.sums is Tier.HOST:
-            self._sums.leave(layer, self._depart(layer, self._plan.accumulation_dtype))
+        elif self._plan.gradients.sums is Tier.HOST:
+            self._sums.leave(layer, self._depart(layer, self._plan.gradients.accumulate_dtype))
 
     def recall(self, layer: int, after_s: float) -> None:
         """Reload a gradient, make its directions and offload them: Muon with clipping.
 
         after_s: when the momentum may be uploaded.
         """
-        arrived_s = self._fetch(layer, self._plan.wire_dtype)
+        arrived_s = self._fetch(layer, self._plan.gradients.offload_dtype)
         self._directions.fetch_momentum(layer, after_s)
         self._clocks.wait(arrived_s, "h2d")
         self._directions.make(layer)
@@ -115,7 +116,11 @@ class SimulatedGradients:
 
     def leave_late(self, layer: int, after_s: float) -> float:
         """Offload a gradient that waited on the device, and return when it is on the host (s)."""
-        op = Op("offload", layer, num_bytes=self._bytes(layer, self._plan.wire_dtype) // self._plan.num_gpus)
+        op = Op(
+            "offload",
+            layer,
+            num_bytes=self._bytes(layer, self._plan.gradients.offload_dtype) // self._plan.hosts.num_gpus,
+        )
         return self._clocks.run(Stage.D2H, op, after_s, self._slab.take(layer))
 
     def updated(self, layer: int, at_s: float) -> None:
@@ -125,28 +130,28 @@ class SimulatedGradients:
 
     def _stays(self, layer: int) -> bool:
         """Return whether the layer's gradient is on the device from its first contribution to its update."""
-        return layer in self._waiting and self._plan.sums is Tier.HBM
+        return layer in self._waiting and self._plan.gradients.sums is Tier.HBM
 
     def _is_directed(self, layer: int) -> bool:
         """Return whether Muon's directions are made as soon as the gradient is complete."""
-        return layer in self._layout.with_muon and self._plan.update_order is UpdateOrder.BACKWARD
+        return layer in self._layout.with_muon and self._plan.step.update_order is UpdateOrder.BACKWARD
 
     def _finish(self, layer: int) -> None:
-        rounded = bool(self._plan.leaving_slot_bytes)
+        rounded = bool(self._plan.slots.rounded_bytes)
         if rounded:
             self._clocks.wait(self._leaving.empty(layer), "d2h")
             self._sums.leave(layer, self._clocks.computed_s)
         directed = self._is_directed(layer)
         if directed:
             self._directions.make(layer)
-        stored_s = self._depart(layer, self._plan.wire_dtype)
+        stored_s = self._depart(layer, self._plan.gradients.offload_dtype)
         (self._leaving if rounded else self._sums).leave(layer, stored_s)
         self.landed_s[layer] = self._directions.leave(layer) if directed else stored_s
 
     def _depart(self, layer: int, dtype: torch.dtype) -> float:
         """Offload the layer's gradient, and return when it is on the host (s)."""
         self._open.discard(layer)
-        op = Op("offload", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
+        op = Op("offload", layer, num_bytes=self._bytes(layer, dtype) // self._plan.hosts.num_gpus)
         room_s = self._slab.take(layer) if layer in self._stored else 0.0
         self._stored_s[layer] = self._clocks.run(Stage.D2H, op, self._clocks.computed_s, room_s)
         if layer in self._stored:
@@ -155,7 +160,7 @@ class SimulatedGradients:
 
     def _fetch(self, layer: int, dtype: torch.dtype) -> float:
         """Reload the layer's gradient, and return when it is on the device (s)."""
-        op = Op("fetch", layer, num_bytes=self._bytes(layer, dtype) // self._plan.num_gpus)
+        op = Op("fetch", layer, num_bytes=self._bytes(layer, dtype) // self._plan.hosts.num_gpus)
         return self._clocks.run(Stage.H2D, op, self._stored_s[layer], self._sums.empty(layer))
 
     def _bytes(self, layer: int, dtype: torch.dtype) -> int:

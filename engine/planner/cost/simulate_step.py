@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.activation_moves import RETURNING
-from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.residency import FragmentId, Residency
 from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.planner.cost.simulate_activations import SimulatedActivations
@@ -77,7 +78,7 @@ class Simulation:
         self._gradients = SimulatedGradients(plan, layout, self._clocks, self._spill)
         self._on_device = plan.hbm_layers
         self._by_gpu = {i for i, layer in enumerate(plan.layers) if layer.updated_by == "gpu"}
-        self._waiting = plan.waiting_layers
+        self._waiting = plan.gradients_on_device
         self._generation_s = [0.0] * len(plan.layers)
         self._moved_s = 0.0  # when the step's own gradients and directions had left the device
 
@@ -127,9 +128,9 @@ class Simulation:
 
         after_s: times before which the upload cannot begin.
         """
-        if not self._plan.gathers_slots:
+        if not self._plan.slots.gathered:
             return self._clocks.run(Stage.H2D, op, *after_s)
-        own = replace(op, num_bytes=op.num_bytes // self._plan.num_gpus)
+        own = replace(op, num_bytes=op.num_bytes // self._plan.hosts.num_gpus)
         loaded_s = self._clocks.run(Stage.H2D, own, *after_s)
         return self._clocks.run(Stage.ALL_GATHER, Op("all-gather", op.layer, num_bytes=op.num_bytes), loaded_s)
 
@@ -144,7 +145,7 @@ class Simulation:
         self._gradients.expect_momentum(visit, self._momentum_s(visit.layer))
         count = len(visit.micro_batches)
         if self._gradients.has_one(visit):
-            if visit.phase is Phase.HEAD and self._plan.chunks_add_to_sums:
+            if visit.phase is Phase.HEAD and self._plan.compute.chunks_add_to_sums:
                 self._gradients.open(visit.layer)
             num_added = 2 if visit.layer in self._plan.paired_layers else 1  # micro-batches at a time
             self._compute(visit, num_added)
@@ -172,7 +173,7 @@ class Simulation:
 
     def _complete(self, visit: Visit) -> None:
         self._gradients.complete(visit)
-        if visit.last and visit.layer in self._by_gpu and self._plan.update_order is UpdateOrder.BACKWARD:
+        if visit.last and visit.layer in self._by_gpu and self._plan.step.update_order is UpdateOrder.BACKWARD:
             self._clocks.run(Stage.COMPUTE, Op("update", visit.layer))
 
     def _momentum_s(self, layer: int) -> float:
@@ -185,7 +186,7 @@ class Simulation:
         With clipping all updates run after the end of the backward, where the scale is known.
         """
         committed_s = 0.0
-        if self._plan.update_order is UpdateOrder.FORWARD:
+        if self._plan.step.update_order is UpdateOrder.FORWARD:
             committed_s = self._clocks.computed_s
             for layer in sorted(self._by_gpu):
                 self._clocks.run(Stage.COMPUTE, Op("update", layer))

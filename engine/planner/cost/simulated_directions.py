@@ -19,12 +19,12 @@ class SimulatedDirections:
 
     def __init__(self, plan: Plan, layout: ModelLayout, clocks: Clocks) -> None:
         self._layout = layout
-        self._num_gpus = plan.num_gpus
+        self._num_gpus = plan.hosts.num_gpus
         self._clocks = clocks
         layers = tuple(reversed(layout.with_muon))
-        sizes = [largest_part(layout.layers[layer], plan.num_gpus) for layer in layers]
-        self._momenta = Ring(layers, [size * torch.float32.itemsize for size in sizes], plan.momentum_slot_bytes)
-        self._directions = Ring(layers, [size * DIRECTION_BYTES for size in sizes], plan.direction_slot_bytes)
+        sizes = [largest_part(layout.layers[layer], plan.hosts.num_gpus) for layer in layers]
+        self._momenta = Ring(layers, [size * torch.float32.itemsize for size in sizes], plan.slots.momentum_bytes)
+        self._directions = Ring(layers, [size * DIRECTION_BYTES for size in sizes], plan.slots.direction_bytes)
         self.begin()
 
     def begin(self) -> None:

@@ -15,9 +15,9 @@ class SimulatedSlab:
     """
 
     def __init__(self, plan: Plan, layout: ModelLayout) -> None:
-        sizes = layout.gradient_bytes(plan.slab_itemsize, plan.never_in_slab)
-        self._sizes = {layer: sizes[layer] for layer in (*plan.departing_layers, *plan.stored_layers)}
-        self._room = plan.slab_bytes - sum(size for i, size in enumerate(sizes) if i not in self._sizes)
+        sizes = layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab)
+        self._sizes = {layer: sizes[layer] for layer in (*plan.deferred_offload_layers, *plan.gradients_on_disk)}
+        self._room = plan.gradients.slab_bytes - sum(size for i, size in enumerate(sizes) if i not in self._sizes)
         self._held: deque[int] = deque()
         self._left_s: dict[int, float] = {}
 

@@ -22,7 +22,7 @@ class SimulatedWindows:
         self._layers = plan.weights_on_disk
         self._fragments = [layer.fragments for layer in layout.layers]
         self._itemsize = plan.precision.working_dtype.itemsize
-        self._empty_s = deque([0.0] * plan.weight_windows)
+        self._empty_s = deque([0.0] * plan.disk.num_upload_buffers)
 
     def fill(self, fragment: FragmentId, written_s: float, start_s: float) -> float:
         """Return when a fragment is in host memory (s).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatrain_ray.engine.plan.gradient_slots import regions_of
+from megatrain_ray.engine.plan.residency import regions_of
 from megatrain_ray.virtual_clock import CostModel, Op, Stage
 
 
@@ -59,7 +59,7 @@ class Ring:
     """Tracks when each of the regions that layers take in turn is empty."""
 
     def __init__(self, layers: Sequence[int], needed_bytes: Sequence[int], region_bytes: Sequence[int]) -> None:
-        """Assign regions to layers as engine/plan/gradient_slots.py does; without regions no layer takes one."""
+        """Assign regions to layers as engine/plan/residency.py does; without regions no layer takes one."""
         self._index = regions_of(layers, needed_bytes, region_bytes) if region_bytes else {}
         self._empty_s: dict[int, float] = {}
 

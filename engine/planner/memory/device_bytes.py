@@ -18,6 +18,7 @@ from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.optimizer.muon import work_bytes
 from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, ActivationPolicy, ByteCount, LayerPlan, Plan
+from megatrain_ray.engine.plan.plan_groups import dtype_name
 from megatrain_ray.engine.planner.memory.loss_bytes import loss_bytes
 from megatrain_ray.units import format_bytes
 
@@ -69,8 +70,10 @@ def hbm_rows(
     of_activations = activation_rows(plan, structure, layout, activations, z_loss=z_loss)
     rows = slot_rows(plan)
     rows |= _resident_rows(plan, layout)
-    if plan.waiting_layers:
-        waiting = waiting_row(plan, layout, of_activations.held, plan.waiting_layers, frozenset(plan.departing_layers))
+    if plan.gradients_on_device:
+        waiting = waiting_row(
+            plan, layout, of_activations.held, plan.gradients_on_device, frozenset(plan.deferred_offload_layers)
+        )
         rows["gradients in HBM"] = waiting
     rows |= of_activations.rows
     if layout.with_muon:
@@ -83,9 +86,10 @@ def slot_rows(plan: Plan) -> dict[str, Row]:
 
     plan: may lack its layers.
     """
-    num_bytes = sum(plan.gradient_slot_bytes) + sum(plan.leaving_slot_bytes)
-    formula = f"{len(plan.gradient_slot_bytes)} of {plan.sum_dtype} + {len(plan.leaving_slot_bytes)} leaving"
-    of_slots = sum(s.num_bytes for s in plan.slots), f"{len(plan.slots)} regions"
+    slots, dtype = plan.slots, dtype_name(plan.gradients.accumulate_dtype)
+    num_bytes = sum(slots.gradient_bytes) + sum(slots.rounded_bytes)
+    formula = f"{len(slots.gradient_bytes)} of {dtype} + {len(slots.rounded_bytes)} leaving"
+    of_slots = sum(s.num_bytes for s in slots.weights), f"{len(slots.weights)} regions"
     return {"slots": of_slots, "gradient slots": (num_bytes, formula)}
 
 
@@ -96,7 +100,7 @@ def activation_rows(
 
     plan: complete but for its rows.
     """
-    live = plan.num_live_micro_batches
+    live = plan.step.num_live_micro_batches
     # Without the head: its forward and backward are in one visit, so nothing has to wait.
     of_blocks = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
@@ -114,15 +118,15 @@ def activation_rows(
         ),
         "work": (
             work,
-            f"one layer's backward, the last norm's or the loss: logits of {plan.loss_chunk_tokens} tokens, head "
-            "gradient, tied ones",
+            f"one layer's backward, the last norm's or the loss: logits of {plan.compute.loss_chunk_tokens} tokens, "
+            "head gradient, tied ones",
         ),
         CONTEXT: (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
     }
-    if plan.num_gpus > 1 and plan.device == "cuda":
-        count = 2 if plan.gathers_slots else 1
+    if plan.hosts.num_gpus > 1 and plan.device == "cuda":
+        count = 2 if plan.slots.gathered else 1
         rows |= {EXCHANGE: (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
-    if plan.captured:
+    if plan.step.captured:
         rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
     return ActivationRows(rows, held)
 
@@ -156,7 +160,7 @@ def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
     of them, and one that is copied. The work of a backward already counts two, of one micro-batch. Inputs that are
     recomputed are there for one segment at a time, and one that is copied.
     """
-    live = plan.num_live_micro_batches
+    live = plan.step.num_live_micro_batches
     of_layers = [layer.boundary_bytes if layer.boundary in ELSEWHERE else 0 for layer in plan.layers]
     passing = max(sum(of_layers[i] for i in block) for block in structure.blocks)
     of_segments = [
@@ -186,7 +190,7 @@ def _kept(plan: Plan, staying: Sequence[int]) -> Row:
     being offloaded or reloaded. Layers after the last of these keep nothing on the device while offloads run, and have
     released it before the first reload. If what they keep is large enough, its memory serves for the other one.
     """
-    live, num_passing = plan.num_live_micro_batches, 0
+    live, num_passing = plan.step.num_live_micro_batches, 0
     num_bytes, formula = live * sum(staying), f"{live} micro-batches × {format_bytes(sum(staying))}"
     of_stops = (sum(plan.layers[i].kept_bytes for i in together) for together in plan.kept_until)
     if passing := max(of_stops):
@@ -263,8 +267,8 @@ def muon_row(plan: Plan, layout: ModelLayout) -> Row:
     """Return the row of Muon: slots for momenta and for directions, and the work on the largest matrix."""
     matrices = [s.shape for i in layout.with_muon for s in layout.layers[i].muon_segments]
     work = max(map(work_bytes, matrices))
-    slots = sum(plan.momentum_slot_bytes) + sum(plan.direction_slot_bytes)
-    count = len(plan.momentum_slot_bytes)
+    slots = sum(plan.slots.momentum_bytes) + sum(plan.slots.direction_bytes)
+    count = len(plan.slots.momentum_bytes)
     return slots + work, f"{count} momenta + {count} directions + {format_bytes(work)} for a matrix"
 
 
@@ -290,18 +294,18 @@ def resident_bytes(precision: Precision, layer: FlatLayout) -> int:
 def waiting_row(plan: Plan, layout: ModelLayout, held: Sequence[int], waiting: Set[int], departing: Set[int]) -> Row:
     """Return the row of complete gradients that wait on the device for their update.
 
-    If gradients are allocated on demand (`Plan.gradients_are_brief`), only their bytes beyond the activations that are
-    released by then count.
+    If gradients are allocated on demand (`Plan.gradients_allocated_on_demand`), only their bytes beyond the activations
+    that are released by then count.
 
     plan: may lack its layers.
     held: bytes of each layer's activations before its backward.
     waiting: layers whose gradients wait on the device.
     departing: those of them that the shards update.
     """
-    item = plan.accumulation_dtype.itemsize
+    item = plan.gradients.accumulate_dtype.itemsize
     sizes = [size * item if i in waiting else 0 for i, size in enumerate(layout.trained_sizes)]
     formula = f"{item} bytes × {sum(sizes) // item}"
-    if not plan.gradients_are_brief:
+    if not plan.gradients_allocated_on_demand:
         return sum(sizes), formula
     # In the backward gradients take memory that activations release. In the next forward the gradients of host layers
     # leave while activations are allocated again.

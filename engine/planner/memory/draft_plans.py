@@ -12,7 +12,8 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.activation_windows import most_windows_bytes, with_windows
-from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.planner.limits import beyond_disk, spare_ram
 from megatrain_ray.engine.planner.memory.device_bytes import (
     ActivationRows,
@@ -35,7 +36,7 @@ from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk, Sp
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
 
 # Values of a candidate's fields that stand for all values, in keys of cached results that the fields do not change.
-BLOCKS_ALIKE: dict[str, Any] = {"num_late": 0, "late_budget": 1.0, "kept": Tier.HBM, "num_staying": 0}
+BLOCKS_ALIKE: dict[str, Any] = {"num_tail_blocks": 0, "tail_budget": 1.0, "kept": Tier.HBM, "num_staying": 0}
 ALL_KEPT: dict[str, Any] = BLOCKS_ALIKE | {"activations": ActivationPolicy.KEEP, "activation_budget": 1.0}
 ANY_SLOTS: dict[str, Any] = {"num_block_slots": 0, "num_edge_slots": 0}
 NO_DISK: dict[str, Any] = {"spills_activations": False, "spill_first": SpillFirst.LEAST}
@@ -78,9 +79,9 @@ class Drafts:
         if any(on_disk):
             plan = self._with_spilled(plan, candidate, on_disk)
             rows = (*host_rows(plan, layout), *nvme_rows(plan, layout))
-        if plan.windows is Tier.HBM:
+        if plan.disk.staging_tier is Tier.HBM:
             rows = (device_windows_row(plan), *rows)
-        plan = replace(plan, rows=(*of_device, *rows))
+        plan = replace(plan, memory_items=(*of_device, *rows))
         return _with_copies(plan) if self.request.saves else plan
 
     def without_rows(self, candidate: Candidate) -> Plan:
@@ -91,7 +92,11 @@ class Drafts:
     def in_memory(self, candidate: Candidate) -> Plan:
         """Return the candidate's plan without rows, as if nothing spilled."""
         frame = self._frame(candidate)
-        return replace(frame, layers=self._layers.of(candidate), loss_chunk_tokens=self._chunk_tokens(frame, candidate))
+        return replace(
+            frame,
+            layers=self._layers.of(candidate),
+            compute=replace(frame.compute, loss_chunk_tokens=self._chunk_tokens(frame, candidate)),
+        )
 
     def device_bytes(self, candidate: Candidate) -> int:
         """Return all bytes of device memory that the candidate's plan takes."""
@@ -125,7 +130,7 @@ class Drafts:
         """Return the device bytes of the gradients that wait there for their update, all at once."""
         placement, sizes = self._placement(candidate), self.layout.trained_sizes
         waiting = candidate.hbm_layers | placement.late
-        return placement.frame.accumulation_dtype.itemsize * sum([sizes[i] for i in waiting])
+        return placement.frame.gradients.accumulate_dtype.itemsize * sum([sizes[i] for i in waiting])
 
     def least_device_bytes(self, candidate: Candidate) -> int:
         """Return the device bytes that remain with no layers on the device and no slots."""
@@ -143,7 +148,7 @@ class Drafts:
             rows = self._host_rows(candidate, plan)
             if any(self.spilled(candidate)):
                 rows = (*host_rows(plan, self.layout), *nvme_rows(plan, self.layout))
-            plan = replace(plan, rows=rows)
+            plan = replace(plan, memory_items=rows)
             self.host_rooms[key] = -beyond_disk(plan) or self._spare(candidate, plan) + 1
         return self.host_rooms[key]
 
@@ -171,7 +176,7 @@ class Drafts:
         key = replace(self._of_all(candidate), **NO_DISK)
         if key not in self.missing:
             plan = self.in_memory(candidate)
-            self.missing[key] = -self._spare(candidate, replace(plan, rows=self._host_rows(candidate, plan)))
+            self.missing[key] = -self._spare(candidate, replace(plan, memory_items=self._host_rows(candidate, plan)))
         return self.missing[key]
 
     def least_missing_ram(self, candidate: Candidate) -> int:
@@ -181,13 +186,15 @@ class Drafts:
         because they may be more with fewer layers on the device.
         """
         frame = self._frame(candidate)
-        follows, passes = frame.update_order is UpdateOrder.FORWARD, candidate.gradients is Tier.HBM
-        if candidate.sums is Tier.HOST or (follows and frame.wire_dtype is not frame.accumulation_dtype):
+        follows, passes = frame.step.update_order is UpdateOrder.FORWARD, candidate.gradients is Tier.HBM
+        if candidate.sums is Tier.HOST or (
+            follows and frame.gradients.offload_dtype is not frame.gradients.accumulate_dtype
+        ):
             room = 0  # no gradient waits on the device
         elif passes or not follows:
-            room = frame.slab_bytes
+            room = frame.gradients.slab_bytes
         else:
-            room = min(frame.slab_bytes, self._room_on_device(candidate))
+            room = min(frame.gradients.slab_bytes, self._room_on_device(candidate))
         return self.missing_ram(candidate) - room
 
     def _room_on_device(self, candidate: Candidate) -> int:
@@ -227,7 +234,7 @@ class Drafts:
 
         Slots make no difference to the host, and neither does what is kept for a backward, unless it waits there.
         """
-        offloads = candidate.kept is Tier.HOST and candidate.num_late
+        offloads = candidate.kept is Tier.HOST and candidate.num_tail_blocks
         return replace(candidate, **ANY_SLOTS) if offloads else replace(candidate, **ANY_SLOTS, **ALL_KEPT)
 
     def _of_all(self, candidate: Candidate) -> Candidate:
@@ -309,8 +316,12 @@ class _Placement(NamedTuple):
 
 def _with_copies(plan: Plan) -> Plan:
     """Return the plan with memory for copies that saves make: up to half of the RAM that the plan leaves."""
-    num_bytes = max(0, min(plan.updated_bytes // plan.num_hosts, spare_ram(plan) // 2))
+    num_bytes = max(0, min(plan.updated_bytes // plan.hosts.num_hosts, spare_ram(plan) // 2))
     row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
     on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")
     of_device = num_bytes * on_device // plan.num_trained
-    return replace(plan, save_copy_bytes=num_bytes, device_copy_bytes=of_device, rows=(*plan.rows, row))
+    return replace(
+        plan,
+        memory_items=(*plan.memory_items, row),
+        saves=replace(plan.saves, copy_bytes=num_bytes, device_copy_bytes=of_device),
+    )

@@ -34,7 +34,7 @@ def device_windows_row(plan: Plan) -> ByteCount:
 
     plan: one whose windows are on the device.
     """
-    formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
+    formula = f"{plan.disk.num_staging_buffers} × {format_bytes(plan.disk.staging_buffer_bytes)}{ON_THEIR_WAY}"
     return ByteCount(Tier.HBM, "activation windows", windows_of(plan).device_bytes, formula)
 
 
@@ -45,55 +45,59 @@ def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """
     size = layout.size_among(plan.weights_on_host)
     working = size * plan.precision.working_dtype.itemsize
-    threads = plan.num_shards * plan.num_shard_threads
+    threads = plan.shards.num_shards * plan.shards.num_threads
     units = max(sum(map(num_units, sizes)) for sizes in layout.trained_numels)
-    marks = WORD_BYTES * (units + plan.num_shards)
+    marks = WORD_BYTES * (units + plan.shards.num_shards)
     rows: dict[str, tuple[int, str]] = {
         "working copy": (working, f"{size} padded elements"),
         "optimizer state": _of_state(plan, layout),
-        "gradients in waiting": (plan.slab_bytes, f"slab, {plan.slab_itemsize} bytes an element"),
+        "gradients in waiting": (plan.gradients.slab_bytes, f"slab, {plan.gradients.slab_itemsize} bytes an element"),
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
         "processes": _of_processes(plan),
     }
     if plan.uses_disk:
-        formula = f"{plan.num_shards} × {plan.state_slots} parts of layers on their way between disk and updates"
+        count = f"{plan.shards.num_shards} × {plan.disk.num_state_slots}"
+        formula = f"{count} parts of layers on their way between disk and updates"
         rows["state slots"] = slots_bytes(plan, layout), formula
     if plan.weights_on_disk:
-        formula = f"{plan.weight_windows} working copies of layers on their way from disk to the device"
+        formula = f"{plan.disk.num_upload_buffers} working copies of layers on their way from disk to the device"
         rows["weight windows"] = windows_bytes(plan, layout), formula
     of_each = _of_each(plan)
     if plan.boundary_bytes:
         rows["boundary activations"] = (
-            plan.host_gpus * plan.boundary_bytes,
+            plan.hosts.gpus_per_host * plan.boundary_bytes,
             f"what enters layers, until their backward{of_each}",
         )
     if plan.kept_bytes:
-        rows["kept activations"] = plan.host_gpus * plan.kept_bytes, f"what layers keep, until their backward{of_each}"
+        rows["kept activations"] = (
+            plan.hosts.gpus_per_host * plan.kept_bytes,
+            f"what layers keep, until their backward{of_each}",
+        )
     if plan.disk_activations:
         rows["activation windows"] = _of_windows(plan)
     if plan.num_muon:
-        rows["directions in waiting"] = plan.direction_slab_bytes, "Muon's, bf16, of four layers at most"
+        rows["directions in waiting"] = plan.gradients.direction_slab_bytes, "Muon's, bf16, of four layers at most"
     return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
 def _of_each(plan: Plan) -> str:
-    return f", of each of {plan.host_gpus} GPUs" if plan.host_gpus > 1 else ""
+    return f", of each of {plan.hosts.gpus_per_host} GPUs" if plan.hosts.gpus_per_host > 1 else ""
 
 
 def _of_windows(plan: Plan) -> tuple[int, str]:
     on_disk, windows = plan.disk_activations, windows_of(plan)
     num_bytes = windows.host_bytes(on_disk)
-    formula = f"{plan.num_windows} × {format_bytes(plan.window_bytes)}{ON_THEIR_WAY}"
-    if plan.windows is Tier.HBM:
+    formula = f"{plan.disk.num_staging_buffers} × {format_bytes(plan.disk.staging_buffer_bytes)}{ON_THEIR_WAY}"
+    if plan.disk.staging_tier is Tier.HBM:
         num_bytes = windows.beside_device_bytes(on_disk) + BOUNCE_BYTES
         formula = f"on the device; here checksums, and {format_bytes(BOUNCE_BYTES)} of kvikio's own, pinned"
-    return plan.host_gpus * num_bytes, formula + _of_each(plan)
+    return plan.hosts.gpus_per_host * num_bytes, formula + _of_each(plan)
 
 
 def _of_processes(plan: Plan) -> tuple[int, str]:
-    count = OTHER_PROCESSES - 1 + plan.host_gpus + plan.num_shards
-    of_gpus = plan.host_gpus * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
-    gpus = "a GPU" if plan.host_gpus == 1 else f"{plan.host_gpus} GPUs"
+    count = OTHER_PROCESSES - 1 + plan.hosts.gpus_per_host + plan.shards.num_shards
+    of_gpus = plan.hosts.gpus_per_host * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
+    gpus = "a GPU" if plan.hosts.gpus_per_host == 1 else f"{plan.hosts.gpus_per_host} GPUs"
     more = f" + {format_bytes(of_gpus)} for {gpus}" if of_gpus else ""
     return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
 
@@ -104,8 +108,9 @@ def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     plan: complete but for its rows.
     """
     of_gradients, of_state, of_weights = spilled_bytes(plan, layout)
-    if stored := plan.stored_layers:
-        formula = f"{plan.wire_dtype.itemsize} bytes an element of {len(stored)} layers, written and read once a step"
+    if stored := plan.gradients_on_disk:
+        itemsize = plan.gradients.offload_dtype.itemsize
+        formula = f"{itemsize} bytes an element of {len(stored)} layers, written and read once a step"
         yield ByteCount(Tier.NVME, "gradients in waiting", of_gradients, formula)
     if spilled := plan.spilled_layers:
         formula = f"{plan.precision.state_bytes} bytes of state of {len(spilled)} layers, read and written once a step"
@@ -114,7 +119,7 @@ def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         formula = f"working copies of {len(on_disk)} layers, read and written once a step, and read for every upload"
         yield ByteCount(Tier.NVME, "weights", of_weights, formula)
     if plan.disk_activations:
-        times = "once" if plan.num_sweeps == 1 else f"{plan.num_sweeps} times"
+        times = "once" if plan.step.num_sweeps == 1 else f"{plan.step.num_sweeps} times"
         of = f"of {len(plan.disk_activations)} layers and micro-batches{_of_each(plan)}"
         formula = f"{of}, written and read {times} a step"
         yield ByteCount(Tier.NVME, "activations", plan.activation_files_bytes, formula)

@@ -50,7 +50,7 @@ class LayerDrafts:
         ways = _Ways(self, candidate)
         # The key of each layer below holds what these fields decide.
         alike = replace(
-            candidate, gradients=Tier.HOST, num_waiting=0, hbm_layers=frozenset(), num_late=0, num_staying=0
+            candidate, gradients=Tier.HOST, num_waiting=0, hbm_layers=frozenset(), num_tail_blocks=0, num_staying=0
         )
         known, layers = self.single.setdefault(alike, {}), []
         for i in range(len(self.layout.layers)):
@@ -114,7 +114,7 @@ class _Ways:
         self._candidate = candidate
         self._blocks = frozenset(i for i, x in enumerate(drafts.structure.layers) if x.kind is LayerKind.BLOCK)
         self._late = GradientPlaces(drafts.structure, drafts.layout, drafts.request, candidate).late
-        self._first_late = len(drafts.layout.layers) - 1 - candidate.num_late
+        self._first_late = len(drafts.layout.layers) - 1 - candidate.num_tail_blocks
         self._offloaded = self._which_are_offloaded()
 
     def _which_are_offloaded(self) -> range:
@@ -169,7 +169,7 @@ class _Ways:
         Embedding and head have nothing to recompute: the embedding keeps only indices, and the head's loss runs at
         once.
         """
-        keeps_all = layer >= self._first_late and self._candidate.late_budget == 1.0
+        keeps_all = layer >= self._first_late and self._candidate.tail_budget == 1.0
         return self._candidate.activations if layer in self._blocks and not keeps_all else ActivationPolicy.KEEP
 
     def _budget(self, layer: int) -> float:
@@ -177,4 +177,4 @@ class _Ways:
 
         The last blocks have the larger one: what they keep is released first, and gradients take its place.
         """
-        return self._candidate.late_budget if layer >= self._first_late else self._candidate.activation_budget
+        return self._candidate.tail_budget if layer >= self._first_late else self._candidate.activation_budget

@@ -41,9 +41,9 @@ def chunk_tokens(
     beside: bytes as for `loss_bytes`.
     backward: bytes that the largest backward of a layer takes.
     """
-    tokens = plan.micro_batch_size * plan.seq_len
-    of_one = logits_bytes(structure, plan.precision, 1, z_loss=z_loss, compiled=plan.compiled_loss)
-    share = max(LOGITS_BYTES, int(LOGITS_SHARE * (plan.hbm_limit_bytes or 0)))
+    tokens = plan.step.micro_batch_size * plan.step.seq_len
+    of_one = logits_bytes(structure, plan.precision, 1, z_loss=z_loss, compiled=plan.compute.compiled_loss)
+    share = max(LOGITS_BYTES, int(LOGITS_SHARE * (plan.limits.hbm_bytes or 0)))
     room = backward - beside - _gradient_bytes(plan, layout, chunked=True)
     most = min(max(share, room) // of_one, MAX_LOGITS // structure.vocab_size)
     if tokens <= most:
@@ -58,8 +58,10 @@ def loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, *, be
 
     beside: bytes that stay on the device for all chunks.
     """
-    chunked = plan.loss_chunk_tokens < plan.micro_batch_size * plan.seq_len
-    logits = logits_bytes(structure, plan.precision, plan.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compiled_loss)
+    chunked = plan.compute.loss_chunk_tokens < plan.step.micro_batch_size * plan.step.seq_len
+    logits = logits_bytes(
+        structure, plan.precision, plan.compute.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compute.compiled_loss
+    )
     return logits + beside + _gradient_bytes(plan, layout, chunked=chunked)
 
 
@@ -70,7 +72,7 @@ def _gradient_bytes(plan: Plan, layout: ModelLayout, *, chunked: bool) -> int:
     """
     head = layout.layers[-1]
     elements = sum(max(s.numel, math.prod(s.shape)) for s in head.segments if s.group.trained)
-    tied = layout.num_tied * plan.precision.working_dtype.itemsize * plan.num_live_micro_batches
+    tied = layout.num_tied * plan.precision.working_dtype.itemsize * plan.step.num_live_micro_batches
     return _head_bytes(plan, elements, chunked=chunked) + tied
 
 
@@ -81,6 +83,6 @@ def _head_bytes(plan: Plan, elements: int, *, chunked: bool) -> int:
     counts it.
     """
     of_chunk = elements * plan.precision.working_dtype.itemsize
-    if plan.chunks_add_to_sums:
+    if plan.compute.chunks_add_to_sums:
         return of_chunk
     return of_chunk + 4 * elements if chunked else 0

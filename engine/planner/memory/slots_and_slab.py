@@ -11,7 +11,20 @@ from megatrain_ray.engine.device.numa_homes import fewest_cpus, gpu_homes, shard
 from megatrain_ray.engine.layout.flat_layout import CUT_ELEMENTS, NODE_CUT_ELEMENTS
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.plan import Plan, Recovery, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import (
+    ComputeSettings,
+    DiskSettings,
+    GradientSettings,
+    HostSettings,
+    MemoryLimits,
+    Recovery,
+    SaveSettings,
+    ShardSettings,
+    SlotSizes,
+    StepShape,
+    UpdateOrder,
+)
 from megatrain_ray.engine.plan.residency import SlotSpec, group_of
 from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlaces, in_flight
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
@@ -30,56 +43,55 @@ def frame_of(
     homes = shard_homes(m.nodes, num_shards)
     gradients = GradientPlaces(structure, layout, request, candidate)
     return Plan(
-        version=1,
+        version=2,
         device=m.device,
         precision=r.precision,
-        order=c.order,
-        micro_batch_size=r.micro_batch_size,
-        num_micro_batches=r.num_micro_batches,
-        seq_len=r.seq_len,
-        attention=r.attention,
-        packed_attention=r.packed_attention,
         layers=(),
-        slots=_slots(structure, layout, request, candidate),
-        gradient_slot_bytes=gradients.slot_bytes,
-        leaving_slot_bytes=gradients.leaving_slot_bytes,
-        momentum_slot_bytes=gradients.muon_slot_bytes(torch.float32.itemsize),
-        direction_slot_bytes=gradients.muon_slot_bytes(DIRECTION_BYTES),
-        gradient_dtype=_name(gradients.wire),
-        sum_dtype=_name(gradients.sums),
-        sums=c.sums,
-        slab_bytes=gradients.slab_bytes,
-        direction_slab_bytes=in_flight(layout.direction_bytes),
-        update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
-        loss_chunk_tokens=0,
-        compiled_loss=r.compiled,
-        chunks_add_to_sums=r.sums_several and bool(structure.loss_parameters),
-        num_shards=num_shards,
-        shard_cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
-        num_compute_threads=max(1, m.num_cpus * r.num_hosts // r.num_gpus),
-        num_shard_threads=fewest_cpus(homes) if homes else max(1, m.num_cpus // num_shards),
-        recovery=Recovery.IN_PLACE,  # all state is updated in host memory, and updates are logged there
-        uploads_per_step=0,
-        saves_frozen=r.saves_frozen,
-        save_copy_bytes=0,
-        device_copy_bytes=0,
-        extent_elements=0,
-        state_slots=0,
-        hbm_limit_bytes=m.hbm_bytes,
-        ram_limit_bytes=m.ram_bytes,
-        spill_limit_bytes=m.spill.limit_bytes if m.spill else None,
-        rows=(),
-        captured=bool(r.captured),
-        mlp_chunk_tokens=r.mlp_chunk_tokens,
-        block_parts=max(map(len, structure.blocks)),
-        expert_groups=structure.expert_groups,
-        disk_io=m.spill.way.io if m.spill else DiskIo.POSIX,
-        disk_packed=bool(m.spill and m.spill.way.packed),
-        shard_homes=homes,
-        gpu_homes=gpu_homes(m.nodes, m.gpus),
-        num_gpus=r.num_gpus,
-        num_hosts=r.num_hosts,
-        gathers_slots=r.num_hosts > 1 or bool(r.gathers_slots),
+        step=StepShape(
+            order=c.order,
+            update_order=UpdateOrder.FORWARD if r.clip else UpdateOrder.BACKWARD,
+            micro_batch_size=r.micro_batch_size,
+            num_micro_batches=r.num_micro_batches,
+            seq_len=r.seq_len,
+            captured=bool(r.captured),
+        ),
+        compute=ComputeSettings(
+            attention=r.attention,
+            packed_attention=r.packed_attention,
+            loss_chunk_tokens=0,
+            compiled_loss=r.compiled,
+            chunks_add_to_sums=r.sums_several and bool(structure.loss_parameters),
+            num_threads=max(1, m.num_cpus * r.num_hosts // r.num_gpus),
+            mlp_chunk_tokens=r.mlp_chunk_tokens,
+            block_parts=max(map(len, structure.blocks)),
+            expert_groups=structure.expert_groups,
+        ),
+        slots=SlotSizes(
+            weights=_slots(structure, layout, request, candidate),
+            gradient_bytes=gradients.slot_bytes,
+            rounded_bytes=gradients.leaving_slot_bytes,
+            momentum_bytes=gradients.muon_slot_bytes(torch.float32.itemsize),
+            direction_bytes=gradients.muon_slot_bytes(DIRECTION_BYTES),
+            gathered=r.num_hosts > 1 or bool(r.gathers_slots),
+        ),
+        gradients=GradientSettings(
+            offload_dtype=gradients.wire,
+            accumulate_dtype=gradients.sums,
+            sums=c.sums,
+            slab_bytes=gradients.slab_bytes,
+            direction_slab_bytes=in_flight(layout.direction_bytes),
+        ),
+        disk=DiskSettings(io=m.spill.way.io if m.spill else DiskIo.POSIX, packed=bool(m.spill and m.spill.way.packed)),
+        shards=ShardSettings(
+            num_shards=num_shards,
+            cut_elements=NODE_CUT_ELEMENTS if m.num_nodes > 1 else CUT_ELEMENTS,
+            num_threads=fewest_cpus(homes) if homes else max(1, m.num_cpus // num_shards),
+            recovery=Recovery.IN_PLACE,  # all state is updated in host memory, and updates are logged there
+            homes=homes,
+        ),
+        hosts=HostSettings(r.num_hosts, r.num_gpus, gpu_homes(m.nodes, m.gpus)),
+        saves=SaveSettings(includes_frozen=r.saves_frozen),
+        limits=MemoryLimits(m.hbm_bytes, m.ram_bytes, m.spill.limit_bytes if m.spill else None),
     )
 
 
@@ -105,7 +117,3 @@ def _slots(
     if candidate.num_edge_slots == 1 and not tied:
         edges = [max(edges)] if edges else []
     return (*blocks, *(SlotSpec("edge", num_bytes) for num_bytes in edges))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

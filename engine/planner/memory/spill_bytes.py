@@ -43,14 +43,18 @@ def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout)
 
     layers: the layers of the plan that results.
     """
-    plan = replace(plan, layers=layers, extent_elements=EXTENT_ELEMENTS)
-    sizes, item = Sizes.of(plan, layout), plan.wire_dtype.itemsize
-    slab_bytes = plan.slab_bytes
+    plan = replace(plan, layers=layers, disk=replace(plan.disk, extent_elements=EXTENT_ELEMENTS))
+    sizes, item = Sizes.of(plan, layout), plan.gradients.offload_dtype.itemsize
+    slab_bytes = plan.gradients.slab_bytes
     if sizes.gradients:
         waiting = [size * item for size in sizes.gradients]
         slab_bytes += max(0, in_flight(waiting) - late_bytes(plan, layout)) - sum(waiting)
     num_slots, windows = Spilling(plan).num_slots(sizes.largest), WEIGHT_WINDOWS if plan.weights_on_disk else 0
-    return replace(plan, slab_bytes=slab_bytes, state_slots=num_slots, weight_windows=windows)
+    return replace(
+        plan,
+        gradients=replace(plan.gradients, slab_bytes=slab_bytes),
+        disk=replace(plan.disk, num_state_slots=num_slots, num_upload_buffers=windows),
+    )
 
 
 def late_bytes(plan: Plan, layout: ModelLayout) -> int:
@@ -58,18 +62,20 @@ def late_bytes(plan: Plan, layout: ModelLayout) -> int:
 
     Gradients on disk can use the same bytes: they have passed through the slab by then.
     """
-    return in_flight([layout.host_trained_sizes[i] * plan.wire_dtype.itemsize for i in plan.departing_layers])
+    return in_flight(
+        [layout.host_trained_sizes[i] * plan.gradients.offload_dtype.itemsize for i in plan.deferred_offload_layers]
+    )
 
 
 def slots_bytes(plan: Plan, layout: ModelLayout) -> int:
     """Return the host bytes that spilled data passes through, of all shards together and at most."""
     spilling, sizes = Spilling(plan), Sizes.of(plan, layout)
-    return spilling.slots_bytes(sizes.largest, plan.state_slots) + spilling.sums_bytes(sizes)
+    return spilling.slots_bytes(sizes.largest, plan.disk.num_state_slots) + spilling.sums_bytes(sizes)
 
 
 def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
     """Return the bytes of state, or of gradients, that all slots together have room for."""
-    return plan.state_slots * Spilling(plan).slot_room(Sizes.of(plan, layout).largest)
+    return plan.disk.num_state_slots * Spilling(plan).slot_room(Sizes.of(plan, layout).largest)
 
 
 def most_room_in_slots(plan: Plan, layout: ModelLayout) -> int:
@@ -135,7 +141,7 @@ class Sizes(NamedTuple):
 
     @staticmethod
     def of(plan: Plan, layout: ModelLayout) -> Sizes:
-        spilled = plan.stored_layers, plan.spilled_layers, plan.weights_on_disk
+        spilled = plan.gradients_on_disk, plan.spilled_layers, plan.weights_on_disk
         return Sizes(*([layout.host_trained_sizes[i] for i in layers] for layers in spilled))
 
     @property
@@ -155,7 +161,7 @@ class Spilling:
     @staticmethod
     def of(plan: Plan) -> Spilling:
         """Return the counter for a plan in which nothing is on disk yet."""
-        return Spilling(replace(plan, extent_elements=EXTENT_ELEMENTS))
+        return Spilling(replace(plan, disk=replace(plan.disk, extent_elements=EXTENT_ELEMENTS)))
 
     def gained(self, items: Iterable[tuple[Kind, int]], late_bytes: int) -> Iterator[int]:
         """Yield by how many bytes host memory shrinks with none, one, two, … of these items on disk.
@@ -165,7 +171,7 @@ class Spilling:
         """
         freed, of_gradients, passing, waiting, largest = 0, 0, 0, list[int](), Largest()
         sums_of = cache(self._sums_of_layer)
-        precision, item = self.plan.precision, self.plan.wire_dtype.itemsize
+        precision, item = self.plan.precision, self.plan.gradients.offload_dtype.itemsize
         item_bytes = (item, precision.state_bytes, precision.working_dtype.itemsize)
         yield 0
         for kind, size in items:
@@ -180,7 +186,10 @@ class Spilling:
 
     def gain(self, sizes: Sizes, late_bytes: int) -> int:
         """Return by how many bytes host memory shrinks with all of these on disk; `late_bytes` as for `gained`."""
-        precision, waiting = self.plan.precision, [size * self.plan.wire_dtype.itemsize for size in sizes.gradients]
+        precision, waiting = (
+            self.plan.precision,
+            [size * self.plan.gradients.offload_dtype.itemsize for size in sizes.gradients],
+        )
         freed = sum(waiting) - max(0, in_flight(waiting) - late_bytes) + precision.state_bytes * sum(sizes.state)
         freed += precision.working_dtype.itemsize * sum(sizes.weights)
         return freed - self.sums_bytes(sizes) - (self._passing(sizes.largest) if any(sizes) else 0)
@@ -199,29 +208,29 @@ class Spilling:
     def num_slots(self, largest: Largest) -> int:
         """Return the number of slots of each shard."""
         of_layer = max(self._of_shard(largest.state), self._of_shard(largest.gradient) // self._together)
-        return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.extent_elements))
+        return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.disk.extent_elements))
 
     def slot_room(self, largest: Largest) -> int:
         """Return the bytes of data that fit in one slot of each shard, all shards together."""
         plan = self.plan
-        of_state = min(plan.extent_elements * plan.num_shards, largest.state) * plan.precision.state_bytes
-        of_whole = min(plan.extent_elements * plan.num_shards, largest.whole) * plan.precision.element_bytes
-        in_extent = plan.extent_elements * self._together
-        of_gradient = min(in_extent * plan.num_shards, largest.gradient) * plan.wire_dtype.itemsize
+        of_state = min(plan.disk.extent_elements * plan.shards.num_shards, largest.state) * plan.precision.state_bytes
+        of_whole = min(plan.disk.extent_elements * plan.shards.num_shards, largest.whole) * plan.precision.element_bytes
+        in_extent = plan.disk.extent_elements * self._together
+        of_gradient = min(in_extent * plan.shards.num_shards, largest.gradient) * plan.gradients.offload_dtype.itemsize
         return max(of_state, of_whole, of_gradient)
 
     def slots_bytes(self, largest: Largest, num_slots: int) -> int:
         """Return the bytes of all slots with the buffers that pack blocks, without the table's words for blocks."""
         plan = self.plan
-        size = min(self._of_shard(largest.state), plan.extent_elements)
+        size = min(self._of_shard(largest.state), plan.disk.extent_elements)
         of_state = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
-        size = min(self._of_shard(largest.whole), plan.extent_elements)
+        size = min(self._of_shard(largest.whole), plan.disk.extent_elements)
         kinds = kinds_on_disk(plan.precision, with_weights=True)
         of_whole = sum(aligned(size * dtype.itemsize) for _, dtype in kinds)
-        size = min(self._of_shard(largest.gradient), plan.extent_elements * self._together)
-        slot_bytes = max(of_state, of_whole, aligned(size * plan.wire_dtype.itemsize))
+        size = min(self._of_shard(largest.gradient), plan.disk.extent_elements * self._together)
+        slot_bytes = max(of_state, of_whole, aligned(size * plan.gradients.offload_dtype.itemsize))
         # Slots and the end of the table are aligned.
-        slots = plan.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
+        slots = plan.shards.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
         return slots + self._packers_bytes(slot_bytes)
 
     def sums_bytes(self, sizes: Sizes) -> int:
@@ -242,13 +251,13 @@ class Spilling:
 
         most: bytes of the largest piece of data that blocks are parts of.
         """
-        if not self.plan.disk_packed:
+        if not self.plan.disk.packed:
             return 0
-        return self.plan.num_shards * TRANSFERS * Packer.num_bytes(min(BLOCK_BYTES, most))
+        return self.plan.shards.num_shards * TRANSFERS * Packer.num_bytes(min(BLOCK_BYTES, most))
 
     def gradient_bytes(self, size: int) -> int:
         """Return the bytes on disk of a gradient of `size` elements, with every extent filled up to whole pages."""
-        return size * self.plan.wire_dtype.itemsize + self._filled_up(self._gradients_of_shard(size))
+        return size * self.plan.gradients.offload_dtype.itemsize + self._filled_up(self._gradients_of_shard(size))
 
     def state_bytes(self, size: int) -> int:
         """Return the bytes on disk of the state of `size` elements, with every kind filled up to whole pages."""
@@ -260,21 +269,21 @@ class Spilling:
         return size * self.plan.precision.working_dtype.itemsize + self._filled_up(self._extents_of_shard(size))
 
     def _filled_up(self, num_of_shard: int) -> int:
-        return self.plan.num_shards * num_of_shard * ALIGN_BYTES
+        return self.plan.shards.num_shards * num_of_shard * ALIGN_BYTES
 
     def _sums(self, num_bytes: int, kinds_of_shard: int) -> int:
         """Return the bytes of the table's words for all blocks of `num_bytes` on disk.
 
         kinds_of_shard: kinds in all extents of a shard, whose last blocks are smaller than the others.
         """
-        return BLOCK_WORDS * WORD_BYTES * (num_bytes // BLOCK_BYTES + self.plan.num_shards * kinds_of_shard)
+        return BLOCK_WORDS * WORD_BYTES * (num_bytes // BLOCK_BYTES + self.plan.shards.num_shards * kinds_of_shard)
 
     def _extents_of_shard(self, size: int) -> int:
         """Return the most extents that a shard has for the state of a layer of `size` elements."""
         of_shard = self._of_shard(size)
-        if of_shard <= self.plan.extent_elements:
+        if of_shard <= self.plan.disk.extent_elements:
             return 1
-        return 1 + of_shard // (self.plan.extent_elements - SLACK_ELEMENTS)
+        return 1 + of_shard // (self.plan.disk.extent_elements - SLACK_ELEMENTS)
 
     def _kinds_of_shard(self, size: int) -> int:
         """Return the number of kinds of state in all of these extents."""
@@ -286,8 +295,8 @@ class Spilling:
 
     @property
     def _together(self) -> int:
-        return parts_per_gradient(self.plan.precision, self.plan.wire_dtype)
+        return parts_per_gradient(self.plan.precision, self.plan.gradients.offload_dtype)
 
     def _of_shard(self, size: int) -> int:
         """Return the most elements that a shard has of a layer of `size` elements."""
-        return min(size, -(-size // self.plan.num_shards) + self.plan.shard_cut_elements)
+        return min(size, -(-size // self.plan.shards.num_shards) + self.plan.shards.cut_elements)

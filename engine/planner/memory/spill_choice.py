@@ -14,7 +14,8 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.activation_moves import Activations, away, num_bytes
 from megatrain_ray.engine.plan.activation_windows import Windows
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.planner.memory.host_bytes import BOUNCE_BYTES
 from megatrain_ray.engine.planner.memory.spill_bytes import Kind, Sizes, Spilling, late_bytes
 from megatrain_ray.engine.planner.request import SpillFirst
@@ -125,11 +126,11 @@ class Spillable:
             SpillFirst.FRONT: lambda i: (False, i), SpillFirst.ENDS: lambda i: (is_block[i], -i)
         }  # fmt: skip
         able.sort(key=ranks.get(first, lambda i: (not is_block[i], -i)))
-        waits_in_slab = self.plan.update_order is UpdateOrder.FORWARD and self.plan.sums is Tier.HBM
+        waits_in_slab = self.plan.step.update_order is UpdateOrder.FORWARD and self.plan.gradients.sums is Tier.HBM
         waits = waits_in_slab and {i for i in able if self.plan.layers[i].gradients is Tier.HOST}
         of_gradients = [(Kind.GRADIENT, i) for i in able if waits and i in waits]
         of_state = [(Kind.STATE, i) for i in able]
-        readable = able if self.plan.num_gpus == 1 else []
+        readable = able if self.plan.hosts.num_gpus == 1 else []
         of_weights = [(Kind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
         both = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
         return [*both, *of_weights]
@@ -157,7 +158,7 @@ class Spillable:
     @cached_property
     def _by_moving(self) -> list[int]:
         """Return by how many bytes host memory shrinks with none, one, two, … activations on disk."""
-        windows, live, on_disk = Windows(0, 0), self.plan.num_live_micro_batches, Counter[int]()
+        windows, live, on_disk = Windows(0, 0), self.plan.step.num_live_micro_batches, Counter[int]()
         gained, freed, num_blocks = [0], 0, 0
         for size in (self._size(*item) for item in self._moving):
             if size > max(on_disk, default=0):
@@ -166,7 +167,7 @@ class Spillable:
             on_disk[size] += live
             freed += live * size
             num_blocks += live * windows.num_blocks([size])
-            gained.append(self.plan.host_gpus * (freed - self._of_windows(windows) - WORD_BYTES * num_blocks))
+            gained.append(self.plan.hosts.gpus_per_host * (freed - self._of_windows(windows) - WORD_BYTES * num_blocks))
         return gained
 
     def _of_windows(self, windows: Windows) -> int:
@@ -205,19 +206,25 @@ class Spillable:
     def gain(self, on_disk: OnDisk) -> int:
         """Return by how many bytes host memory shrinks with this on disk."""
         moving = Counter(self._size(kind, i) for kind in Activations for i in getattr(on_disk, FIELDS[kind]))
-        of_moving, live = 0, self.plan.num_live_micro_batches
+        of_moving, live = 0, self.plan.step.num_live_micro_batches
         if moving:
             windows = Windows.of([max(moving)])
             num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
-            of_moving = self.plan.host_gpus * (live * freed - self._of_windows(windows))
+            of_moving = self.plan.hosts.gpus_per_host * (live * freed - self._of_windows(windows))
         sizes = Sizes(*([self.layout.host_trained_sizes[i] for i in layers] for layers in on_disk[:3]))
         return of_moving + self._spilling.gain(sizes, self._late_bytes)
 
     def num_bytes(self, on_disk: OnDisk) -> int:
         """Return the bytes that this takes on disk, not filled up to whole pages."""
-        plan, live = self.plan, self.plan.host_gpus * self.plan.num_live_micro_batches
-        items = plan.wire_dtype.itemsize, plan.precision.state_bytes, plan.precision.working_dtype.itemsize, live, live
+        plan, live = self.plan, self.plan.hosts.gpus_per_host * self.plan.step.num_live_micro_batches
+        items = (
+            plan.gradients.offload_dtype.itemsize,
+            plan.precision.state_bytes,
+            plan.precision.working_dtype.itemsize,
+            live,
+            live,
+        )
         sizes = [sum([self._size(kind, i) for i in getattr(on_disk, field)]) for kind, field in FIELDS.items()]
         return sum(map(mul, items, sizes))
 

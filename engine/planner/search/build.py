@@ -32,4 +32,8 @@ def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> 
     of_step = plan.visits(layout.lowest_trained)
     loads = residency_of(of_step, structure, layout, plan).loads
     of_disk = read_bytes(plan, layout, (load.fragment for load in loads))
-    return replace(plan, uploads_per_step=len(loads), weight_read_bytes=of_disk)
+    return replace(
+        plan,
+        slots=replace(plan.slots, num_uploads=len(loads)),
+        disk=replace(plan.disk, weight_read_bytes=of_disk),
+    )

@@ -97,7 +97,7 @@ def _offloading(request: Request, alike: Candidate) -> Iterator[Candidate]:
     if not request.compiled:
         alike, pairs = replace(alike, activations=ActivationPolicy.KEEP), [(1.0, 0.0)]
     for (late, less), boundaries in itertools.product(pairs, (Tier.HBM, Tier.HOST)):
-        yield replace(alike, boundaries=boundaries, activation_budget=less, late_budget=late, kept=Tier.HOST)
+        yield replace(alike, boundaries=boundaries, activation_budget=less, tail_budget=late, kept=Tier.HOST)
 
 
 def splits(request: Request) -> Iterator[Request]:

@@ -21,7 +21,7 @@ def is_slowed_by_launches(plan: Plan, basis: CostBasis, activations: ActivationB
     activations: bytes for a micro-batch of the plan.
     """
     assert plan.prediction is not None
-    without = predict(replace(plan, captured=True), basis, activations)
+    without = predict(replace(plan, step=replace(plan.step, captured=True)), basis, activations)
     return without.step_s * (1 + GAIN) < plan.prediction.step_s
 
 

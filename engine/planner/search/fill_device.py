@@ -64,7 +64,7 @@ class Filling:
         """
         fewest = self._fewest
         count = fewest if self.fixed else min(fewest, max(0, self._most_within(1.0)))
-        plans = [self.drafts.plan(self._candidate(count, num_late)) for num_late in self._least_late]
+        plans = [self.drafts.plan(self._candidate(count, num_tail_blocks)) for num_tail_blocks in self._least_late]
         return min(plans, key=missing_bytes)
 
     def candidates(
@@ -107,12 +107,12 @@ class Filling:
         """Return a candidate with `count` layers on the device in which all blocks keep more, and all of it there."""
         return self._candidate(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
 
-    def _candidate(self, count: int, num_late: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
+    def _candidate(self, count: int, num_tail_blocks: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
         return replace(
             self.candidate,
             hbm_layers=frozenset(self.able[:count]),
-            num_late=num_late,
-            late_budget=self.candidate.late_budget if self._offloads else self._larger_budget,
+            num_tail_blocks=num_tail_blocks,
+            tail_budget=self.candidate.tail_budget if self._offloads else self._larger_budget,
             num_waiting=num_waiting,
             num_staying=num_staying,
         )
@@ -164,20 +164,20 @@ class Filling:
             )
         return self._with_waiting(count, max(0, most - 1))
 
-    def _with_waiting(self, count: int, num_late: int) -> Candidate:
+    def _with_waiting(self, count: int, num_tail_blocks: int) -> Candidate:
         """Return the candidate with as many gradients waiting on the device as it has room for, if shards spill.
 
         Gradients that wait on the device are not on disk.
         """
-        without = self._candidate(count, num_late)
+        without = self._candidate(count, num_tail_blocks)
         if not self.drafts.spilled(without).of_shards:
             return without
         num_others = len(self.drafts.layout.updated) - len(without.hbm_layers & set(self.drafts.layout.updated))
 
         def beyond(num_waiting: int) -> int:
-            return self._beyond(FILLED_SHARE, self._candidate(count, num_late, num_waiting))
+            return self._beyond(FILLED_SHARE, self._candidate(count, num_tail_blocks, num_waiting))
 
-        return self._candidate(count, num_late, max(0, first_above(beyond, num_others + 1) - 1))
+        return self._candidate(count, num_tail_blocks, max(0, first_above(beyond, num_others + 1) - 1))
 
     def _offloading(self, count: int) -> Iterator[Candidate]:
         """Yield candidates that offload as many kept activations as there is room for.
@@ -190,14 +190,14 @@ class Filling:
         def beyond_device(staying: int) -> int:
             return self._beyond(FILLED_SHARE, self._candidate(count, blocks, num_staying=staying))
 
-        def beyond_host(num_late: int) -> int:
-            return 1 - self.drafts.likely_room(self._candidate(count, num_late, num_staying=staying))
+        def beyond_host(num_tail_blocks: int) -> int:
+            return 1 - self.drafts.likely_room(self._candidate(count, num_tail_blocks, num_staying=staying))
 
         staying = max(0, first_above(beyond_device, blocks) - 1)
         most = first_above(beyond_host, blocks + 1) - 1
         shares = SHARES_ON_DISK if self.candidate.spills_activations else (1.0,)
-        for num_late in dict.fromkeys(round(share * most) for share in shares):
-            candidate = self._candidate(count, num_late, num_staying=staying)
+        for num_tail_blocks in dict.fromkeys(round(share * most) for share in shares):
+            candidate = self._candidate(count, num_tail_blocks, num_staying=staying)
             if any(layer.kept in ELSEWHERE for layer in self.drafts.in_memory(candidate).layers):
                 yield candidate
 

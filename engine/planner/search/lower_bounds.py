@@ -13,7 +13,8 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.plan.activation_windows import NUM_WINDOWS
-from megatrain_ray.engine.plan.plan import Plan, UpdateOrder
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.residency import group_of
 from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, Visit
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
@@ -52,12 +53,12 @@ class Bounds:
         shared = shared or SharedPrices()
         self._prices = Prices(plan, basis, activations, shared)
         keeps = tuple([(layer.activations.value, layer.compiled, layer.activation_budget) for layer in plan.layers])
-        key = keeps, plan.order, plan.loss_chunk_tokens
+        key = keeps, plan.step.order, plan.compute.loss_chunk_tokens
         if key not in shared.sweeps:
             shared.sweeps[key] = tuple(map(self._visit_s, basis.one_sweep))
         self._sweep_s = shared.sweeps[key]  # seconds of each visit of one micro-batch
-        self._num_sweeps = 1 if plan.order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
-        self._at_once = plan.num_micro_batches // self._num_sweeps
+        self._num_sweeps = 1 if plan.step.order is LoopOrder.LAYERS_OUTER else plan.step.num_micro_batches
+        self._at_once = plan.step.num_micro_batches // self._num_sweeps
 
     def least(self, missing: int = 0, moving: int = 0) -> Least:
         """Return all lower bounds; the arguments are those of `spilling_s`."""
@@ -68,7 +69,7 @@ class Bounds:
     def compute_s(self) -> float:
         """Return the seconds of all that is computed, except updates on the device."""
         replays_s = sum(self._prices.of_layer("replay", layer) for layer in self._plan.replayed_layers)
-        return self._plan.num_micro_batches * (sum(self._sweep_s) + replays_s)
+        return self._plan.step.num_micro_batches * (sum(self._sweep_s) + replays_s)
 
     @property
     def update_s(self) -> float:
@@ -82,15 +83,15 @@ class Bounds:
         State that spills is read and written once, with working copies, and so are gradients that wait there.
         Activations are written and read in every sweep.
         """
-        spilled, stored = self._plan.spilled_layers, self._plan.stored_layers
+        spilled, stored = self._plan.spilled_layers, self._plan.gradients_on_disk
         activations_s = self._num_sweeps * self._activations_s
         return 2 * (sum(map(self._state_s, spilled)) + sum(map(self._gradient_s, stored)) + activations_s)
 
     @property
     def _activations_s(self) -> float:
         """Return the seconds of writing, or reading, the activations that all GPUs of a host have on disk."""
-        per_s = self._basis.activations_per_s(self._plan.windows)
-        return self._plan.host_gpus * sum(self._plan.disk_activations) / per_s
+        per_s = self._basis.activations_per_s(self._plan.disk.staging_tier)
+        return self._plan.hosts.gpus_per_host * sum(self._plan.disk_activations) / per_s
 
     def spilling_s(self, missing: int, moving: int) -> float:
         """Return a lower bound for a plan with nothing on disk yet, of which `missing` bytes will be spilled.
@@ -99,11 +100,11 @@ class Bounds:
         moving: the most of them that are activations, for each GPU.
         """
         basis, rate = self._basis, self._basis.disk_bytes_per_s
-        of_activations = min(missing, self._plan.host_gpus * moving)
+        of_activations = min(missing, self._plan.hosts.gpus_per_host * moving)
         shards_s = (missing - of_activations) / rate
         activations_s = of_activations / max(rate, self._fastest_per_s)
         behind_s = 0.0
-        if shards_s and self._plan.update_order is UpdateOrder.FORWARD:
+        if shards_s and self._plan.step.update_order is UpdateOrder.FORWARD:
             stored = min(missing - of_activations, self._waiting_bytes)
             behind_s = 2 * shards_s - (stored + 2 * most_room_in_slots(self._plan, basis.layout)) / rate
         return max(2 * (shards_s + activations_s), behind_s + self._swept_s(activations_s))
@@ -119,7 +120,7 @@ class Bounds:
         seconds = dict.fromkeys(Phase, 0.0)
         for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             seconds[visit.phase] += self._at_once * of_visit
-        moved_s = max(0.0, activations_s - self._plan.host_gpus * WINDOWS_BYTES / self._fastest_per_s)
+        moved_s = max(0.0, activations_s - self._plan.hosts.gpus_per_host * WINDOWS_BYTES / self._fastest_per_s)
         others_s = self.compute_s * (1 - 1 / self._num_sweeps)
         swept_s = moved_s + max(seconds[Phase.BACKWARD], moved_s) + others_s if moved_s else 0.0
         return max(swept_s, self.compute_s - seconds[Phase.FORWARD])
@@ -133,8 +134,8 @@ class Bounds:
     def _waiting_bytes(self) -> int:
         """Return the bytes of gradients that wait in the slab."""
         plan, sizes = self._plan, self._basis.layout.host_trained_sizes
-        on_host = plan.host_layers - plan.waiting_layers if plan.sums is Tier.HBM else ()
-        return plan.wire_dtype.itemsize * sum([sizes[i] for i in on_host])
+        on_host = plan.host_layers - plan.gradients_on_device if plan.gradients.sums is Tier.HBM else ()
+        return plan.gradients.offload_dtype.itemsize * sum([sizes[i] for i in on_host])
 
     def _state_s(self, layer: int) -> float:
         """Return the seconds of reading, or writing, a layer's state, and its working copy if that is on disk."""
@@ -144,7 +145,7 @@ class Bounds:
 
     def _gradient_s(self, layer: int) -> float:
         """Return the seconds of reading, or writing, the layer's gradient."""
-        return self._disk_s(layer, self._plan.wire_dtype.itemsize)
+        return self._disk_s(layer, self._plan.gradients.offload_dtype.itemsize)
 
     def _disk_s(self, layer: int, item_bytes: int) -> float:
         return self._basis.layout.host_trained_sizes[layer] * item_bytes / self._basis.disk_bytes_per_s
@@ -155,7 +156,7 @@ class Bounds:
         By then all that it and the layers before it have on disk is read, and the state of all of them is written,
         except for what slots held at first and hold at last.
         """
-        spilled, stored, brought_s = self._plan.spilled_layers, frozenset(self._plan.stored_layers), {}
+        spilled, stored, brought_s = self._plan.spilled_layers, frozenset(self._plan.gradients_on_disk), {}
         moved_s = -2 * room_in_slots(self._plan, self._basis.layout) / self._basis.disk_bytes_per_s
         for layer in self._plan.layer_order if self._plan.uses_disk else ():
             moved_s += 2 * self._state_s(layer) if layer in spilled else 0.0
@@ -180,7 +181,7 @@ class Bounds:
         updates and then for activations. The time between the end of a backward and the end of its step passes in every
         step.
         """
-        if self._plan.update_order is UpdateOrder.BACKWARD:
+        if self._plan.step.update_order is UpdateOrder.BACKWARD:
             return 0.0
         left_s, updated_s, longest_s = self.compute_s, 0.0, 0.0
         updated, on_disk = set(self._prices.updated_by_cpu), self._brought_s()
@@ -210,13 +211,13 @@ class Bounds:
         streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]
         of_sweep = sum(layers[i].size * item * (2 if i >= lowest else 1) for i in streamed)
         edge = group_of(LayerKind.HEAD, 0)
-        held = 2 * sum(slot.num_bytes for slot in plan.slots if slot.group != edge)
+        held = 2 * sum(slot.num_bytes for slot in plan.slots.weights if slot.group != edge)
         num_bytes = self._num_sweeps * max(0, of_sweep - held)
-        if plan.gathers_slots:
-            num_bytes //= plan.num_gpus
-        if plan.sums is Tier.HOST:
+        if plan.slots.gathered:
+            num_bytes //= plan.hosts.num_gpus
+        if plan.gradients.sums is Tier.HOST:
             summed = sum(layer.trained.size for layer in layers)
-            num_bytes += (self._num_sweeps - 1) * summed * plan.accumulation_dtype.itemsize
-        through_host = sum(plan.disk_activations) if plan.windows is Tier.HOST else 0
+            num_bytes += (self._num_sweeps - 1) * summed * plan.gradients.accumulate_dtype.itemsize
+        through_host = sum(plan.disk_activations) if plan.disk.staging_tier is Tier.HOST else 0
         num_bytes += (plan.host_activation_bytes + through_host) * self._num_sweeps
         return num_bytes / self._basis.profile.both_bytes_per_s

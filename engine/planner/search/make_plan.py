@@ -59,8 +59,8 @@ def activations_of(plan: Plan, activations: ActivationBytes, request: Request) -
 
     activations: bytes for a micro-batch as requested.
     """
-    of_plan = activations.times(plan.micro_batch_size // request.micro_batch_size)
-    return (of_plan.in_chunks() or of_plan) if plan.mlp_chunk_tokens else of_plan
+    of_plan = activations.times(plan.step.micro_batch_size // request.micro_batch_size)
+    return (of_plan.in_chunks() or of_plan) if plan.compute.mlp_chunk_tokens else of_plan
 
 
 def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:

@@ -243,7 +243,7 @@ class SplitSearch:
     def _least_compute_s(self, filling: Filling) -> float:
         """Return the seconds of computing with as much kept as possible; slots and tiers make no difference to it."""
         candidate = filling.candidate
-        budgets = candidate.activation_budget, candidate.late_budget
+        budgets = candidate.activation_budget, candidate.tail_budget
         key = candidate.order, candidate.activations, budgets, candidate.segment
         if key not in self._compute_s:
             self._compute_s[key] = self._bounds(self._drafts.in_memory(filling.most_kept)).compute_s

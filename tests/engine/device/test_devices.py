@@ -302,7 +302,7 @@ def test_where_gradients_wait_changes_no_bit(
         )
         for tier in (Tier.HBM, Tier.HOST)
     )
-    assert ours.plan.departing_layers
+    assert ours.plan.deferred_offload_layers
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
@@ -368,7 +368,7 @@ def test_dividing_blocks_changes_no_bit(
         )
         for n in (8, 1)
     )
-    assert (ours.plan.block_parts, theirs.plan.block_parts) == (4, 1)
+    assert (ours.plan.compute.block_parts, theirs.plan.compute.block_parts) == (4, 1)
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
@@ -384,7 +384,7 @@ def test_dividing_experts_changes_no_bit(tmp_path: Path, make: Make, family: str
         train_engine(tmp_path, family_batches(3), recipe, Mode(LoopOrder.LAYERS_OUTER, block_parts=n), make_device=make)
         for n in (8, 1)
     )
-    assert ours.plan.expert_groups > theirs.plan.expert_groups
+    assert ours.plan.compute.expert_groups > theirs.plan.compute.expert_groups
     assert_same_but_norms(ours, theirs)
 
 

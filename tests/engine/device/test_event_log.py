@@ -78,7 +78,7 @@ def test_uploads_of_a_step(tmp_path: Path, num_layers: int, num_block_slots: int
     mode = Mode(LoopOrder.LAYERS_OUTER, num_fragments=num_fragments, num_block_slots=num_block_slots)
     result = run(tmp_path, mode, Recipe(1), num_layers=num_layers)
     blocks, edges = 2 * num_layers - num_block_slots, 2 * 2 - 2
-    assert result.count("load") == blocks * num_fragments + edges == result.plan.uploads_per_step
+    assert result.count("load") == blocks * num_fragments + edges == result.plan.slots.num_uploads
 
 
 def test_uploads_with_micro_batches_outermost(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_device_memory_is_what_the_plan_says(tmp_path: Path, order: LoopOrder) -
     """What the engine allocates: slots and gradient slots, nothing else and nothing per layer."""
     result = run(tmp_path, Mode(order, num_fragments=3), Recipe(1))
     plan = result.plan
-    rows = {row.name: row.num_bytes for row in plan.rows if row.tier is Tier.HBM}
+    rows = {row.name: row.num_bytes for row in plan.memory_items if row.tier is Tier.HBM}
     assert result.device_bytes == rows["slots"] + rows["gradient slots"]
-    assert rows["slots"] == sum(slot.num_bytes for slot in plan.slots)
-    assert len(plan.gradient_slot_bytes) == (5 if order is LoopOrder.MICRO_BATCHES_OUTER else 2)
+    assert rows["slots"] == sum(slot.num_bytes for slot in plan.slots.weights)
+    assert len(plan.slots.gradient_bytes) == (5 if order is LoopOrder.MICRO_BATCHES_OUTER else 2)
 
 
 def costs(stage: Stage, op: Op) -> float:

@@ -91,7 +91,7 @@ def planned(folder: Path, **changes: Any) -> tuple[Plan, ModelLayout]:
     source = folder_source(build_tiny(folder, num_layers=1))
     structure, plan = plan_for(source.factory, Recipe(1, micro_batch_size=2), Mode(), (4, 32))
     num_gpus = changes.get("num_hosts", 1)
-    return replace(plan, num_gpus=num_gpus, **changes), structure.layout()
+    return replace(plan, hosts=replace(plan.hosts, num_gpus=num_gpus), **changes), structure.layout()
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 5, 7])
@@ -103,13 +103,17 @@ def test_what_a_plan_counts_is_enough_for_every_host(num_hosts: int, *, clip: bo
     machine = Machine("cpu", num_cpus=4, num_nodes=1, ram_bytes=1 << 40, hbm_bytes=None)
     candidate = Candidate(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, 3, 2)
     plan = build_plan(structure, activations, machine, request, candidate)
-    counted = {row.name: row.num_bytes for row in plan.rows}
+    counted = {row.name: row.num_bytes for row in plan.memory_items}
     for host in range(num_hosts):
         layout = structure.layout().on_host(host, num_hosts)
         sizes = arena_sizes(plan, layout)
         assert sizes[WORKING] <= counted["working copy"]
         assert sizes[state_arena(0)] <= aligned(counted["optimizer state"])
-        SlabPool(torch.empty(sizes[SLAB], dtype=torch.uint8), layout.gradient_bytes(plan.slab_itemsize), passing=None)
+        SlabPool(
+            torch.empty(sizes[SLAB], dtype=torch.uint8),
+            layout.gradient_bytes(plan.gradients.slab_itemsize),
+            passing=None,
+        )
 
 
 def test_a_rank_without_a_part_of_a_small_layer_uploads_nothing_of_it() -> None:

@@ -72,7 +72,7 @@ def test_divided_families_are_bit_equal(tmp_path: Path, name: str) -> None:
     assert_same_but_norms(ours, theirs)
     assert ours.grad_norms == (pytest.approx(theirs.grad_norms, rel=NORM_ERROR) if has_groups else theirs.grad_norms)
     assert has_groups == any(whole_name(parameter) != parameter for parameter in ours.masters)
-    assert ours.plan.block_parts > 1
+    assert ours.plan.compute.block_parts > 1
     assert all(layer.name.count(".") > 1 for layer in ours.plan.layers[1:-1])
 
 
@@ -157,11 +157,13 @@ def test_parts_take_less_of_the_device(tmp_path: Path) -> None:
     recipe, batches = Recipe(1, micro_batch_size=2), tiny_batches(1)
     of_parts = {n: train_engine(tmp_path, batches, recipe, Mode(LAYERS, KEEP, block_parts=n)) for n in (1, 2, 4)}
     for name in ("slots", "gradient slots"):
-        sizes = [next(row.num_bytes for row in of_parts[n].plan.rows if row.name == name) for n in (1, 2, 4)]
+        sizes = [next(row.num_bytes for row in of_parts[n].plan.memory_items if row.name == name) for n in (1, 2, 4)]
         assert sizes[0] > sizes[1] > sizes[2], name
     assert of_parts[1].device_bytes > of_parts[2].device_bytes > of_parts[4].device_bytes
     matrix = 64 * 176
-    assert of_parts[4].plan.slots[0].num_bytes < 2 * 4 * matrix  # and a norm; three matrices and attention are a block
+    assert (
+        of_parts[4].plan.slots.weights[0].num_bytes < 2 * 4 * matrix
+    )  # and a norm; three matrices and attention are a block
 
 
 def test_what_a_part_returned_and_nothing_reads_gives_its_memory_back(
@@ -259,14 +261,14 @@ def test_blocks_are_divided_where_whole_ones_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CapacityError):
         question_of(tight(tmp_path, block_parts=2)).plan()
     chosen = question_of(tight(tmp_path)).plan()
-    assert chosen.block_parts == 4
+    assert chosen.compute.block_parts == 4
     assert chosen.total_bytes(Tier.HBM) <= 2 << 30
     assert "parts     blocks are divided into 4 layers each" in describe(chosen)
     assert chosen.prediction
     again = predictor(tight(tmp_path), chosen)(chosen.prediction.profile)
     assert again.step_s == chosen.prediction.step_s
-    assert question_of(tight(tmp_path, hbm_limit="24GiB")).plan().block_parts == 1
-    assert question_of(tight(tmp_path, hbm_limit="24GiB", block_parts=4)).plan().block_parts == 4
+    assert question_of(tight(tmp_path, hbm_limit="24GiB")).plan().compute.block_parts == 1
+    assert question_of(tight(tmp_path, hbm_limit="24GiB", block_parts=4)).plan().compute.block_parts == 4
 
 
 def test_parts_of_a_block_do_not_help_where_host_memory_is_short(

@@ -59,10 +59,10 @@ def on_host(plan: Plan) -> list[int]:
 def test_same_bits(tmp_path: Path, name: str, precision: str, hbm_layers: frozenset[int]) -> None:
     mode, micro_batch_size = MODES[name]
     ours = train(tmp_path, replace(mode, hbm_layers=hbm_layers), micro_batch_size, precision)
-    assert ours.plan.departing_layers == tuple(on_host(ours.plan))
-    assert ours.plan.gradient_slot_bytes == ()
-    waiting = sum(ours.plan.layers[i].num_trained for i in ours.plan.departing_layers)
-    assert ours.plan.slab_bytes < waiting * ours.plan.slab_itemsize
+    assert ours.plan.deferred_offload_layers == tuple(on_host(ours.plan))
+    assert ours.plan.slots.gradient_bytes == ()
+    waiting = sum(ours.plan.layers[i].num_trained for i in ours.plan.deferred_offload_layers)
+    assert ours.plan.gradients.slab_bytes < waiting * ours.plan.gradients.slab_itemsize
     left = [r.op.layer for r in ours.records[0] if r.op.name == "offload"]
     assert left == sorted(left)
 

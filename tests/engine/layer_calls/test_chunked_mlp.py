@@ -192,7 +192,7 @@ def test_steps_are_those_of_plain_pytorch(tmp_path: Path, mode: Mode, monkeypatc
 
     monkeypatch.setattr(ChunkedMlp, "_chunks", spy)
     ours, theirs = run(tmp_path, Recipe(STEPS, micro_batch_size=1), replace(mode, mlp_chunk_tokens=UNEVEN))
-    assert (ours.plan.mlp_chunk_tokens, ours.plan.num_mlp_chunks) == (UNEVEN, 2)
+    assert (ours.plan.compute.mlp_chunk_tokens, ours.plan.num_mlp_chunks) == (UNEVEN, 2)
     of_block = 3 if mode.activations is RECOMPUTE else 2
     assert set(seen) == {(UNEVEN, 32 - UNEVEN)}
     assert len(seen) >= STEPS * 4 * (3 * of_block + 2), "in every step and micro-batch each block, and the norm"
@@ -348,7 +348,7 @@ def test_a_backward_takes_what_the_plan_says() -> None:
     with installed(block, "mlp", chunk_tokens):
         chunked = most()
     for measured, tokens in ((whole, 0), (chunked, chunk_tokens)):
-        rows = {row.name: row.num_bytes for row in plan_in_chunks(seq_len, tokens).rows}
+        rows = {row.name: row.num_bytes for row in plan_in_chunks(seq_len, tokens).memory_items}
         assert 0.5 * rows["work"] < measured < 1.05 * rows["work"]
     assert chunked < whole / 4
 
@@ -367,11 +367,11 @@ def test_less_memory_makes_chunks() -> None:
     seq_len = 4 * CHUNK_TOKENS
     structure, activations = wide(seq_len)
     whole = make_plan(structure, activations, MACHINE, request_of(seq_len))
-    assert whole.mlp_chunk_tokens == 0
+    assert whole.compute.mlp_chunk_tokens == 0
     assert "chunks    " not in describe(whole)
     limited = replace(MACHINE, hbm_bytes=2 << 30)
     chunked = make_plan(structure, activations, limited, request_of(seq_len))
-    assert (chunked.mlp_chunk_tokens, chunked.num_mlp_chunks) == (CHUNK_TOKENS, 4)
+    assert (chunked.compute.mlp_chunk_tokens, chunked.num_mlp_chunks) == (CHUNK_TOKENS, 4)
     assert "MLPs compute 16384 tokens at a time, 4 chunks, and again in the backward" in describe(chunked)
     assert Plan.from_json(chunked.to_json()) == chunked
     assert whole.prediction is not None

@@ -139,7 +139,7 @@ def test_less_device_memory_makes_smaller_budgets() -> None:
         blocks = plan.layers[1:-1]
         assert {(layer.compiled, layer.activations) for layer in blocks} == {(True, ActivationPolicy.KEEP)}
         assert not plan.layers[0].compiled
-        assert plan.compiled_loss
+        assert plan.compute.compiled_loss
         found.append((blocks[0].activation_budget, plan))
     assert list(dict.fromkeys(budget for budget, _ in found)) == list(ACTIVATION_BUDGETS)
     smallest = min((plan for _, plan in found), key=lambda plan: plan.total_bytes(Tier.HBM))
@@ -153,8 +153,8 @@ def test_less_device_memory_makes_smaller_budgets() -> None:
 def test_the_plan_counts_what_a_budget_keeps() -> None:
     structure, activations, request = compiled_plans()
     plan = make_plan(structure, activations, MACHINE, request)
-    live = plan.num_micro_batches if plan.order.value == "layers_outer" else 1
-    kept = next(row.num_bytes for row in plan.rows if row.name == "kept activations")
+    live = plan.step.num_micro_batches if plan.step.order.value == "layers_outer" else 1
+    kept = next(row.num_bytes for row in plan.memory_items if row.name == "kept activations")
     assert kept == live * (activations.kept[0] + sum(activations.kept_within(i, 1.0) for i in (1, 2, 3)))
 
 
@@ -175,7 +175,7 @@ def test_auto_compiles_on_a_gpu(tmp_path: Path, device: str, changes: dict[str, 
     tree = config(tmp_path, shape, data__seq_len=16, hardware__device=device, **changes)
     plan = prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
     assert [layer.compiled for layer in plan.layers] == [False, *[expected] * 3, False]
-    assert plan.compiled_loss is expected
+    assert plan.compute.compiled_loss is expected
 
 
 def test_another_value_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -92,7 +92,11 @@ def test_each_of_several_gpus_copies_its_part_of_gradients_and_matrices(tmp_path
     structure, plan = plan_for(factory, recipe, Mode(num_shards=2), (4, 32))
     one, two, parts = (
         moved_bytes(each, structure)
-        for each in (plan, replace(plan, num_gpus=2), replace(plan, num_gpus=2, gathers_slots=True))
+        for each in (
+            plan,
+            replace(plan, hosts=replace(plan.hosts, num_gpus=2)),
+            replace(plan, hosts=replace(plan.hosts, num_gpus=2), slots=replace(plan.slots, gathered=True)),
+        )
     )
     assert two["d2h"] == one["d2h"] // 2
     assert one["h2d"] // 2 < two["h2d"] < one["h2d"]  # working copies are uploaded whole

@@ -36,7 +36,10 @@ def test_a_save_takes_twelve_bytes_per_parameter(plan: Plan) -> None:
 def test_the_three_cases(plan: Plan) -> None:
     """In units in which the save is 12, the disk is fast enough, or RAM takes the rest, or the disk takes the rest."""
     unit = plan.save_bytes / 12
-    roomy, tight = replace(plan, save_copy_bytes=plan.save_bytes), replace(plan, save_copy_bytes=int(4 * unit))
+    roomy, tight = (
+        replace(plan, saves=replace(plan.saves, copy_bytes=plan.save_bytes)),
+        replace(plan, saves=replace(plan.saves, copy_bytes=int(4 * unit))),
+    )
     assert predict_stall_s(roomy, 6.0, 2 * unit, 10 * unit) == 0
     assert predict_stall_s(roomy, 1.0, 2 * unit, 10 * unit) == pytest.approx(1.0)
     assert predict_stall_s(tight, 1.0, 2 * unit, 10 * unit) == pytest.approx(0.4 + 3.0)
@@ -44,7 +47,7 @@ def test_the_three_cases(plan: Plan) -> None:
 
 def test_spare_ram_is_shared_with_nobody(plan: Plan) -> None:
     """A plan that leaves no RAM copies nothing; one that leaves much copies everything and no more."""
-    assert plan.save_copy_bytes == plan.save_bytes
+    assert plan.saves.copy_bytes == plan.save_bytes
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
@@ -62,5 +65,5 @@ def test_copying_is_measured_where_there_is_room(num_layers: int) -> None:
 
 
 def test_nothing_is_copied_where_there_is_no_room(plan: Plan) -> None:
-    none = replace(plan, save_copy_bytes=0)
+    none = replace(plan, saves=replace(plan.saves, copy_bytes=0))
     assert predict_stall_s(none, 1.0, plan.save_bytes / 4, math.inf) == pytest.approx(3.0)

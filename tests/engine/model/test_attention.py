@@ -44,7 +44,7 @@ def plan(folder: Path, machine: Machine, shape: dict[str, Any] | None = None, **
 
 
 def attentions(plan: Plan) -> tuple[Attention, Attention]:
-    return plan.attention, plan.packed_attention
+    return plan.compute.attention, plan.compute.packed_attention
 
 
 SDPA, FLEX = Attention.SDPA, Attention.FLEX
@@ -93,14 +93,14 @@ def test_flex_attention_that_is_asked_for_and_impossible_is_refused(
 def test_the_plan_counts_masks_by_hand(tmp_path: Path) -> None:
     """Four sequences an update, one a micro-batch; layers outermost keep the masks of all."""
     whole = plan(tmp_path, CUDA, model__attention="sdpa")
-    assert whole.order is LoopOrder.LAYERS_OUTER
+    assert whole.step.order is LoopOrder.LAYERS_OUTER
     assert masks_bytes(whole) == (4 + 2) * SEQ_LEN**2
     assert masks_bytes(plan(tmp_path, CUDA)) == (4 + 2) * 16 * (SEQ_LEN // 128) ** 2
     assert masks_bytes(plan(tmp_path, CUDA, data__packing=False)) == 0
 
 
 def masks_bytes(plan: Plan) -> int:
-    return next(row.num_bytes for row in plan.rows if row.name == "attention masks")
+    return next(row.num_bytes for row in plan.memory_items if row.name == "attention masks")
 
 
 def test_a_layer_keeps_the_mask_that_sdpa_is_given_in_the_working_type() -> None:

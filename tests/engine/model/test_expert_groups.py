@@ -233,7 +233,7 @@ def test_a_layer_larger_than_the_slots_is_planned(tmp_path: Path) -> None:
         question_of(mixtral(tmp_path, block_parts=1)).plan()
     question = question_of(mixtral(tmp_path))
     plan = question.plan()
-    assert (plan.block_parts, plan.expert_groups, question.source.expert_groups) == (8, 8, 8)
+    assert (plan.compute.block_parts, plan.compute.expert_groups, question.source.expert_groups) == (8, 8, 8)
     assert "parts     blocks are divided into 8 layers each, experts into 8 groups" in describe(plan)
     assert plan.prediction
     again = predictor(mixtral(tmp_path), plan)(plan.prediction.profile)
@@ -250,6 +250,6 @@ def test_another_number_of_parts_than_of_groups_is_found_again(tmp_path: Path) -
     tree = config(tmp_path, shape, hardware={"device": "cuda", "hbm_limit": "12GB", "block_parts": 6})
     asked = TrainConfig.model_validate(tree).resolve()
     plan = question_of(asked).plan()
-    assert plan.prediction and plan.expert_groups == 4 < plan.block_parts
+    assert plan.prediction and plan.compute.expert_groups == 4 < plan.compute.block_parts
     again = predictor(asked, plan)(plan.prediction.profile)
     assert again.step_s == plan.prediction.step_s

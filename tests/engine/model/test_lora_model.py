@@ -162,7 +162,7 @@ def test_a_pair_that_would_never_compute(tmp_path: Path) -> None:
 def test_the_plan_counts_two_bytes_a_frozen_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tree(tmp_path, train__micro_batch_size=4, save_every=1)
     plan = question_of(TrainConfig.model_validate(settings)).plan()
-    rows = {row.name: row.num_bytes for row in plan.rows if row.tier is Tier.HOST}
+    rows = {row.name: row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST}
     pairs = 3 * 4 * sum((64 + 64, 64 + 32, 64 + 32, 64 + 64, 64 + 176, 64 + 176, 176 + 64))
     base = 2 * 257 * 64 + 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176 + 2 * 64)
     assert (plan.num_trained, plan.num_parameters) == (pairs, base + pairs)

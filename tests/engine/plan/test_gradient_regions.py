@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_ray.engine.plan.gradient_slots import regions_of
+from megatrain_ray.engine.plan.residency import regions_of
 
 
 def test_layers_of_one_size_take_turns() -> None:

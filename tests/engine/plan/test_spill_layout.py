@@ -62,11 +62,11 @@ def test_extents_cover_what_a_shard_owns(layers: list[list[int]], num_shards: in
     layers=st.lists(SIZES, min_size=1, max_size=3),
     num_shards=st.integers(1, 3),
     most=st.integers(SLACK_ELEMENTS + 1, 30_000),
-    wire_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    offload_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     spills=st.booleans(),
 )
 def test_a_gradient_comes_before_the_state_of_its_part(
-    layers: list[list[int]], num_shards: int, most: int, wire_dtype: torch.dtype, spills: bool
+    layers: list[list[int]], num_shards: int, most: int, offload_dtype: torch.dtype, spills: bool
 ) -> None:
     flats = [
         FlatLayout.build(f"{i}", [ParameterSpec(f"{i}.{k}", f"{k}", (size,)) for k, size in enumerate(sizes)])
@@ -75,13 +75,13 @@ def test_a_gradient_comes_before_the_state_of_its_part(
     model, order = ModelLayout(tuple(flats), ()), range(len(flats))
     for index in range(num_shards):
         part = ShardLayout(model, index, num_shards, spilled=frozenset(order if spills else ()))
-        layout = SpillLayout.of(part, Precision.BF16, order, 2, most, frozenset(order), wire_dtype)
+        layout = SpillLayout.of(part, Precision.BF16, order, 2, most, frozenset(order), offload_dtype)
         waiting: dict[int, int] = {}  # up to which element of a layer there was a gradient
         for extent in layout.extents:
             if extent.is_gradient:
                 assert extent.span.start == waiting.get(extent.layer, part.spans[extent.layer].start)
-                assert extent.kinds == {GRADIENT: Span(0, extent.span.size * wire_dtype.itemsize)}
-                assert extent.span.size * wire_dtype.itemsize <= most * Precision.BF16.state_bytes
+                assert extent.kinds == {GRADIENT: Span(0, extent.span.size * offload_dtype.itemsize)}
+                assert extent.span.size * offload_dtype.itemsize <= most * Precision.BF16.state_bytes
                 waiting[extent.layer] = extent.span.stop
             else:
                 assert extent.span.stop <= waiting[extent.layer]

@@ -50,7 +50,7 @@ def model(*, tied: bool = False, rules: ParameterRules = ALL_ALIKE) -> tuple[Mod
 
 
 def rows(plan: Plan, tier: Tier) -> dict[str, int]:
-    return {row.name: row.num_bytes for row in plan.rows if row.tier is tier}
+    return {row.name: row.num_bytes for row in plan.memory_items if row.tier is tier}
 
 
 def test_twelve_bytes_a_parameter() -> None:
@@ -70,10 +70,10 @@ def test_twelve_bytes_a_parameter() -> None:
         "processes": 5 * PROCESS_BYTES + BESIDE_GPU_BYTES,
         "copies for saves": 12 * parameters,
     }
-    assert host["copies for saves"] == plan.save_copy_bytes
+    assert host["copies for saves"] == plan.saves.copy_bytes
     without = make_plan(structure, activations, MACHINE, replace(REQUEST, saves=False))
     assert "copies for saves" not in rows(without, Tier.HOST)
-    assert without.save_copy_bytes == 0
+    assert without.saves.copy_bytes == 0
     assert padded - parameters < (LAYERS + 2) * 2048
 
 
@@ -109,10 +109,10 @@ def test_eight_bytes_a_parameter_that_muon_trains(clip: bool) -> None:
     padded, of_adamw = structure.layout().size, sum(x.adamw.size for x in structure.layout().layers)
     assert padded - of_adamw == LAYERS * (block - 2048)
     assert host["optimizer state"] == 6 * padded + 4 * of_adamw
-    assert host["directions in waiting"] == plan.direction_slab_bytes == 4 * 2 * block
+    assert host["directions in waiting"] == plan.gradients.direction_slab_bytes == 4 * 2 * block
     work = 8 * HIDDEN * INNER + 4 * HIDDEN**2
     assert hbm["muon"] == 2 * 4 * block + 2 * 2 * block + work
-    assert plan.momentum_slot_bytes == (4 * block,) * 2
+    assert plan.slots.momentum_bytes == (4 * block,) * 2
     assert plan.save_bytes == adamw.save_bytes - 4 * LAYERS * matrices
     assert rows(adamw, Tier.HBM).keys() == hbm.keys() - {"muon"}
     up = LAYERS * matrices * (4 + 2 * clip)
@@ -138,7 +138,7 @@ def test_two_bytes_a_frozen_parameter() -> None:
     assert 0 <= trained_size - trained < (LAYERS // 2 + 1) * 2048
     assert host["working copy"] == 2 * padded
     assert host["optimizer state"] == 10 * trained_size
-    assert host["gradients in waiting"] == plan.slab_bytes == 2 * trained_size
+    assert host["gradients in waiting"] == plan.gradients.slab_bytes == 2 * trained_size
     assert host["copies for saves"] == 12 * trained
     assert plan.layer_order == (3, 4, 5)
     hbm = rows(plan, Tier.HBM)
@@ -146,8 +146,8 @@ def test_two_bytes_a_frozen_parameter() -> None:
     assert activations.kept[:3] == (0, 0, 0)
     assert activations.kept[3] < everything[1].kept[3], "its first norm hands nothing on"
     assert activations.kept[4:] == everything[1].kept[4:]
-    assert plan.uploads_per_step == LAYERS + 2
-    assert whole.uploads_per_step > LAYERS + 2
+    assert plan.slots.num_uploads == LAYERS + 2
+    assert whole.slots.num_uploads > LAYERS + 2
 
 
 def test_frozen_matrices_keep_fewer_activations() -> None:
@@ -194,7 +194,7 @@ def test_the_fastest_plan_that_fits_is_chosen() -> None:
     def chosen(hbm: int | None) -> tuple[LoopOrder, ActivationPolicy, int]:
         plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=hbm), request)
         assert hbm is None or plan.total_bytes(Tier.HBM) <= hbm
-        return plan.order, plan.layers[1].activations, len(plan.slots)
+        return plan.step.order, plan.layers[1].activations, len(plan.slots.weights)
 
     everything = chosen(None)
     assert everything == (LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 5)
@@ -226,10 +226,10 @@ def test_sums_go_to_the_host_when_nothing_else_fits() -> None:
     structure, activations = model()
     request = replace(REQUEST, num_micro_batches=32)
     plans = [build_plan(structure, activations, MACHINE, request, c) for c in candidates(structure, request)]
-    smallest = min(plan.total_bytes(Tier.HBM) for plan in plans if plan.sums is Tier.HBM)
-    assert make_plan(structure, activations, MACHINE, request).sums is Tier.HBM
+    smallest = min(plan.total_bytes(Tier.HBM) for plan in plans if plan.gradients.sums is Tier.HBM)
+    assert make_plan(structure, activations, MACHINE, request).gradients.sums is Tier.HBM
     plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=smallest - 1), request)
-    assert (plan.sums, plan.order) == (Tier.HOST, LoopOrder.MICRO_BATCHES_OUTER)
+    assert (plan.gradients.sums, plan.step.order) == (Tier.HOST, LoopOrder.MICRO_BATCHES_OUTER)
     assert plan.total_bytes(Tier.HBM) < smallest
     assert rows(plan, Tier.HOST)["gradients in waiting"] == 4 * structure.layout().size
 
@@ -308,7 +308,7 @@ def test_thousands_of_shards_take_no_time() -> None:
     many = make_plan(structure, activations, machine, replace(REQUEST, num_shards=5000))
     assert time.process_time() - start < 2.0
     one = make_plan(structure, activations, machine, replace(REQUEST, num_shards=1))
-    assert (many.num_shards, many.num_shard_threads) == (5000, 1)
+    assert (many.shards.num_shards, many.shards.num_threads) == (5000, 1)
     assert rows(many, Tier.HOST)["processes"] == (4 + 5000) * PROCESS_BYTES + BESIDE_GPU_BYTES
     for name in ("working copy", "optimizer state", "gradients in waiting"):
         assert rows(many, Tier.HOST)[name] == rows(one, Tier.HOST)[name]
@@ -319,7 +319,7 @@ def test_on_the_cpu_device_memory_is_host_memory() -> None:
     plan = make_plan(structure, activations, replace(MACHINE, device="cpu"), REQUEST)
     need = plan.total_bytes(Tier.HOST) + plan.total_bytes(Tier.HBM)
     assert f"\nhost{format_bytes(need):>18}   of 64.00 GiB" in describe(plan)
-    machine = replace(MACHINE, device="cpu", ram_bytes=need - plan.save_copy_bytes - 1)
+    machine = replace(MACHINE, device="cpu", ram_bytes=need - plan.saves.copy_bytes - 1)
     smaller = make_plan(structure, activations, machine, REQUEST)
     assert smaller.total_bytes(Tier.HOST) + smaller.total_bytes(Tier.HBM) < need
     assert smaller.slots != plan.slots or smaller.layers != plan.layers
@@ -347,14 +347,14 @@ def test_the_plan_survives_json() -> None:
     request = replace(REQUEST, num_micro_batches=2, num_fragments=3, round_gradients=True)
     plan = make_plan(structure, activations, replace(MACHINE, hbm_bytes=100 << 30), request)
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.leaving_slot_bytes
+    assert plan.slots.rounded_bytes
 
 
 def test_unclipped_gradients_do_not_wait() -> None:
     structure, activations = model()
     clipped = make_plan(structure, activations, MACHINE, REQUEST)
     unclipped = make_plan(structure, activations, MACHINE, replace(REQUEST, clip=False))
-    assert unclipped.slab_bytes < clipped.slab_bytes
+    assert unclipped.gradients.slab_bytes < clipped.gradients.slab_bytes
     assert list(unclipped.layer_order) == list(reversed(clipped.layer_order))
 
 
@@ -390,9 +390,9 @@ def test_layers_that_live_on_the_device() -> None:
     assert hbm["gradients in HBM"] == 0, "they come as activations go"
     assert host["working copy"] == 2 * sum(sizes[3:])
     assert host["optimizer state"] == 10 * sum(sizes[3:])
-    assert host["gradients in waiting"] == plan.slab_bytes == 2 * sum(sizes[3:])
+    assert host["gradients in waiting"] == plan.gradients.slab_bytes == 2 * sum(sizes[3:])
     assert plan.layer_order == (3, 4, 5)
-    assert plan.uploads_per_step < without.uploads_per_step
+    assert plan.slots.num_uploads < without.slots.num_uploads
     assert plan.save_bytes == without.save_bytes
 
 
@@ -400,7 +400,12 @@ def test_layers_that_live_on_the_device() -> None:
 def test_all_layers_on_the_device(clip: bool) -> None:
     structure, activations = model(tied=True)
     plan = make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=LAYERS + 2, clip=clip))
-    assert (plan.slots, plan.gradient_slot_bytes, plan.slab_bytes, plan.uploads_per_step) == ((), (), 0, 0)
+    assert (plan.slots.weights, plan.slots.gradient_bytes, plan.gradients.slab_bytes, plan.slots.num_uploads) == (
+        (),
+        (),
+        0,
+        0,
+    )
     with pytest.raises(ConfigError, match=r"hardware\.hbm_layers: 7 .* only 6 of 6"):
         make_plan(structure, activations, MACHINE, replace(REQUEST, hbm_layers=LAYERS + 3))
 

@@ -45,7 +45,7 @@ UPDATES = 3
 def two_memories() -> list[Memory]:
     """Return the memories of two shards."""
     working, stored = poisoned(model_layout().size, torch.bfloat16), frozenset(STORED)
-    return [memory_of(k, 2, FORWARD, 3, working, stored=stored, wire_dtype=torch.bfloat16) for k in range(2)]
+    return [memory_of(k, 2, FORWARD, 3, working, stored=stored, offload_dtype=torch.bfloat16) for k in range(2)]
 
 
 def loop_of(shard: AdamShard, words: HostWords, slab: Tensor) -> ShardLoop:
@@ -164,7 +164,7 @@ async def test_a_lease_ends_when_every_shard_has_the_gradient(tmp_path: Path, si
     words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, 2))), num_layers, 2)
     words.reset(0, plan.updated_layers)
     publish = words.gradients.store if signal == "stored" else words.generations.finish
-    slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
+    slab = torch.empty(plan.gradients.slab_bytes, dtype=torch.uint8)
     host = SharedHost(plan, layout, torch.empty(layout.size), slab, words, Momenta([], []))
     try:
         layer = 2 if signal == "stored" else 3

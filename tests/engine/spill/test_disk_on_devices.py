@@ -68,9 +68,9 @@ def check_that_it_ran(result: EngineResult, mode: Mode) -> None:
     """Assert from plan and event log that what the mode has on disk went there and came back."""
     plan, sizes = result.plan, result.layout.trained_sizes
     assert set(plan.spilled_layers) == mode.spilled
-    assert set(plan.stored_layers) == mode.stored
+    assert set(plan.gradients_on_disk) == mode.stored
     assert set(plan.weights_on_disk) == mode.on_disk
-    stored = sum(sizes[i] for i in mode.stored) * plan.wire_dtype.itemsize
+    stored = sum(sizes[i] for i in mode.stored) * plan.gradients.offload_dtype.itemsize
     assert result.moved("store") == STEPS * stored
     state = sum(sizes[i] for i in mode.spilled) * plan.precision.state_bytes
     weights = sum(sizes[i] for i in mode.on_disk) * plan.precision.working_dtype.itemsize

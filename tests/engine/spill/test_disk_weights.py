@@ -46,7 +46,7 @@ class Rig:
         factory = folder_source(build_tiny(folder)).factory
         structure, plan = plan_for(factory, Recipe(1, precision="bf16"), mode, (4, 32))
         # Slots for a layer that cannot be written yet; parts of layers that are no whole pages.
-        plan = replace(plan, state_slots=8, extent_elements=7 << 10)
+        plan = replace(plan, disk=replace(plan.disk, num_state_slots=8, extent_elements=7 << 10))
         self.layout = structure.layout(num_fragments)
         self.rings, self.stores, files, self.meter = [], [], [], DiskMeter()
         self.plan, num_layers = plan, len(plan.layers)
@@ -202,7 +202,7 @@ async def test_a_damaged_block_is_told(rig: Rig) -> None:
 async def test_a_published_generation_is_fetched_once_it_is_on_disk(rig: Rig) -> None:
     """The bell rings when the last shard has written it, and nobody publishes anything more."""
     working = torch.empty(rig.layout.size_among(rig.plan.weights_on_host), dtype=torch.bfloat16)
-    slab = torch.empty(rig.plan.slab_bytes, dtype=torch.uint8)
+    slab = torch.empty(rig.plan.gradients.slab_bytes, dtype=torch.uint8)
     host = SharedHost(rig.plan, rig.layout, working, slab, rig.words, Momenta([], []), rig.disk)
     for store in rig.stores:
         store.held.add("write")

@@ -140,13 +140,13 @@ def memory_of(
     name: str = BLOB,
     spilled: frozenset[int] = SPILLED,
     stored: frozenset[int] = frozenset(),
-    wire_dtype: torch.dtype = torch.float32,
+    offload_dtype: torch.dtype = torch.float32,
     on_disk: frozenset[int] = frozenset(),
 ) -> Memory:
     """Return the memory of a shard. `on_disk`: layers of `spilled` whose working copies are there, too."""
     model = model_layout()
     part = ShardLayout(model, index, num_shards, spilled=spilled, on_disk=on_disk)
-    layout = SpillLayout.of(part, Precision.BF16, order, num_slots, EXTENT_ELEMENTS, stored, wire_dtype)
+    layout = SpillLayout.of(part, Precision.BF16, order, num_slots, EXTENT_ELEMENTS, stored, offload_dtype)
     return Memory(
         part,
         layout,
@@ -668,14 +668,14 @@ def test_gradients_wait_between_slots_and_disk() -> None:
 
 @pytest.mark.parametrize("spilled", [{0, 2}, {0}, {2}, set()], ids=str)
 @pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("wire_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_updates_with_gradients_from_disk_are_those_without(
-    num_shards: int, wire_dtype: torch.dtype, spilled: set[int]
+    num_shards: int, offload_dtype: torch.dtype, spilled: set[int]
 ) -> None:
     """The slab has other things by then."""
     working, stored = poisoned(model_layout().size, torch.bfloat16), frozenset({0, 2})
     memories = [
-        memory_of(k, num_shards, FORWARD, 2, working, None, BLOB, frozenset(spilled), stored, wire_dtype)
+        memory_of(k, num_shards, FORWARD, 2, working, None, BLOB, frozenset(spilled), stored, offload_dtype)
         for k in range(num_shards)
     ]
     with opened(memories) as shards, open_shards(Precision.BF16, num_shards) as expected:
@@ -683,7 +683,7 @@ def test_updates_with_gradients_from_disk_are_those_without(
             shard.load(Dictionary(random_masters(model_layout())), 2)
         for number in range(1, 4):
             header = headers(number)[-1]
-            gradients = flat_gradients(model_layout(), number, wire_dtype)
+            gradients = flat_gradients(model_layout(), number, offload_dtype)
             directions = flat_directions(model_layout(), number)
             for shard in shards:
                 for layer in sorted(stored, reverse=True):

@@ -208,8 +208,8 @@ def test_gradients_of_a_captured_step_have_a_place(tmp_path: Path) -> None:
     build_tiny(tmp_path)
     recipe = Recipe(1, micro_batch_size=4)
     results = [train_engine(tmp_path, tiny_batches(1), recipe, replace(CAPTURED, captured=c)) for c in (True, False)]
-    assert not results[0].plan.gradients_are_brief
-    assert results[1].plan.gradients_are_brief
+    assert not results[0].plan.gradients_allocated_on_demand
+    assert results[1].plan.gradients_allocated_on_demand
     trained = 4 * sum(layer.num_trained for layer in results[0].plan.layers)
     assert results[0].device_bytes - results[1].device_bytes >= trained
 
@@ -238,21 +238,22 @@ def planned(sequences: int, *, hbm_bytes: int = 140 << 30, shape: dict[str, int]
 
 def test_a_step_is_captured_where_its_launches_take_longer() -> None:
     small = planned(1)
-    assert small.captured
+    assert small.step.captured
     assert "launches  one for a step's forward and backward" in describe(small)
     uncaptured = planned(1, captured=False)
-    assert not uncaptured.captured
+    assert not uncaptured.step.captured
     assert small.prediction and uncaptured.prediction
     assert small.prediction.step_s < 0.8 * uncaptured.prediction.step_s
-    assert not planned(64).captured
-    assert not planned(16, shape=LARGE).captured
-    assert planned(64, captured=True).captured
+    assert not planned(64).step.captured
+    assert not planned(16, shape=LARGE).step.captured
+    assert planned(64, captured=True).step.captured
 
 
 def test_a_captured_step_has_its_memory_to_itself() -> None:
     """Gradients stay, and an evaluation has the work of a layer beside it."""
     captured, uncaptured = (
-        {row.name: row.num_bytes for row in planned(1, captured=c).rows if row.tier is Tier.HBM} for c in (True, False)
+        {row.name: row.num_bytes for row in planned(1, captured=c).memory_items if row.tier is Tier.HBM}
+        for c in (True, False)
     )
     assert captured.pop("beside the capture") == captured["work"]
     assert captured.pop("gradients in HBM") > uncaptured.pop("gradients in HBM")
@@ -269,7 +270,7 @@ def test_the_fastest_of_both_is_taken(hbm_gib: int, sequences: int) -> None:
             plans[captured] = planned(sequences, hbm_bytes=hbm_gib << 30, captured=captured)
     seconds = {captured: plan.prediction.step_s for captured, plan in plans.items() if plan.prediction}
     assert seconds[None] == min(seconds.values())
-    assert all(plan.captured is captured for captured, plan in plans.items() if captured is not None)
+    assert all(plan.step.captured is captured for captured, plan in plans.items() if captured is not None)
     assert (True in plans) is (hbm_gib >= 10)
 
 
@@ -278,7 +279,7 @@ def test_nothing_of_a_captured_step_waits_for_the_host() -> None:
     fits = [plan for gib in range(4, 24) if (plan := _captured_within(gib << 30))]
     assert fits
     for plan in fits:
-        assert (plan.host_layers, plan.sums, plan.boundary_bytes) == (frozenset(), Tier.HBM, 0)
+        assert (plan.host_layers, plan.gradients.sums, plan.boundary_bytes) == (frozenset(), Tier.HBM, 0)
 
 
 def _captured_within(hbm_bytes: int) -> Plan | None:
@@ -299,7 +300,7 @@ def test_what_cannot_be_captured_is_refused_where_it_is_asked_for(changes: dict[
     with pytest.raises(ConfigError) as refused:
         planned(1, captured=True, **changes)
     assert str(refused.value) == f"hardware.cuda_graphs: a step cannot be captured: {problem}; set it to auto"
-    assert not planned(1, **changes).captured
+    assert not planned(1, **changes).step.captured
 
 
 def test_no_gpu_no_capture() -> None:
@@ -315,4 +316,4 @@ def test_a_step_that_has_no_room_is_refused_by_the_name_of_what_asks_for_it() ->
     with pytest.raises(CapacityError, match=message) as refused:
         planned(1, hbm_bytes=4 << 30, captured=True)
     assert "train.clip=null" not in str(refused.value)
-    assert not planned(1, hbm_bytes=4 << 30).captured
+    assert not planned(1, hbm_bytes=4 << 30).step.captured

@@ -148,7 +148,7 @@ def test_sums_that_wait_on_the_host_are_bit_equal(tmp_path: Path, name: str) -> 
 def assert_nothing_in_vain(result: EngineResult, mode: Mode, lowest: int) -> None:
     """Assert that there is no backward below the lowest trained layer, and no gradient or update of what is frozen."""
     records, plan = result.records[0], result.plan
-    num_layers, m = len(plan.layers), plan.num_micro_batches
+    num_layers, m = len(plan.layers), plan.step.num_micro_batches
     count = Counter((r.op.name, r.op.layer) for r in records)
     backward = {layer for name, layer in count if name == "backward"}
     assert backward <= set(range(lowest, num_layers))

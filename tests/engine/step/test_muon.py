@@ -14,7 +14,8 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.optimizer import muon
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, newton_schulz
-from megatrain_ray.engine.plan.plan import ActivationPolicy, UpdateOrder
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
 from tests.engine.step.test_non_finite import batches_with_bad_token, broken_model
@@ -93,8 +94,8 @@ def test_sums_that_wait_on_the_host_are_bit_equal(tmp_path: Path, clip: float | 
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_more_layers_than_directions_that_may_wait(tmp_path: Path, clip: float | None) -> None:
     ours, theirs = run(tmp_path, replace(RECIPE, clip=clip), Mode(LAYERS, num_shards=2), num_layers=7)
-    (size,) = {*ours.plan.direction_slot_bytes}
-    assert ours.plan.direction_slab_bytes == 4 * size
+    (size,) = {*ours.plan.slots.direction_bytes}
+    assert ours.plan.gradients.direction_slab_bytes == 4 * size
     assert_equal(ours, theirs)
 
 
@@ -176,7 +177,7 @@ def test_what_moves_for_it(tmp_path: Path, clip: float | None, up: tuple[str, ..
         "orthogonalize": blocks,
     }
     order = [r.op.layer for r in records if r.op.name == "orthogonalize"]
-    assert order == ([1, 2, 3] if ours.plan.update_order is UpdateOrder.FORWARD else [3, 2, 1])
+    assert order == ([1, 2, 3] if ours.plan.step.update_order is UpdateOrder.FORWARD else [3, 2, 1])
     backward_ends = max(r.end_s for r in records if r.op.name == "backward")
     first = min(r.start_s for r in records if r.op.name == "orthogonalize")
     assert (first >= backward_ends) is (clip is not None)

@@ -13,7 +13,8 @@ import torch
 
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import ActivationPolicy, UpdateOrder
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.spill_bytes import room_in_slots
 from megatrain_ray.io.storage.packed_store import Packer
@@ -58,10 +59,10 @@ def assert_mode_ran(result: EngineResult, recipe: Recipe, mode: Mode) -> None:
     plan, records = result.plan, result.records[0]
     names = [r.op.name for r in records if r.stage is Stage.COMPUTE]
     blocks = [layer for layer in plan.layers if layer.name.startswith("layers")]
-    m = plan.num_micro_batches
+    m = plan.step.num_micro_batches
     assert {layer.activations for layer in blocks} == {mode.activations}
     assert names.count("recompute") == (len(blocks) * m if mode.activations is RECOMPUTE else 0)
-    assert plan.num_shards == mode.num_shards
+    assert plan.shards.num_shards == mode.num_shards
     assert {layer.num_fragments for layer in blocks} == {mode.num_fragments}
     forwards = [r.op.micro_batch for r in records if r.op.name == "forward" and r.op.layer == 1]
     second = [r.op.micro_batch for r in records if r.op.name == "forward" and r.op.layer == 2]
@@ -69,7 +70,7 @@ def assert_mode_ran(result: EngineResult, recipe: Recipe, mode: Mode) -> None:
     assert forwards == second == list(range(m))
     interleaved = [op.layer for op in everything] == [1] * m + [2] * m
     assert interleaved is (mode.order is LAYERS or m == 1)
-    assert plan.update_order is (UpdateOrder.BACKWARD if recipe.clip is None else UpdateOrder.FORWARD)
+    assert plan.step.update_order is (UpdateOrder.BACKWARD if recipe.clip is None else UpdateOrder.FORWARD)
 
 
 MODES = [
@@ -148,12 +149,12 @@ def test_what_is_kept_on_the_host_is_bit_equal(
     blocks = [i for i, layer in enumerate(ours.plan.layers) if layer.kept is Tier.HOST]
     assert blocks == [1, 2]
     planned = sum(layer.kept_bytes for layer in ours.plan.layers)
-    assert ours.plan.kept_bytes == planned * ours.plan.num_live_micro_batches
+    assert ours.plan.kept_bytes == planned * ours.plan.step.num_live_micro_batches
     for stage in (Stage.D2H, Stage.H2D):
         moved = [r.op for r in ours.records[-1] if r.op.name == "kept" and r.stage is stage]
         expected = [(layer, j) for layer in blocks for j in range(4 // micro_batch_size)]
         assert sorted((op.layer, op.micro_batch) for op in moved) == expected, stage
-        per_micro_batch = sum(op.num_bytes for op in moved) / ours.plan.num_micro_batches
+        per_micro_batch = sum(op.num_bytes for op in moved) / ours.plan.step.num_micro_batches
         assert 0.9 * planned < per_micro_batch <= planned
 
 
@@ -192,7 +193,7 @@ def test_activations_on_disk_are_bit_equal(
     assert {i for i, layer in enumerate(plan.layers) if layer.disk_activations} == mode.to_disk & {1, 2, 3}
     left = [r.op for r in ours.records[-1] if r.op.name in kinds and r.stage is Stage.D2H]
     on_disk = sum(op.num_bytes for op in left if op.layer in mode.to_disk)
-    assert 0.9 * sum(plan.disk_activations) < on_disk / plan.num_sweeps <= sum(plan.disk_activations)
+    assert 0.9 * sum(plan.disk_activations) < on_disk / plan.step.num_sweeps <= sum(plan.disk_activations)
     moved = sum(r.op.num_bytes for r in ours.records[-1] if r.op.name in kinds and r.stage is Stage.DISK)
     assert moved == 2 * on_disk
 
@@ -226,7 +227,7 @@ def test_chunks_of_a_head_of_its_own_are_bit_equal(
     """
     recipe = Recipe(STEPS, precision=precision, micro_batch_size=micro_batch_size, loss_chunk_tokens=24)
     ours, theirs = run(tmp_path, recipe, mode)
-    assert ours.plan.chunks_add_to_sums is (micro_batch_size == 1)
+    assert ours.plan.compute.chunks_add_to_sums is (micro_batch_size == 1)
     assert_equal(ours, theirs)
 
 
@@ -260,7 +261,9 @@ def test_bf16_is_bit_equal_on_cpu(
     """Stronger than the stated tolerance: BF16 kernels of one CPU round one way."""
     recipe = Recipe(STEPS, precision="bf16", grad_dtype=grad_dtype, micro_batch_size=4 // num_micro_batches)
     ours, theirs = run(tmp_path, recipe, Mode(order, RECOMPUTE, num_shards=3), tied=tied)
-    assert ours.plan.gradient_dtype == ("float32" if num_micro_batches == 4 and grad_dtype == "fp32" else "bfloat16")
+    assert ours.plan.gradients.offload_dtype == (
+        "float32" if num_micro_batches == 4 and grad_dtype == "fp32" else "bfloat16"
+    )
     assert_equal(ours, theirs)
 
 
@@ -274,7 +277,7 @@ def test_sums_that_wait_on_the_host_are_bit_equal(tmp_path: Path, grad_dtype: st
     assert_mode_ran(ours, recipe, mode)
     ops = [r.op.name for r in ours.records[0]]
     assert (ops.count("offload"), ops.count("fetch")) == (5 * 4, 5 * 3)
-    assert len(ours.plan.gradient_slot_bytes) == 3
+    assert len(ours.plan.slots.gradient_bytes) == 3
     assert_equal(ours, theirs)
 
 
@@ -320,8 +323,8 @@ def test_what_is_packed_on_disk_is_bit_equal(
     mode = Mode(num_shards=2, stored=everything, spilled=everything, on_disk=blocks, packed=True)
     ours, theirs = run(tmp_path, recipe, mode, tied=True)
     assert_mode_ran(ours, recipe, mode)
-    assert ours.plan.disk_packed and ours.plan.weights_on_disk == blocks
-    assert set(lengths) == {4, ours.plan.wire_dtype.itemsize, ours.plan.precision.working_dtype.itemsize}
+    assert ours.plan.disk.packed and ours.plan.weights_on_disk == blocks
+    assert set(lengths) == {4, ours.plan.gradients.offload_dtype.itemsize, ours.plan.precision.working_dtype.itemsize}
     assert all(max(saved) > 0 for saved in lengths.values())
     assert_equal(ours, theirs)
 
@@ -345,8 +348,8 @@ def test_gradients_that_wait_on_disk_are_bit_equal(
     ours, theirs = run(tmp_path, recipe, mode, tied=True)
     assert_mode_ran(ours, recipe, mode)
     sizes, plan = ours.layout.trained_sizes, ours.plan
-    assert set(plan.stored_layers) == stored
-    gradients = sum(sizes[i] for i in stored) * plan.wire_dtype.itemsize
+    assert set(plan.gradients_on_disk) == stored
+    gradients = sum(sizes[i] for i in stored) * plan.gradients.offload_dtype.itemsize
     state = sum(sizes[i] for i in spilled) * plan.precision.state_bytes
     assert (ours.moved("store"), ours.moved("write")) == (STEPS * gradients, STEPS * state)
     assert ours.moved("read") == STEPS * (gradients + state)

@@ -26,7 +26,7 @@ COMMANDS = [shlex.split(line) for line in re.findall(r"\$ megatrain plan ([^\n]+
 
 def ended_s(records: tuple[Record, ...], plan: Plan) -> float:
     """When all is computed and all gradients have landed, but those that leave under the next step."""
-    stages = [Stage.COMPUTE] if plan.departing_layers else [Stage.COMPUTE, Stage.H2D, Stage.D2H]
+    stages = [Stage.COMPUTE] if plan.deferred_offload_layers else [Stage.COMPUTE, Stage.H2D, Stage.D2H]
     return max(record.end_s for record in records if record.stage in stages)
 
 
@@ -49,9 +49,9 @@ def test_a_step_takes_as_long_as_predicted(settings: list[str], monkeypatch: pyt
     assert plan.prediction is not None
     first, second = StandIn(question, plan).records(2)
     moving = any(layer.boundary is Tier.HOST for layer in plan.layers)
-    tolerance = 0.02 if moving else 2e-4 if plan.departing_layers else 1e-6
+    tolerance = 0.02 if moving else 2e-4 if plan.deferred_offload_layers else 1e-6
     step_s = ended_s(second, plan) - ended_s(first, plan)
     assert step_s == pytest.approx(plan.prediction.step_s, rel=tolerance)
-    for stage in (Stage.COMPUTE, Stage.H2D, *([] if plan.departing_layers else [Stage.D2H])):
+    for stage in (Stage.COMPUTE, Stage.H2D, *([] if plan.deferred_offload_layers else [Stage.D2H])):
         at_work_s = sum(record.end_s - record.start_s for record in second if record.stage is stage)
         assert at_work_s == pytest.approx(plan.prediction.busy_s[stage.value])

@@ -153,7 +153,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     step_s = [plan.prediction.step_s for plan in plans if plan.prediction]
     assert sorted(step_s, reverse=True) == step_s
     assert step_s[-1] < 0.9 * step_s[0]
-    assert all(plan.micro_batch_size * plan.num_micro_batches == 64 for plan in plans)
+    assert all(plan.step.micro_batch_size * plan.step.num_micro_batches == 64 for plan in plans)
     fixed = [chosen(141, micro_batch_size=b, num_micro_batches=64 // b).prediction for b in (1, 4, 16, 64)]
     assert step_s[-1] <= 1.02 * min(prediction.step_s for prediction in fixed if prediction)
 
@@ -162,14 +162,14 @@ def test_the_choice_follows_the_machine() -> None:
     """Where copies are slow, sums do not travel, and weights travel once a step."""
     free = {"micro_batch_size": 4, "num_micro_batches": 16}
     slow = replace(TYPICAL_GPU, both_bytes_per_s=5e9)
-    assert chosen(60, slow, **free).order is LAYERS
+    assert chosen(60, slow, **free).step.order is LAYERS
     assert chosen(60, slow, **free) == chosen(60, slow, **free)
 
 
 def test_boundaries_wait_on_the_host_where_the_device_is_small() -> None:
     """64 × 1024 tokens in 16 GiB: those of 28 layers are 12 GiB, and take 4 % of a step's time on PCIe."""
     plan = chosen(16, micro_batch_size=4, num_micro_batches=16)
-    assert (plan.order, plan.sums) == (LAYERS, Tier.HBM)
+    assert (plan.step.order, plan.gradients.sums) == (LAYERS, Tier.HBM)
     assert plan.boundary_bytes == 28 * 64 * 1024 * 3584 * 2
     assert plan.prediction is not None
     assert sum(plan.prediction.exposed_s.values()) < 0.1 * plan.prediction.step_s

@@ -79,8 +79,8 @@ def test_several_gpus_share_what_muon_takes(clip: bool) -> None:
     assert summed_s[0] == pytest.approx((1 + sum(sizes[1:-1]) / sum(sizes)) * summed_s[1])
     matrix, by_adamw_bytes = 4 * 18944 * 3584, 4 * 6 * 2048  # norms and biases: 3 × 3584 + 2 × 512 elements, padded
     block = by_adamw_bytes + 4 * 2 * (3584 + 512) * 3584 + 3 * matrix
-    assert plans[1].momentum_slot_bytes == (block,) * 2
-    assert plans[4].momentum_slot_bytes == (matrix,) * 2
+    assert plans[1].slots.momentum_bytes == (block,) * 2
+    assert plans[4].slots.momentum_bytes == (matrix,) * 2
 
 
 def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:
@@ -92,7 +92,9 @@ def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:
         return build_plan(structure, activations, MACHINE, request, candidate)
 
     one, two = planned(1), planned(2)
-    rows = {name: [row.num_bytes for plan in (one, two) for row in plan.rows if row.name == name] for name in SHARED}
+    rows = {
+        name: [row.num_bytes for plan in (one, two) for row in plan.memory_items if row.name == name] for name in SHARED
+    }
     assert all(of_two == of_one // 2 for of_one, of_two in rows.values()), rows
     assert two.slots == one.slots, "a layer is whole on the device"
     of_one, of_two = (predicted(replace(REQUEST, num_gpus=4, num_hosts=number), candidate) for number in (1, 2))
@@ -121,10 +123,10 @@ def test_gpus_upload_parts_where_a_step_waits_for_uploads_and_their_link_is_fast
     assert plans[300e9].prediction.step_s < plans[10e9].prediction.step_s
     asked = replace(REQUEST, num_gpus=4, hbm_layers=0, num_micro_batches=1, micro_batch_size=1, gathers_slots=True)
     structure, activations = shape()
-    assert make_plan(structure, activations, MACHINE, asked).gathers_slots, "by hand, over any link"
+    assert make_plan(structure, activations, MACHINE, asked).slots.gathered, "by hand, over any link"
     of_many_tokens = replace(REQUEST, num_gpus=4, num_micro_batches=64)
     linked = replace(MACHINE, profile=replace(TYPICAL_GPU, gpu_link_bytes_per_s=300e9))
-    assert not make_plan(structure, activations, linked, of_many_tokens).gathers_slots, "it waits for nothing"
+    assert not make_plan(structure, activations, linked, of_many_tokens).slots.gathered, "it waits for nothing"
 
 
 def test_one_micro_batch_on_each_of_several_gpus_is_summed_in_fp32() -> None:
@@ -134,7 +136,10 @@ def test_one_micro_batch_on_each_of_several_gpus_is_summed_in_fp32() -> None:
         build_plan(structure, activations, MACHINE, replace(request, num_gpus=number), Candidate(OUTER, KEEP, 3, 2))
         for number in (1, 2)
     )
-    assert [(plan.sum_dtype, plan.gradient_dtype) for plan in plans] == [("bfloat16",) * 2, ("float32",) * 2]
+    assert [(plan.gradients.accumulate_dtype, plan.gradients.offload_dtype) for plan in plans] == [
+        ("bfloat16",) * 2,
+        ("float32",) * 2,
+    ]
 
 
 def test_no_plan_of_several_gpus_has_sums_that_wait_on_the_host() -> None:

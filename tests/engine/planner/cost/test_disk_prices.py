@@ -37,9 +37,9 @@ def test_the_engine_takes_what_the_simulation_does_for_each_of_them(tmp_path: Pa
     folder, recipe = build_tiny(tmp_path), Recipe(3, micro_batch_size=2)
     factory = folder_source(folder).factory
     structure, plan = plan_for(factory, recipe, EVERYTHING, (4, 32))
-    assert plan.disk_packed and plan.weights_on_disk and plan.stored_layers and plan.disk_activations
+    assert plan.disk.packed and plan.weights_on_disk and plan.gradients_on_disk and plan.disk_activations
     layout = structure.layout()
-    _, activations = discover(factory, plan.precision.working_dtype, plan.micro_batch_size, plan.seq_len)
+    _, activations = discover(factory, plan.precision.working_dtype, plan.step.micro_batch_size, plan.step.seq_len)
     basis = CostBasis(structure, layout, work_of(structure), TYPICAL_CPU, True, False, PACKED, PLAIN)
     assert basis.rates == replace(TYPICAL_CPU, disk_bytes_per_s=PACKED, disk_plain_bytes_per_s=PLAIN)
     prices = Prices(plan, basis, activations)

@@ -43,9 +43,13 @@ def some(of: Drafts, count: int) -> Iterator[Candidate]:
     ways += [replace(way, spills_activations=True) for way in moving]
     for way in itertools.islice(itertools.cycle(ways), count):
         layers = choice.choice((range(choice.randint(0, 6)), choice.sample(range(6), choice.randint(0, 6))))
-        num_late = choice.randint(0, BLOCKS)
-        changes = {"hbm_layers": frozenset(layers), "num_late": num_late, "num_waiting": choice.randint(0, 3)}
-        yield replace(way, **changes, num_staying=choice.randint(0, num_late))
+        num_tail_blocks = choice.randint(0, BLOCKS)
+        changes = {
+            "hbm_layers": frozenset(layers),
+            "num_tail_blocks": num_tail_blocks,
+            "num_waiting": choice.randint(0, 3),
+        }
+        yield replace(way, **changes, num_staying=choice.randint(0, num_tail_blocks))
 
 
 @pytest.mark.parametrize("budgets", [True, False])
@@ -66,6 +70,6 @@ def test_less_detail_says_the_same(ram_gib: int, budgets: bool) -> None:
     of = drafts(budgets=budgets, ram_bytes=ram_gib << 30)
     for candidate in some(of, 500):
         plan, least = of.plan(candidate), of.least_device_bytes(candidate)
-        assert of.without_rows(candidate) == replace(plan, rows=())
+        assert of.without_rows(candidate) == replace(plan, memory_items=())
         assert least <= of.device_bytes(candidate) == plan.total_bytes(Tier.HBM)
         assert of.host_room(candidate) == (-beyond_disk(plan) or spare_ram(plan) + 1)

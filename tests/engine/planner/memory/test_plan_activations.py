@@ -56,7 +56,7 @@ def planned(ram_bytes: int, candidate: Candidate = CANDIDATE, disk: SpillSpace =
 def needed_bytes(candidate: Candidate = CANDIDATE, **changes: int) -> int:
     """Host memory with nothing on disk."""
     plan = planned(1 << 50, candidate, **changes)
-    return plan.ram_limit_bytes - spare_ram(plan)
+    return plan.limits.ram_bytes - spare_ram(plan)
 
 
 def test_what_the_host_has_no_room_for_goes_to_the_disk_where_that_is_faster() -> None:
@@ -65,8 +65,8 @@ def test_what_the_host_has_no_room_for_goes_to_the_disk_where_that_is_faster() -
     assert fits(plan)
     assert plan.disk_activations and not plan.uses_disk
     assert step_s(plan) < (1 - TIE) * step_s(without)
-    assert (plan.extent_elements, plan.state_slots) == (0, 0)
-    assert (plan.num_windows, plan.window_bytes) == (NUM_WINDOWS, BLOCK_BYTES)
+    assert (plan.disk.extent_elements, plan.disk.num_state_slots) == (0, 0)
+    assert (plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes) == (NUM_WINDOWS, BLOCK_BYTES)
     assert moved_bytes(plan, structure)["disk"] == 2 * sum(plan.disk_activations)
     entering = sum(layer.boundary is Tier.NVME for layer in plan.layers)
     keeping = sum(layer.kept is Tier.NVME for layer in plan.layers)
@@ -97,8 +97,10 @@ def test_where_the_host_has_room_or_the_disk_is_slow_nothing_goes_there() -> Non
         without = make_plan(*shape(), machine, REQUEST)
         assert with_disk.prediction and without.prediction
         rates = replace(without.prediction, profile=with_disk.prediction.profile)
-        assert with_disk == replace(without, spill_limit_bytes=disk.limit_bytes, prediction=rates)
-        assert (with_disk.num_windows, with_disk.window_bytes) == (0, 0)
+        assert with_disk == replace(
+            without, prediction=rates, limits=replace(without.limits, spill_bytes=disk.limit_bytes)
+        )
+        assert (with_disk.disk.num_staging_buffers, with_disk.disk.staging_buffer_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])
@@ -125,7 +127,7 @@ def test_as_few_go_as_it_takes_the_first_layers_first(
             kind = "kept" if layers[last].kept is Tier.NVME else "boundary"
             layers[last] = replace(layers[last], **{kind: Tier.HOST})
             fewer = replace(plan, layers=tuple(layers))
-            assert sum(r.num_bytes for r in host_rows(fewer, layout)) > plan.ram_limit_bytes
+            assert sum(r.num_bytes for r in host_rows(fewer, layout)) > plan.limits.ram_bytes
     assert counts[0] == 0
     assert all(fewer <= more for fewer, more in pairwise(counts))
     assert len(set(counts)) > 4
@@ -155,13 +157,13 @@ def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk(disk:
     )
     op = Op("boundary", 1, num_bytes=1 << 30)
     for three in others:
-        assert three.host_gpus == 3
+        assert three.hosts.gpus_per_host == 3
         assert three.layers == one.layers
         for tier, name in ((Tier.NVME, "activations"), (Tier.HOST, "activation windows")):
             assert row(three, tier, name) == 3 * row(one, tier, name)
         assert row(three, Tier.HBM, "boundary activations") == row(one, Tier.HBM, "boundary activations")
         assert three.written_bytes == 3 * one.written_bytes == three.total_bytes(Tier.NVME)
-        assert moved_bytes(three, structure)["disk"] == three.num_gpus * moved_bytes(one, structure)["disk"]
+        assert moved_bytes(three, structure)["disk"] == three.hosts.num_gpus * moved_bytes(one, structure)["disk"]
         files = spill_files(three, structure.layout(), "/nvme")
         assert {name: file.nbytes for name, file in files.items()} == {
             activations_file(k): one.activation_file_bytes for k in range(3)
@@ -180,9 +182,9 @@ def test_windows_on_the_device_are_counted_there() -> None:
     """
     ram_bytes = needed_bytes() - (2 << 30)
     through_host, straight = planned(ram_bytes), planned(ram_bytes, disk=STRAIGHT)
-    assert (through_host.windows, straight.windows) == (Tier.HOST, Tier.HBM)
+    assert (through_host.disk.staging_tier, straight.disk.staging_tier) == (Tier.HOST, Tier.HBM)
     assert (through_host.activations_io, straight.activations_io) == (DiskIo.POSIX, DiskIo.KVIKIO)
-    assert straight.disk_io is DiskIo.POSIX
+    assert straight.disk.io is DiskIo.POSIX
     assert replace(straight, device="cpu").activations_io is DiskIo.POSIX, "everybody's reach"
     windows = row(straight, Tier.HBM, "activation windows")
     assert windows == NUM_WINDOWS * BLOCK_BYTES + ALIGN_BYTES
@@ -208,7 +210,7 @@ def test_a_device_without_room_for_windows_has_none() -> None:
     assert device_bytes(STRAIGHT) - device_bytes(DISK) == NUM_WINDOWS * BLOCK_BYTES + ALIGN_BYTES
     plan = make_plan(*shape(), replace(SHORT, spill=STRAIGHT), REQUEST)
     assert fits(plan)
-    assert plan.windows is Tier.HBM
+    assert plan.disk.staging_tier is Tier.HBM
 
 
 def test_what_stays_on_the_device_has_the_prices_of_its_memory() -> None:
@@ -231,8 +233,11 @@ def test_what_stays_on_the_device_has_the_prices_of_its_memory() -> None:
         assert prices(Stage.D2H, other) == pytest.approx(TYPICAL_GPU.copy_s + 2**30 / TYPICAL_GPU.both_bytes_per_s)
     assert basis.rates.disk_direct_bytes_per_s == 3e10
     plan = planned(ram_bytes, disk=STRAIGHT)
-    straight, through_host = (Bounds(p, basis, activations).h2d_s for p in (plan, replace(plan, windows=Tier.HOST)))
-    copied_s = plan.num_sweeps * sum(plan.disk_activations) / TYPICAL_GPU.both_bytes_per_s
+    straight, through_host = (
+        Bounds(p, basis, activations).h2d_s
+        for p in (plan, replace(plan, disk=replace(plan.disk, staging_tier=Tier.HOST)))
+    )
+    copied_s = plan.step.num_sweeps * sum(plan.disk_activations) / TYPICAL_GPU.both_bytes_per_s
     assert through_host - straight == pytest.approx(copied_s)
 
 
@@ -253,8 +258,10 @@ def test_a_disk_without_room_is_refused_with_the_arithmetic() -> None:
 def drafts(machine: Machine, num_micro_batches: int) -> Iterator[Plan]:
     request = replace(REQUEST, num_micro_batches=num_micro_batches)
     for order in LoopOrder if num_micro_batches > 1 else [LoopOrder.MICRO_BATCHES_OUTER]:
-        for num_late in range(NUM_BLOCKS + 1):
-            yield build_plan(*shape(), machine, request, replace(CANDIDATE, order=order, num_late=num_late))
+        for num_tail_blocks in range(NUM_BLOCKS + 1):
+            yield build_plan(
+                *shape(), machine, request, replace(CANDIDATE, order=order, num_tail_blocks=num_tail_blocks)
+            )
 
 
 @pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])

@@ -27,9 +27,9 @@ def plan_on(machine: Machine, num_shards: int | None = None) -> Plan:
 
 def test_one_shard_a_node_and_the_gpu_worker_on_its_own() -> None:
     plan = plan_on(TWO)
-    assert (plan.num_shards, plan.shard_homes, plan.gpu_homes) == (2, HOMES, (GpuHome(None, HOMES[1]),))
-    assert plan.num_shard_threads == 4, "as many as the smaller node has: shards have equal parts"
-    assert plan.shard_cut_elements == NODE_CUT_ELEMENTS
+    assert (plan.shards.num_shards, plan.shards.homes, plan.hosts.gpu_homes) == (2, HOMES, (GpuHome(None, HOMES[1]),))
+    assert plan.shards.num_threads == 4, "as many as the smaller node has: shards have equal parts"
+    assert plan.shards.cut_elements == NODE_CUT_ELEMENTS
     line = "shards    2: node 0 (6 CPUs), node 2 (4 CPUs); GPU worker and gradients that wait: node 2 (4 CPUs)"
     assert line in describe(plan).splitlines()
     without = describe(plan_on(replace(TWO, gpus=(Gpu(None, None),)))).splitlines()
@@ -38,8 +38,8 @@ def test_one_shard_a_node_and_the_gpu_worker_on_its_own() -> None:
 
 def test_one_node_has_no_homes() -> None:
     plan = plan_on(MACHINE, num_shards=2)
-    assert (plan.shard_homes, plan.gpu_homes, plan.num_shard_threads) == ((), (), 8)
-    assert plan.shard_cut_elements == CUT_ELEMENTS
+    assert (plan.shards.homes, plan.hosts.gpu_homes, plan.shards.num_threads) == ((), (), 8)
+    assert plan.shards.cut_elements == CUT_ELEMENTS
     assert "shards    " not in describe(plan)
 
 
@@ -54,10 +54,10 @@ def test_plans_of_earlier_versions_have_none() -> None:
     tree = json.loads(plan_on(TWO).to_json())
     home = tree.pop("gpu_homes")[0]["home"]
     before = Plan.from_json(json.dumps({**tree, "gpu_home": home}))  # which knew the first GPU's alone
-    assert (before.shard_homes, before.gpu_homes) == (HOMES, ())
+    assert (before.shards.homes, before.hosts.gpu_homes) == (HOMES, ())
     del tree["shard_homes"]
     earlier = Plan.from_json(json.dumps(tree))
-    assert (earlier.shard_homes, earlier.gpu_homes) == ((), ())
+    assert (earlier.shards.homes, earlier.hosts.gpu_homes) == ((), ())
 
 
 def test_another_cpuset_is_another_placement() -> None:

@@ -62,7 +62,7 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
         return chunk_tokens(plan, structure, layout, beside=beside, backward=num_bytes, z_loss=False)
 
     def bytes_of(tokens: int) -> int:
-        chunked = replace(plan, loss_chunk_tokens=tokens)
+        chunked = replace(plan, compute=replace(plan.compute, loss_chunk_tokens=tokens))
         return loss_bytes(chunked, structure, layout, beside=beside, z_loss=False)
 
     tokens = tokens_of(backward)
@@ -78,7 +78,7 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
 @pytest.mark.parametrize("seq_len", [14123, 28195, 28232, 40001])
 def test_chunks_of_rows_of_any_length_stay_below_32_bits(seq_len: int) -> None:
     structure, layout = shape()[0], shape()[0].layout()
-    plan = replace(planned(64), micro_batch_size=1, seq_len=seq_len)
+    plan = replace(planned(64), step=replace(planned(64).step, micro_batch_size=1, seq_len=seq_len))
     tokens = chunk_tokens(plan, structure, layout, beside=0, backward=1000 << 30, z_loss=False)
     assert tokens % CHUNK_TOKENS == 0
     assert tokens * VOCAB <= MAX_LOGITS
@@ -90,7 +90,7 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
     plan, layout = planned(64), structure.layout()
     backward, beside = backward_bytes(plan, layout, activations), beside_loss(plan, activations)
     of_loss = loss_bytes(plan, structure, layout, beside=beside, z_loss=False)
-    assert planned(1).loss_chunk_tokens == 1024
+    assert planned(1).compute.loss_chunk_tokens == 1024
     assert 0.5 * backward < of_loss <= backward
 
 
@@ -102,7 +102,7 @@ def test_larger_chunks_are_predicted_to_be_faster() -> None:
     )
 
     def seconds(tokens: int) -> float:
-        plan = replace(planned(64), loss_chunk_tokens=tokens)
+        plan = replace(planned(64), compute=replace(planned(64).compute, loss_chunk_tokens=tokens))
         return Prices(plan, basis, activations.times(64), prices).of_layer("loss", len(plan.layers) - 1)
 
     assert seconds(1024) > seconds(4096) > seconds(8192)

@@ -60,7 +60,7 @@ def offloaded(plan: Plan) -> list[int]:
 
 
 def row(plan: Plan, tier: Tier, name: str) -> int:
-    return sum(r.num_bytes for r in plan.rows if (r.tier, r.name) == (tier, name))
+    return sum(r.num_bytes for r in plan.memory_items if (r.tier, r.name) == (tier, name))
 
 
 def step_s(plan: Plan) -> float:
@@ -126,10 +126,10 @@ def test_the_device_holds_what_passes() -> None:
         assert row(plan, Tier.HOST, "kept activations") == (NUM_BLOCKS - staying) * keeps
 
 
-def offloading(num_staying: int, num_late: int = NUM_BLOCKS) -> Candidate:
+def offloading(num_staying: int, num_tail_blocks: int = NUM_BLOCKS) -> Candidate:
     return Candidate(
-        LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 2, 1, activation_budget=0.0, num_late=num_late,
-        late_budget=1.0, kept=Tier.HOST, num_staying=num_staying,
+        LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.KEEP, 2, 1, activation_budget=0.0,
+        num_tail_blocks=num_tail_blocks, tail_budget=1.0, kept=Tier.HOST, num_staying=num_staying,
     )  # fmt: skip
 
 

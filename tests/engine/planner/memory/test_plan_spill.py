@@ -46,8 +46,6 @@ from megatrain_ray.units import format_bytes
 from megatrain_ray.workers.arenas import WORKING, arena_sizes, spill_files, state_arena
 from tests.support.shapes import deepened, qwen
 
-pytestmark = pytest.mark.pairwise
-
 BLOCKS, HEAD = 12, 13  # the embedding is layer 0
 DISK = SpillSpace(limit_bytes=1 << 40, bytes_per_s=3e9)
 CUDA = Machine("cuda", 16, 1, ram_bytes=1 << 40, hbm_bytes=8 << 30, profile=TYPICAL_GPU, spill=DISK)
@@ -99,7 +97,7 @@ def state_bytes(layer: int) -> int:
 
 
 def gradient_bytes(plan: Plan, layer: int) -> int:
-    return plan.wire_dtype.itemsize * shape()[0].layout().layers[layer].trained.size
+    return plan.gradients.offload_dtype.itemsize * shape()[0].layout().layers[layer].trained.size
 
 
 STEPS = range(0, 10 * state_bytes(1), state_bytes(1) // 3)
@@ -110,11 +108,11 @@ def test_nothing_spills_where_the_host_has_room(machine: Machine) -> None:
     machine = replace(machine, ram_bytes=needed_ram(machine))
     plan = chosen(machine)
     assert not plan.spilled_layers
-    assert plan.state_slots == plan.total_bytes(Tier.NVME) == 0
+    assert plan.disk.num_state_slots == plan.total_bytes(Tier.NVME) == 0
     without = chosen(replace(machine, spill=None))
     assert without.prediction and plan.prediction
     rates = replace(without.prediction, profile=plan.prediction.profile)  # which have a disk
-    assert plan == replace(without, spill_limit_bytes=DISK.limit_bytes, prediction=rates)
+    assert plan == replace(without, prediction=rates, limits=replace(without.limits, spill_bytes=DISK.limit_bytes))
     assert "on disk" not in describe(plan)
 
 
@@ -142,7 +140,7 @@ def test_as_few_layers_spill_as_host_memory_needs(machine: Machine, on_device: i
             fewer = replace(plan, layers=tuple(layers))
             of_host = sum(row.num_bytes for row in host_rows(fewer, layout))
             on_cpu = plan.total_bytes(Tier.HBM) if plan.device == "cpu" else 0
-            assert of_host + on_cpu > plan.ram_limit_bytes
+            assert of_host + on_cpu > plan.limits.ram_bytes
     assert counts[0] == 0
     assert len(set(counts)) > 4
 
@@ -179,7 +177,7 @@ def test_what_cannot_help_does_not_spill() -> None:
     """Three layers in memory take as much as the state of three: of two ends alone nothing is gained."""
     ends = planned(1 << 40, rules=ParameterRules(freeze=(r"layers\.",)))
     assert not ends.spilled_layers
-    assert ends.total_bytes(Tier.NVME) == ends.state_slots == 0
+    assert ends.total_bytes(Tier.NVME) == ends.disk.num_state_slots == 0
     structure, activations = qwen(12, 512, hidden=512, heads=4, kv_heads=2, inner=1024)
     plan = build_plan(structure, activations, replace(CUDA, ram_bytes=0), REQUEST, CANDIDATE)
     assert plan.spilled_layers == frozenset(range(14))
@@ -199,11 +197,11 @@ def bytes_of(plan: Plan, structure: ModelStructure) -> tuple[dict[Tier, int], di
     On disk, gradients are included.
     """
     names, layout = ("optimizer state", "state slots", "working copy"), structure.layout()
-    counted = {tier: sum(x.num_bytes for x in plan.rows if x.tier is tier and x.name in names) for tier in Tier}
+    counted = {tier: sum(x.num_bytes for x in plan.memory_items if x.tier is tier and x.name in names) for tier in Tier}
     counted[Tier.NVME] = plan.total_bytes(Tier.NVME)
     arenas = arena_sizes(plan, layout)
     on_disk = sum(file.nbytes for file in spill_files(plan, layout, "/nowhere").values())
-    in_memory = arenas[WORKING] + sum(arenas[state_arena(k)] for k in range(plan.num_shards))
+    in_memory = arenas[WORKING] + sum(arenas[state_arena(k)] for k in range(plan.shards.num_shards))
     return counted, {Tier.HOST: in_memory, Tier.NVME: on_disk, Tier.HBM: 0}
 
 
@@ -216,10 +214,10 @@ def test_a_run_takes_no_more_than_is_counted(num_shards: int, num_nodes: int, pr
         plan = planned(missing, machine, num_shards=num_shards, precision=precision)
         counted, taken = bytes_of(plan, shape()[0])
         assert all(counted[tier] >= taken[tier] for tier in Tier)
-        cut = 3 * plan.state_slots * num_shards * plan.shard_cut_elements * plan.precision.element_bytes
+        cut = 3 * plan.disk.num_state_slots * num_shards * plan.shards.cut_elements * plan.precision.element_bytes
         assert counted[Tier.HOST] - taken[Tier.HOST] <= max(cut, 4096 * num_shards)
         filled_up = 3 * len(plan.spilled_layers) * num_shards * 3 * 4096  # at most 3 extents of 3 kinds
-        filled_up += 3 * (len(plan.stored_layers) + len(plan.weights_on_disk)) * num_shards * 4096
+        filled_up += 3 * (len(plan.gradients_on_disk) + len(plan.weights_on_disk)) * num_shards * 4096
         assert counted[Tier.NVME] - taken[Tier.NVME] <= filled_up
 
 
@@ -239,13 +237,17 @@ def test_what_packs_blocks_is_counted(num_shards: int) -> None:
     """The memory is counted for every shard; the rest of the plan is as it was."""
     packing = replace(CUDA, spill=replace(DISK, way=DiskWay(DiskIo.KVIKIO, packed=True)))
     plain, packed = (planned(1 << 40, machine, num_shards=num_shards) for machine in (CUDA, packing))
-    assert (packed.disk_io, packed.disk_packed) == (DiskIo.KVIKIO, True)
+    assert (packed.disk.io, packed.disk.packed) == (DiskIo.KVIKIO, True)
     assert "on disk" in describe(packed) and "by kvikio with zstd" in describe(packed)
-    (before,), (now,) = ([x.num_bytes for x in plan.rows if x.name == "state slots"] for plan in (plain, packed))
+    (before,), (now,) = (
+        [x.num_bytes for x in plan.memory_items if x.name == "state slots"] for plan in (plain, packed)
+    )
     parts = [spill_layout(packed, shard_layout(packed, shape()[0].layout(), k)) for k in range(num_shards)]
     needed = sum(TRANSFERS * Packer.num_bytes(part.block_bytes) for part in parts)
     assert needed <= now - before <= 1.1 * needed
-    assert replace(packed, rows=(), disk_io=DiskIo.POSIX, disk_packed=False) == replace(plain, rows=())
+    assert replace(packed, memory_items=(), disk=replace(packed.disk, io=DiskIo.POSIX, packed=False)) == replace(
+        plain, memory_items=()
+    )
 
 
 def test_no_more_is_on_disk_than_may_be() -> None:
@@ -293,7 +295,7 @@ def test_a_step_takes_at_least_what_the_disk_does(num_micro_batches: int, clip: 
     plan = planned(6 * state_bytes(1), **changes)
     assert len(plan.spilled_layers) > 4
     spilled = sum(state_bytes(layer) for layer in plan.spilled_layers)
-    spilled += sum(gradient_bytes(plan, layer) for layer in plan.stored_layers)
+    spilled += sum(gradient_bytes(plan, layer) for layer in plan.gradients_on_disk)
     steps = []
     for rate in RATES:
         prediction, bounds = predicted(plan, rate), Bounds(plan, basis_of(rate), shape()[1])
@@ -350,12 +352,12 @@ def test_gradients_take_the_place_of_activations_before_they_are_on_disk() -> No
     """The device takes as many as it has room for when activations have gone, of layers whose backward comes last."""
     short = replace(CUDA, ram_bytes=needed_ram(CUDA) - 6 * state_bytes(1), hbm_bytes=2200 << 20)
     plan = chosen(short, hbm_layers=2)
-    waiting = plan.departing_layers
+    waiting = plan.deferred_offload_layers
     assert waiting == (*range(2, 2 + len(waiting)),)
     assert waiting
-    assert plan.stored_layers
+    assert plan.gradients_on_disk
     assert plan.total_bytes(Tier.HBM) <= FILLED_SHARE * short.hbm_bytes
-    in_hbm = next(row.num_bytes for row in plan.rows if row.name == "gradients in HBM")
+    in_hbm = next(row.num_bytes for row in plan.memory_items if row.name == "gradients in HBM")
     assert in_hbm < sum(gradient_bytes(plan, layer) for layer in (0, 1, *waiting))
     roomy = chosen(replace(short, ram_bytes=needed_ram(CUDA)), hbm_layers=2)
-    assert not roomy.departing_layers
+    assert not roomy.deferred_offload_layers

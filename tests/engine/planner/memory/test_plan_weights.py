@@ -22,6 +22,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.spill.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.spill.spill_table import SpillTable
+from megatrain_ray.io.storage.blob_store import MemoryStore
 from tests.engine.planner.memory.test_plan_spill import (
     BLOCKS,
     CUDA,
@@ -35,7 +36,6 @@ from tests.engine.planner.memory.test_plan_spill import (
     shape,
     state_bytes,
 )
-from tests.support.memory_store import MemoryStore
 
 
 def without_state() -> int:
@@ -62,11 +62,11 @@ def test_working_copies_of_the_last_blocks_spill_when_all_state_has() -> None:
         assert fits(plan)
         assert plan.weights_on_disk == frozenset(order[:count])
         assert not count or len(plan.spilled_layers) == BLOCKS + 2
-        assert plan.weight_windows == (2 if count else 0)
+        assert plan.disk.num_upload_buffers == (2 if count else 0)
         if count:
             fewer = [replace(x, weights=Tier.HOST) if i == order[count - 1] else x for i, x in enumerate(plan.layers)]
             rows = host_rows(replace(plan, layers=tuple(fewer)), shape()[0].layout())
-            assert sum(row.num_bytes for row in rows) > plan.ram_limit_bytes
+            assert sum(row.num_bytes for row in rows) > plan.limits.ram_bytes
 
 
 def test_the_ends_and_what_is_frozen_in_part_keep_their_working_copies_in_memory() -> None:
@@ -85,7 +85,7 @@ def test_windows_take_no_more_than_is_counted(num_shards: int, precision: Precis
         for part in parts
     ]
     taken = DiskWeights(plan, layout, files).memory.nbytes
-    (counted,) = (row.num_bytes for row in plan.rows if row.name == "weight windows")
+    (counted,) = (row.num_bytes for row in plan.memory_items if row.name == "weight windows")
     largest = layout.layers[1].size * precision.working_dtype.itemsize
     assert 2 * largest <= taken <= counted <= taken + 2 * 4096 * 4 * num_shards
 
@@ -99,10 +99,10 @@ def test_reads_of_working_copies_are_priced(clip: bool, order: LoopOrder) -> Non
     assert len(on_disk) > 2
     moved = moved_bytes(plan, structure)["disk"]
     state = sum(map(state_bytes, plan.spilled_layers)) + sum(map(weight_bytes, on_disk))
-    gradients = sum(gradient_bytes(plan, layer) for layer in plan.stored_layers)
-    reads = plan.weight_read_bytes
+    gradients = sum(gradient_bytes(plan, layer) for layer in plan.gradients_on_disk)
+    reads = plan.disk.weight_read_bytes
     assert moved == 2 * (state + gradients) + reads
-    sweeps = 1 if order is LoopOrder.LAYERS_OUTER else plan.num_micro_batches
+    sweeps = 1 if order is LoopOrder.LAYERS_OUTER else plan.step.num_micro_batches
     assert sweeps * sum(map(weight_bytes, on_disk)) < reads <= 2 * sweeps * sum(map(weight_bytes, on_disk))
     steps = []
     for rate in RATES:

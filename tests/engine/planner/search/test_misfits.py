@@ -99,10 +99,12 @@ def test_missing_bytes_are_those_of_all_limits() -> None:
     candidate = next(candidates(structure, REQUEST))
     plan = build_plan(structure, activations, MACHINE, REQUEST, candidate)
     hbm, host = plan.total_bytes(Tier.HBM), plan.total_bytes(Tier.HOST)
-    assert missing_bytes(replace(plan, hbm_limit_bytes=hbm, ram_limit_bytes=host)) == 0
-    assert missing_bytes(replace(plan, hbm_limit_bytes=hbm - 5, ram_limit_bytes=host - 7)) == 12
-    assert missing_bytes(replace(plan, hbm_limit_bytes=None, ram_limit_bytes=host - 7)) == 7
-    assert missing_bytes(replace(plan, device="cpu", hbm_limit_bytes=None, ram_limit_bytes=host)) == hbm
+    assert missing_bytes(replace(plan, limits=replace(plan.limits, hbm_bytes=hbm, ram_bytes=host))) == 0
+    assert missing_bytes(replace(plan, limits=replace(plan.limits, hbm_bytes=hbm - 5, ram_bytes=host - 7))) == 12
+    assert missing_bytes(replace(plan, limits=replace(plan.limits, hbm_bytes=None, ram_bytes=host - 7))) == 7
+    assert (
+        missing_bytes(replace(plan, device="cpu", limits=replace(plan.limits, hbm_bytes=None, ram_bytes=host))) == hbm
+    )
 
 
 def test_too_little_device_memory_is_named_first() -> None:

@@ -167,7 +167,7 @@ def test_bounds_leave_nothing_faster_out(
     whole = make_plan(*question, machine, request)
     assert bounded.prediction and whole.prediction
     assert bounded.prediction.step_s <= whole.prediction.step_s * (1 + TIE)
-    assert bounded.spilled_layers or bounded.waiting_layers
+    assert bounded.spilled_layers or bounded.gradients_on_device
 
 
 def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:

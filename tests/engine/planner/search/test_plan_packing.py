@@ -30,14 +30,14 @@ def test_what_was_chosen_is_given_up() -> None:
         make_plan(*shape(), replace(short, spill=CHOSEN), REQUEST)
     plan = made(replace(short, spill=CHOSEN))
     assert plan == make_plan(*shape(), replace(short, spill=replace(DISK, way=DiskWay(DiskIo.KVIKIO))), REQUEST)
-    assert plan.uses_disk and not plan.disk_packed
+    assert plan.uses_disk and not plan.disk.packed
     assert plan.prediction and plan.prediction.profile and plan.prediction.profile.disk_bytes_per_s == 3e9
 
 
 def test_it_is_kept_where_there_is_room() -> None:
     enough = replace(CUDA, ram_bytes=ENOUGH + (1 << 30), spill=CHOSEN)
     plan = made(enough)
-    assert plan.disk_packed and plan == make_plan(*shape(), enough, REQUEST)
+    assert plan.disk.packed and plan == make_plan(*shape(), enough, REQUEST)
 
 
 def test_what_was_asked_for_is_named() -> None:
