@@ -15,7 +15,7 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, Precision, Tier
-from megatrain_ray.engine.plan.plan_groups import UpdateOrder
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
@@ -273,7 +273,7 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "captured": plan.step.captured,
         "loss_chunk_tokens": plan.compute.loss_chunk_tokens,
         "update_order": plan.step.update_order.value,
-        "gradient_dtype": plan.gradients.offload_dtype,
+        "gradient_dtype": dtype_name(plan.gradients.offload_dtype),
         "num_slots": len(plan.slots.weights),
         "uploads_per_step": plan.slots.num_uploads,
         "hbm_limit_bytes": plan.limits.hbm_bytes,

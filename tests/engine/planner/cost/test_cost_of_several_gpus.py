@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layout.tier import Tier
@@ -137,8 +138,8 @@ def test_one_micro_batch_on_each_of_several_gpus_is_summed_in_fp32() -> None:
         for number in (1, 2)
     )
     assert [(plan.gradients.accumulate_dtype, plan.gradients.offload_dtype) for plan in plans] == [
-        ("bfloat16",) * 2,
-        ("float32",) * 2,
+        (torch.bfloat16,) * 2,
+        (torch.float32,) * 2,
     ]
 
 
