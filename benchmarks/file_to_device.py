@@ -37,6 +37,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.measure.measure_direct_disk import measure_direct
 from megatrain_ray.engine.plan.activation_windows import Windows
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import DiskSettings
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay, held_files
@@ -55,14 +56,13 @@ class FilePlan:
     """Holds the fields of a plan that an ActivationFile reads."""
 
     disk_activations: tuple[int, ...]
-    num_windows: int
-    window_bytes: int
-    windows: Tier
+    disk: DiskSettings
 
     @staticmethod
     def of(activations: tuple[int, ...], windows: Tier) -> Plan:
         number, num_bytes = Windows.of(activations)
-        return cast(Plan, FilePlan(activations, number, num_bytes, windows))
+        disk = DiskSettings(num_staging_buffers=number, staging_buffer_bytes=num_bytes, staging_tier=windows)
+        return cast(Plan, FilePlan(activations, disk))
 
     def total_bytes(self, tier: Tier) -> int:
         return sum(map(aligned, self.disk_activations))

@@ -9,6 +9,7 @@ import pytest
 
 from megatrain_ray.crew import gpu_worker_group
 from megatrain_ray.crew.gpu_worker_group import GpuSide
+from megatrain_ray.engine.plan.plan_groups import HostSettings
 from megatrain_ray.run.process_names import gpu_name
 
 
@@ -36,7 +37,7 @@ def side(asked: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gpu_worker_group, "answer", lambda *_: {"arena": SimpleNamespace(pid=next(handles))})
     monkeypatch.setattr(gpu_worker_group.ray, "kill", lambda _: None)
     place = SimpleNamespace(take=lambda name: Actor(name, asked), addresses=["first", "second"])
-    plan = SimpleNamespace(num_gpus=4, host_gpus=2, repeats_steps=True)
+    plan = SimpleNamespace(hosts=HostSettings(num_hosts=2, num_gpus=4), repeats_steps=True)
     return GpuSide(SimpleNamespace(plan=plan), place, dict, lambda: None)
 
 

@@ -20,6 +20,7 @@ from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.activation_windows import Part, Places, Windows
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import DiskSettings
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage.blob_store import aligned
@@ -36,7 +37,8 @@ LAYERS = (1, 2, 3)
 
 def plan_of(num_windows: int, activations: tuple[int, ...] = (SIZE,) * len(LAYERS), windows: Tier = Tier.HOST) -> Plan:
     plan = SimpleNamespace(
-        num_windows=num_windows, window_bytes=PAGE, windows=windows, disk_activations=activations,
+        disk=DiskSettings(num_staging_buffers=num_windows, staging_buffer_bytes=PAGE, staging_tier=windows),
+        disk_activations=activations,
         activation_file_bytes=sum(map(aligned, activations)),
         total_bytes=lambda tier: 0,
     )  # fmt: skip
