@@ -16,11 +16,9 @@ from typing import Protocol
 
 import torch
 
-from megatrain_ray.engine.device.block_checksum import host_checksum
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.optimizer.adamw import Hyper
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
-from megatrain_ray.io.storage.blob_store import Block
 from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 
@@ -119,20 +117,6 @@ class Device(ABC):
         """
         end_s = self.timeline.account(Stage.ALL_GATHER, op, [after.at_s])
         return self._all_gather(work, op, after, end_s, timeout_s)
-
-    def block(self, memory: torch.Tensor) -> Block:
-        """Return memory in the form in which a BlobStore reads and writes it.
-
-        memory: 1-D uint8, on the host or on the device.
-        """
-        return memory.numpy().data
-
-    def checksum(self, block: Block) -> int:
-        """Return the sum of the block's 64-bit words as they are now. May be called from any thread.
-
-        It is not ordered after any submitted work. The caller makes sure that every write to the block has ended.
-        """
-        return host_checksum(block)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a small tensor of ordinary host memory to the device, and return the copy.

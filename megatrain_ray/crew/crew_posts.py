@@ -60,8 +60,7 @@ def owner_arguments(
     layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
     files = spill_files(plan, layout, prepared.config.spill.path)
     folder = next((file.folder for file in files.values()), None)
-    by_kvikio = DiskIo.KVIKIO in (plan.disk.io, plan.activations_io)
-    other = OtherHost(_called(place, host), folder, by_kvikio) if host else None
+    other = OtherHost(_called(place, host), folder, plan.disk.io is DiskIo.KVIKIO) if host else None
     return arena_sizes(plan, layout), holders, files, left, other
 
 

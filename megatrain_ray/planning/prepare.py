@@ -139,9 +139,8 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
         way = DiskWay(plan.disk.io, plan.disk.packed)
-        plain, direct = profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
-        limit_bytes = plan.limits.spill_bytes
-        spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain, direct_bytes_per_s=direct)
+        plain, limit_bytes = profile.disk_plain_bytes_per_s, plan.limits.spill_bytes
+        spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain)
         by_profile = replace(machine, profile=profile, spill=spill)
         return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
 

@@ -31,7 +31,6 @@ from megatrain_ray.engine.plan.activation_windows import with_windows
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import SharedPrices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
 from megatrain_ray.engine.planner.memory.device_bytes import hbm_rows, kept_bytes, resident_bytes
@@ -112,7 +111,6 @@ class _Split:
         work, rates = work_of(structure), machine.rates
         disk = machine.spill.bytes_per_s if machine.spill else float("inf")
         self._basis = CostBasis(structure, self._layout, work, rates, True, request.z_loss, disk)
-        self._shared = SharedPrices()
         # Nothing spills unless `_on_disk` says so.
         self._known_moving_s: dict[object, float] = {}
         self._known_choices: dict[object, list[tuple[int, OnDisk]]] = {}
@@ -136,7 +134,7 @@ class _Split:
                 for whole in self._on_disk(plan):
                     if fits(whole) and self._least_s(whole) < self.limit_s:
                         self.num_simulated += 1
-                        yield replace(whole, prediction=predict(whole, self._basis, self._activations, self._shared))
+                        yield replace(whole, prediction=predict(whole, self._basis, self._activations))
 
     def _least_moving_s(self, candidate: Candidate, keeps: Keeps) -> float:
         """Return the least seconds to write to disk and read back what the host has no room for.
@@ -223,7 +221,7 @@ class _Split:
             on_disk_too = replace(plan, layers=layers)
             if on_disk.of_shards:
                 on_disk_too = with_spilled(plan, layers, self._layout)
-            yield self._counted(with_windows(on_disk_too, self._machine.spill.windows))
+            yield self._counted(with_windows(on_disk_too))
 
     def _choices(self, plan: Plan) -> list[tuple[int, OnDisk]]:
         """Return all sets of things on disk that are just enough, with their bytes, the fewest first.
@@ -238,7 +236,7 @@ class _Split:
         return self._known_choices[key]
 
     def _least_s(self, plan: Plan) -> float:
-        bounds = Bounds(plan, self._basis, self._activations, self._shared)
+        bounds = Bounds(plan, self._basis, self._activations)
         return max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
 
     @cached_property

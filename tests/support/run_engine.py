@@ -71,7 +71,6 @@ class Mode:
     to_disk: frozenset[int] = frozenset()  # layers whose activations go to disk, of those whose activations leave
     num_windows: int = 3  # staging buffers of activations on disk
     window_bytes: int = 4096
-    windows: Tier = Tier.HOST
     block_parts: int = 1  # into which blocks are divided, at most
     poison: bool = True
 
@@ -188,7 +187,6 @@ def _with_chosen(plan: Plan, recipe: Recipe, mode: Mode, layout: ModelLayout) ->
             disk,
             num_staging_buffers=mode.num_windows,
             staging_buffer_bytes=mode.window_bytes,
-            staging_tier=mode.windows,
         )
     if mode.stored:
         sizes = layout.gradient_bytes(gradients.offload_dtype.itemsize, mode.hbm_layers)

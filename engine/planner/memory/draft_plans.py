@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megatrain_ray.engine.device.device import CONTEXT_BYTES
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.activation_windows import most_windows_bytes, with_windows
+from megatrain_ray.engine.plan.activation_windows import with_windows
 from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan
-from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.planner.limits import beyond_disk, spare_ram
 from megatrain_ray.engine.planner.memory.device_bytes import (
     ActivationRows,
@@ -27,7 +25,7 @@ from megatrain_ray.engine.planner.memory.device_bytes import (
     waiting_row,
 )
 from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlaces
-from megatrain_ray.engine.planner.memory.host_bytes import device_windows_row, host_rows, nvme_rows
+from megatrain_ray.engine.planner.memory.host_bytes import host_rows, nvme_rows
 from megatrain_ray.engine.planner.memory.layer_plans import LayerDrafts
 from megatrain_ray.engine.planner.memory.loss_bytes import chunk_tokens
 from megatrain_ray.engine.planner.memory.slots_and_slab import frame_of
@@ -68,7 +66,6 @@ class Drafts:
     on_disk: dict[Candidate, OnDisk] = field(default_factory=dict)
     host_rooms: dict[Candidate, int] = field(default_factory=dict)
     spillable: dict[Candidate, Spillable] = field(default_factory=dict)
-    windows_bytes: dict[Candidate, int] = field(default_factory=dict)
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the candidate's plan with the rows of its memory."""
@@ -79,8 +76,6 @@ class Drafts:
         if any(on_disk):
             plan = self._with_spilled(plan, candidate, on_disk)
             rows = (*host_rows(plan, layout), *nvme_rows(plan, layout))
-        if plan.disk.staging_tier is Tier.HBM:
-            rows = (device_windows_row(plan), *rows)
         plan = replace(plan, memory_items=(*of_device, *rows))
         return _with_copies(plan) if self.request.saves else plan
 
@@ -101,36 +96,10 @@ class Drafts:
     def device_bytes(self, candidate: Candidate) -> int:
         """Return all bytes of device memory that the candidate's plan takes."""
         rows, placement = self._activation_rows(candidate), self._placement(candidate)
-        num_bytes = rows.num_bytes + placement.num_bytes + self._most_windows_bytes(candidate)
+        num_bytes = rows.num_bytes + placement.num_bytes
         if waiting := candidate.hbm_layers | placement.late:
             num_bytes += waiting_row(placement.frame, self.layout, rows.held, waiting, placement.late)[0]
         return num_bytes
-
-    def _most_windows_bytes(self, candidate: Candidate) -> int:
-        """Return an upper bound of the device bytes for windows (staging buffers) of activations.
-
-        Whether activations are on disk is decided later, by how much host memory is missing.
-        """
-        if not candidate.spills_activations or self._windows is Tier.HOST:
-            return 0
-        key = replace(candidate, **ANY_SLOTS)
-        if key not in self.windows_bytes:
-            self.windows_bytes[key] = most_windows_bytes(self._layers.of(candidate))
-        return self.windows_bytes[key]
-
-    @property
-    def _windows(self) -> Tier:
-        return self.machine.spill.windows if self.machine.spill else Tier.HOST
-
-    def placed_bytes(self, candidate: Candidate) -> int:
-        """Return the device bytes that are neither activations nor gradients that wait for their update."""
-        return self._placement(candidate).num_bytes
-
-    def waiting_bytes(self, candidate: Candidate) -> int:
-        """Return the device bytes of the gradients that wait there for their update, all at once."""
-        placement, sizes = self._placement(candidate), self.layout.trained_sizes
-        waiting = candidate.hbm_layers | placement.late
-        return placement.frame.gradients.accumulate_dtype.itemsize * sum([sizes[i] for i in waiting])
 
     def least_device_bytes(self, candidate: Candidate) -> int:
         """Return the device bytes that remain with no layers on the device and no slots."""
@@ -179,35 +148,12 @@ class Drafts:
             self.missing[key] = -self._spare(candidate, replace(plan, memory_items=self._host_rows(candidate, plan)))
         return self.missing[key]
 
-    def least_missing_ram(self, candidate: Candidate) -> int:
-        """Return a lower bound of the missing host memory, whichever gradients wait on the device.
-
-        Gradients may take all device memory that is left. Bytes of data that only passes through the host do not count,
-        because they may be more with fewer layers on the device.
-        """
-        frame = self._frame(candidate)
-        follows, passes = frame.step.update_order is UpdateOrder.FORWARD, candidate.gradients is Tier.HBM
-        if candidate.sums is Tier.HOST or (
-            follows and frame.gradients.offload_dtype is not frame.gradients.accumulate_dtype
-        ):
-            room = 0  # no gradient waits on the device
-        elif passes or not follows:
-            room = frame.gradients.slab_bytes
-        else:
-            room = min(frame.gradients.slab_bytes, self._room_on_device(candidate))
-        return self.missing_ram(candidate) - room
-
-    def _room_on_device(self, candidate: Candidate) -> int:
-        """Return the device bytes for gradients of host layers, which may take the place of all activations."""
-        limit, num_bytes = self.machine.hbm_bytes, self.placed_bytes(candidate) + self.waiting_bytes(candidate)
-        return 0 if limit is None else max(0, limit - CONTEXT_BYTES - num_bytes)
-
     def _spillable(self, candidate: Candidate) -> Spillable:
         key = replace(self._of_host(candidate), spill_first=SpillFirst.LEAST)
         if key not in self.spillable:
             activations = candidate.spills_activations
-            plan, windows = self.in_memory(candidate), self._windows
-            self.spillable[key] = Spillable(plan, self.structure, self.layout, activations=activations, windows=windows)
+            plan = self.in_memory(candidate)
+            self.spillable[key] = Spillable(plan, self.structure, self.layout, activations=activations)
         return self.spillable[key]
 
     def _spare(self, candidate: Candidate, plan: Plan) -> int:
@@ -220,7 +166,7 @@ class Drafts:
     def _with_spilled(self, plan: Plan, candidate: Candidate, on_disk: OnDisk) -> Plan:
         layers = self._layers.of(candidate, on_disk)
         plan = with_spilled(plan, layers, self.layout) if on_disk.of_shards else replace(plan, layers=layers)
-        return with_windows(plan, self._windows)
+        return with_windows(plan)
 
     def _host_rows(self, candidate: Candidate, plan: Plan) -> tuple[ByteCount, ...]:
         """Return the rows of host memory with nothing spilled."""

@@ -13,7 +13,6 @@ from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.memory.mlp_chunks import may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.candidates import splits
-from megatrain_ray.engine.planner.search.floors import Floors
 from megatrain_ray.engine.planner.search.split_search import Found, SplitSearch
 
 
@@ -22,7 +21,7 @@ def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> C
     layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
     work = work_of(structure, request.active_experts, request.windows)
     spill = machine.spill
-    disk = (spill.bytes_per_s, spill.plain_bytes_per_s, spill.direct_bytes_per_s) if spill else ()
+    disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else ()
     return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, *disk)
 
 
@@ -33,13 +32,12 @@ def searches(
 
     found: collects the plans that fit.
     """
-    floors = Floors()
     for split in splits(request):
         of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
-        yield SplitSearch(basis, machine, split, of_split, found, floors)
+        yield SplitSearch(basis, machine, split, of_split, found)
         tokens = split.micro_batch_size * split.seq_len
         if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
             continue
         chunk_tokens = mlp_chunk_tokens(basis.structure, tokens)
         if chunk_tokens and (in_chunks := of_split.in_chunks()):
-            yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found, floors)
+            yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)

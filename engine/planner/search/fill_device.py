@@ -51,11 +51,6 @@ class Filling:
         """
         return self._candidate(0, self._most_late, num_staying=self._most_late)
 
-    @property
-    def fullest(self) -> Candidate:
-        """Return a candidate with as many layers on the device as any plan that fits, in which everything is kept."""
-        return self._most_kept_with(self._at_most)
-
     def smallest(self) -> Plan:
         """Return the plan that takes the least memory.
 
@@ -67,29 +62,17 @@ class Filling:
         plans = [self.drafts.plan(self._candidate(count, num_tail_blocks)) for num_tail_blocks in self._least_late]
         return min(plans, key=missing_bytes)
 
-    def candidates(
-        self, may_win: Callable[[Plan], bool], may_win_spilling: Callable[[Candidate], bool]
-    ) -> Iterator[Candidate]:
-        """Yield the candidates that fit and may win, the one with the most layers on the device first.
-
-        may_win: says whether a plan without rows may win.
-        may_win_spilling: says whether a candidate may win, whatever it has on disk.
-        """
-        # A step never takes longer with more on the device and more kept: if the fullest cannot win, no filling can.
-        if not may_win_spilling(self.fullest):
-            return
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield the candidates that fit, the one with the most layers on the device first."""
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
         step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
         for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
-            if not may_win_spilling(self._most_kept_with(count)):
-                return
-            for candidate in self._offloading(count) if self._offloads else (self._with_late(count),):
-                if self._offloads and not (may_win_spilling(candidate) and self._fits(candidate)):
-                    continue
-                if may_win(self.drafts.without_rows(candidate)):
-                    yield candidate
+            if self._offloads:
+                yield from filter(self._fits, self._offloading(count))
+            else:
+                yield self._with_late(count)
 
     @property
     def _least_late(self) -> tuple[int, ...]:
@@ -102,10 +85,6 @@ class Filling:
 
     def _fits(self, candidate: Candidate) -> bool:
         return self._beyond(1.0, candidate) <= 0 and self.drafts.host_room(candidate) > 0
-
-    def _most_kept_with(self, count: int) -> Candidate:
-        """Return a candidate with `count` layers on the device in which all blocks keep more, and all of it there."""
-        return self._candidate(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
 
     def _candidate(self, count: int, num_tail_blocks: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
         return replace(
@@ -138,13 +117,6 @@ class Filling:
     @property
     def _may_keep_more(self) -> bool:
         return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
-
-    @property
-    def _at_most(self) -> int:
-        """Return a number of layers on the device that no plan that fits exceeds."""
-        if self.fixed or self._offloads:
-            return max(self._fewest, self._most_within(FILLED_SHARE))
-        return max(0, self._most_within(1.0))
 
     def _most_within(self, share: float) -> int:
         """Return the most layers on the device with which a plan takes no more than this share of its memory.

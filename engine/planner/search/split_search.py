@@ -12,16 +12,14 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import SharedPrices
 from megatrain_ray.engine.planner.cost.predict_step import predict
-from megatrain_ray.engine.planner.memory.draft_plans import ALL_KEPT, ANY_SLOTS, Drafts
+from megatrain_ray.engine.planner.memory.draft_plans import Drafts
 from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.candidates import FEWEST_SLOTS, SEGMENTS, VERY_FEW_BLOCKS, candidates
+from megatrain_ray.engine.planner.search.candidates import VERY_FEW_BLOCKS, candidates
 from megatrain_ray.engine.planner.search.disk_variants import variants
 from megatrain_ray.engine.planner.search.fill_device import Filling, fewest_layers
-from megatrain_ray.engine.planner.search.floors import Floors
-from megatrain_ray.engine.planner.search.lower_bounds import Bounds, Least
+from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.errors import ConfigError
 
 FEW_BLOCKS = 32  # with more blocks, one more or less of them on the device changes a step by less than 3 %
@@ -51,12 +49,13 @@ class Found:
         """
         return least_s * (1 + TIE) < self.best_s
 
-    def may_be_won(self, least: Least) -> bool:
+    def may_be_chosen(self, bounds: Bounds) -> bool:
         """Return whether a plan with these lower bounds may be chosen.
 
         A plan that takes as long as a simpler one changes nothing.
         """
-        return self.may_be_beaten_in(least.worked_s) and least.moved_s < self.best_s
+        works_s = max(bounds.compute_s, bounds.update_s)
+        return self.may_be_beaten_in(works_s) and max(bounds.chained_s, bounds.moved_s) < self.best_s
 
     def chosen(self) -> Plan:
         """Return the simplest plan that no other plan beats by more than TIE."""
@@ -73,14 +72,12 @@ class SplitSearch:
         request: Request,
         activations: ActivationBytes,
         found: Found,
-        floors: Floors,
     ) -> None:
         """List the candidates of the split.
 
         request: with the split.
         activations: bytes for one of its micro-batches.
         found: collects the plans that fit.
-        floors: shared by all splits.
 
         Raises ConfigError if as many layers as requested cannot live on the device.
         """
@@ -89,7 +86,6 @@ class SplitSearch:
         self._request = request
         self._activations = activations
         self._found = found
-        self._floors = floors
         # Layers that Muon trains stay on the host, because the shards own their momenta.
         self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
         self._fixed = self._fixed_count()
@@ -98,37 +94,39 @@ class SplitSearch:
             moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
             self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
         self._tried: dict[Candidate, float] = {}  # seconds of a step
-        self._shared = SharedPrices()
         self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
         self._fewest_of = cache(self._count_fewest)
-        self._kinds: dict[tuple[Candidate, tuple[int, ...]], Least] = {}
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
 
     def run(self) -> None:
         for candidate in self._candidates:
-            orders = [able for able in self._orders if self._found.may_be_won(self._least_of_kind(candidate, able))]
-            if not orders or not self._has_room(candidate) or not self._is_worth_filling(candidate):
+            if not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
-            for able in orders:
-                if not self._found.may_be_won(self._least_with_any_slots(candidate, able)):
-                    continue
-                for filled in self._filling(candidate, able).candidates(self._may_win, self._may_win_spilling):
-                    self._try(filled)
+            for able in self._orders:
+                for filled in self._filling(candidate, able).candidates():
+                    bounds = self._try(filled)
+                    # Fewer layers on the device move no less.
+                    if candidate.kept is Tier.HBM and bounds.moved_s >= self._found.best_s:
+                        break
         for candidate in self._best_with_disk():
             for other in variants(self._drafts, candidate):
-                if self._may_win(self._drafts.without_rows(other)):
-                    self._try(other)
+                self._try(other)
 
     def _is_worth_filling(self, candidate: Candidate) -> bool:
         if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._able))):
             return False
         return not self._waits_needlessly(candidate) and not self._spills_needlessly(candidate)
 
-    def _try(self, candidate: Candidate) -> None:
+    def _try(self, candidate: Candidate) -> Bounds:
+        """Simulate the candidate if it may be chosen. Return the lower bounds for its step."""
+        bounds = self._bounds(self._drafts.without_rows(candidate))
+        if not self._found.may_be_chosen(bounds):
+            return bounds
         plan = self._drafts.plan(candidate)
-        prediction = predict(plan, self._basis, self._activations, self._shared)
+        prediction = predict(plan, self._basis, self._activations)
         self._found.add(replace(plan, prediction=prediction))
         self._tried[candidate] = prediction.step_s
+        return bounds
 
     def _best_with_disk(self) -> list[Candidate]:
         """Return the best candidates that spill data of shards, whose variants are tried."""
@@ -249,53 +247,5 @@ class SplitSearch:
             self._compute_s[key] = self._bounds(self._drafts.in_memory(filling.most_kept)).compute_s
         return self._compute_s[key]
 
-    def _may_win(self, plan: Plan) -> bool:
-        return self._found.may_be_won(self._bounds(plan).least())
-
-    def _may_win_spilling(self, candidate: Candidate) -> bool:
-        """Return whether the candidate may win, whatever of it is on disk."""
-        return self._found.may_be_won(self._least(candidate, self._drafts.least_missing_ram(candidate)))
-
-    def _least(self, candidate: Candidate, missing: int) -> Least:
-        """Return the lower bounds of a candidate.
-
-        missing: bytes of host memory that are missing with nothing on disk.
-        """
-        plan = self._drafts.in_memory(candidate)
-        # If not all layers may live on the device, its memory holds gradients that would else be on disk.
-        if self._machine.spill is None or self._fixed is not None or len(self._able) < len(plan.layers):
-            missing = 0
-        return self._bounds(plan).least(missing, plan.host_activation_bytes if candidate.spills_activations else 0)
-
-    def _least_of_kind(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
-        """Return lower bounds of all candidates that have the same on the host as this one.
-
-        The bounds assume as many layers on the device as any of these has, a slot for every block, and everything kept.
-        """
-        if math.isinf(self._found.best_s):
-            return Least(0.0, 0.0)
-        segment = 1 if candidate.segment == 1 else max(SEGMENTS)
-        kind = replace(candidate, **ALL_KEPT, **ANY_SLOTS, segment=segment)
-        if (kind, able) not in self._kinds:
-            floor = self._floors.of(self._drafts, kind, able, self._entering_bytes(kind))
-            count = floor.num_layers if self._fixed is None else self._fixed
-            best = replace(kind, hbm_layers=frozenset(able[:count]), segment=1)
-            self._kinds[kind, able] = self._least(self._with_all_slots(best), floor.missing)
-        return self._kinds[kind, able]
-
-    def _least_with_any_slots(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
-        """Return lower bounds of all candidates that differ from this one only in slots."""
-        if math.isinf(self._found.best_s):
-            return Least(0.0, 0.0)
-        fewest = replace(candidate, num_block_slots=FEWEST_SLOTS[0], num_edge_slots=FEWEST_SLOTS[1])
-        if (fewest, able) not in self._kinds:
-            fullest = self._filling(fewest, able).fullest
-            missing = self._drafts.least_missing_ram(fullest)
-            self._kinds[fewest, able] = self._least(self._with_all_slots(fullest), missing)
-        return self._kinds[fewest, able]
-
-    def _with_all_slots(self, candidate: Candidate) -> Candidate:
-        return replace(candidate, num_block_slots=self._drafts.num_blocks, num_edge_slots=2)
-
     def _bounds(self, plan: Plan) -> Bounds:
-        return Bounds(plan, self._basis, self._activations, self._shared)
+        return Bounds(plan, self._basis, self._activations)

@@ -15,7 +15,7 @@ from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
+from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
 from megatrain_ray.engine.planner.memory.loss_bytes import (
     CHUNK_TOKENS,
@@ -96,13 +96,10 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
 
 def test_larger_chunks_are_predicted_to_be_faster() -> None:
     structure, activations = shape()
-    basis, prices = (
-        CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False),
-        SharedPrices(),
-    )
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
 
     def seconds(tokens: int) -> float:
         plan = replace(planned(64), compute=replace(planned(64).compute, loss_chunk_tokens=tokens))
-        return Prices(plan, basis, activations.times(64), prices).of_layer("loss", len(plan.layers) - 1)
+        return Prices(plan, basis, activations.times(64)).of_layer("loss", len(plan.layers) - 1)
 
     assert seconds(1024) > seconds(4096) > seconds(8192)
