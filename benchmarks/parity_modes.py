@@ -18,8 +18,8 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan, Precision, Ti
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.engine.weights.weight_source import WeightSource

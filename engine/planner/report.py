@@ -261,7 +261,7 @@ def _processes(plan: Plan) -> int:
     return sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST and row.name == "processes")
 
 
-def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
+def explain_infeasible(plan: Plan, remedies: Sequence[str]) -> str:
     """Explain which tiers overflow in the plan that is nearest to fitting, by how much, and what would help.
 
     plan: the plan that is nearest to fitting.

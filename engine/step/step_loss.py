@@ -143,7 +143,7 @@ class StepLoss:
     def _open_sums(self, *, first: bool) -> dict[str, OpenSum]:
         """Return the sums of the head's parameters to which each chunk's gradient is added at once.
 
-        The result is empty if the plan adds chunks into a sum of their own (`Plan.chunks_add_to_sums`).
+        The result is empty if the plan adds chunks into a sum of their own (`ComputeSettings.chunks_add_to_sums`).
         """
         if not self._plan.compute.chunks_add_to_sums:
             return {}

@@ -24,9 +24,9 @@ from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.step.engine import Engine, StepReport
 from megatrain_ray.engine.step.warm_up import Coming

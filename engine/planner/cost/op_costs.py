@@ -24,8 +24,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import WEIGHTS_SHARE
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.memory.loss_bytes import logits_bytes
-from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, logits_bytes
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op, Stage
 
 # Bytes that operations between products read and write, as multiples of what autograd keeps of a layer. From one

@@ -25,7 +25,7 @@ OTHER_PROCESSES = 4
 ON_THEIR_WAY = " on their way between device and disk"
 
 
-def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """Return all rows of a plan's host memory.
 
     plan: complete but for its rows.
@@ -86,7 +86,7 @@ def _of_processes(plan: Plan) -> tuple[int, str]:
     return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
 
 
-def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """Yield all rows of a plan's disk space.
 
     plan: complete but for its rows.

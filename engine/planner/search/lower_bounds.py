@@ -149,11 +149,6 @@ class Bounds:
         return longest_s
 
     @cached_property
-    def moved_s(self) -> float:
-        """Return the seconds of uploads or of the disk, whichever takes longer."""
-        return max(self.h2d_s, self.disk_s)
-
-    @property
     def h2d_s(self) -> float:
         """Return the seconds of uploads.
 

@@ -1,4 +1,4 @@
-"""Searches for the fastest plan of one split into micro-batches. Pure."""
+"""Searches for the fastest plan of each split into micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.model_layout import largest_share
 from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.flops import work_of
+from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.predict_step import predict
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
-from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.candidates import VERY_FEW_BLOCKS, candidates
-from megatrain_ray.engine.planner.search.disk_variants import variants
-from megatrain_ray.engine.planner.search.fill_device import Filling, fewest_layers
+from megatrain_ray.engine.planner.search.candidates import VERY_FEW_BLOCKS, candidates, splits
+from megatrain_ray.engine.planner.search.fill_device import Filling, disk_variants, fewest_layers
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.errors import ConfigError
 
@@ -30,7 +32,7 @@ NUM_VARIED = 3
 NEAR = 1.3
 
 
-class Found:
+class SearchResults:
     """Collects plans with a prediction, in the order in which they were tried: the simpler ones first."""
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class Found:
         A plan that takes as long as a simpler one changes nothing.
         """
         works_s = max(bounds.compute_s, bounds.update_s)
-        return self.may_be_beaten_in(works_s) and max(bounds.chained_s, bounds.moved_s) < self.best_s
+        return self.may_be_beaten_in(works_s) and max(bounds.chained_s, bounds.h2d_s, bounds.disk_s) < self.best_s
 
     def chosen(self) -> Plan:
         """Return the simplest plan that no other plan beats by more than TIE."""
@@ -71,7 +73,7 @@ class SplitSearch:
         machine: Machine,
         request: Request,
         activations: ActivationBytes,
-        found: Found,
+        found: SearchResults,
     ) -> None:
         """List the candidates of the split.
 
@@ -87,14 +89,14 @@ class SplitSearch:
         self._activations = activations
         self._found = found
         # Layers that Muon trains stay on the host, because the shards own their momenta.
-        self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
+        self._residency_order = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
         if machine.spill is not None:
             moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
             self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
         self._tried: dict[Candidate, float] = {}  # seconds of a step
-        self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
+        self._builder = PlanBuilder(basis.structure, basis.layout, activations, machine, request)
         self._fewest_of = cache(self._count_fewest)
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
 
@@ -102,36 +104,36 @@ class SplitSearch:
         for candidate in self._candidates:
             if not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
-            for able in self._orders:
-                for filled in self._filling(candidate, able).candidates():
+            for residency_order in self._orders:
+                for filled in self._filling(candidate, residency_order).candidates():
                     bounds = self._try(filled)
-                    # Fewer layers on the device move no less.
-                    if candidate.kept is Tier.HBM and bounds.moved_s >= self._found.best_s:
+                    # With fewer layers on the device no less is uploaded.
+                    if candidate.kept is Tier.HBM and bounds.h2d_s >= self._found.best_s:
                         break
         for candidate in self._best_with_disk():
-            for other in variants(self._drafts, candidate):
+            for other in disk_variants(self._builder, candidate):
                 self._try(other)
 
     def _is_worth_filling(self, candidate: Candidate) -> bool:
-        if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._able))):
+        if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._residency_order))):
             return False
         return not self._waits_needlessly(candidate) and not self._spills_needlessly(candidate)
 
     def _try(self, candidate: Candidate) -> Bounds:
         """Simulate the candidate if it may be chosen. Return the lower bounds for its step."""
-        bounds = self._bounds(self._drafts.without_rows(candidate))
+        bounds = self._bounds(self._builder.without_rows(candidate))
         if not self._found.may_be_chosen(bounds):
             return bounds
-        plan = self._drafts.plan(candidate)
+        plan = self._builder.plan(candidate)
         prediction = predict(plan, self._basis, self._activations)
         self._found.add(replace(plan, prediction=prediction))
         self._tried[candidate] = prediction.step_s
         return bounds
 
     def _best_with_disk(self) -> list[Candidate]:
-        """Return the best candidates that spill data of shards, whose variants are tried."""
+        """Return the best candidates that spill data of shards, whose disk_variants are tried."""
         near = [c for c, step_s in self._tried.items() if step_s < NEAR * self._found.best_s]
-        near = [c for c in near if self._drafts.spilled(c).of_shards]
+        near = [c for c in near if self._builder.spilled(c).of_shards]
         return sorted(near, key=lambda c: self._tried[c])[:NUM_VARIED]
 
     def _has_room(self, candidate: Candidate) -> bool:
@@ -140,7 +142,7 @@ class SplitSearch:
         if limit is None:
             return True
         # Not for candidates that offload kept activations: these may keep more, or less, than with nothing offloaded.
-        if candidate.kept is Tier.HBM and self._drafts.least_device_bytes(candidate) > limit:
+        if candidate.kept is Tier.HBM and self._builder.least_device_bytes(candidate) > limit:
             return False
         return self._entering_bytes(candidate) <= limit
 
@@ -157,7 +159,7 @@ class SplitSearch:
 
     def smallest(self) -> Iterator[Plan]:
         """Return for every candidate the plan that takes the least memory."""
-        return (self._filling(candidate, self._able).smallest() for candidate in self._candidates)
+        return (self._filling(candidate, self._residency_order).smallest() for candidate in self._candidates)
 
     @cached_property
     def _orders(self) -> Iterable[tuple[int, ...]]:
@@ -171,25 +173,25 @@ class SplitSearch:
         With many blocks only the first order is used. If there is a disk, embedding and head first is tried, too: slots
         for blocks only may be much smaller, and leave more room.
         """
-        layer_bytes = self._drafts.resident_bytes
+        layer_bytes = self._builder.resident_bytes
         ends = 0, len(layer_bytes) - 1
         if self._fixed is not None:
-            return (self._able,)
+            return (self._residency_order,)
         if self._has_many_blocks:
-            ends_first = tuple(sorted(self._able, key=lambda i: i not in ends))
-            return (self._able, ends_first) if self._machine.spill else (self._able,)
-        ends_last = tuple(sorted(self._able, key=lambda i: i in ends))
-        smallest_first = tuple(sorted(self._able, key=lambda i: layer_bytes[i]))
-        last_first = (self._able[::-1],) if self._drafts.num_blocks <= VERY_FEW_BLOCKS else ()
-        return dict.fromkeys((self._able, ends_last, smallest_first, *last_first))
+            ends_first = tuple(sorted(self._residency_order, key=lambda i: i not in ends))
+            return (self._residency_order, ends_first) if self._machine.spill else (self._residency_order,)
+        ends_last = tuple(sorted(self._residency_order, key=lambda i: i in ends))
+        smallest_first = tuple(sorted(self._residency_order, key=lambda i: layer_bytes[i]))
+        last_first = (self._residency_order[::-1],) if self._builder.num_blocks <= VERY_FEW_BLOCKS else ()
+        return dict.fromkeys((self._residency_order, ends_last, smallest_first, *last_first))
 
     @property
     def _has_many_blocks(self) -> bool:
-        return self._drafts.num_blocks > FEW_BLOCKS
+        return self._builder.num_blocks > FEW_BLOCKS
 
-    def _filling(self, candidate: Candidate, able: tuple[int, ...]) -> Filling:
+    def _filling(self, candidate: Candidate, residency_order: tuple[int, ...]) -> Filling:
         is_fixed = self._fixed is not None
-        return Filling(self._drafts, candidate, able, self._fewest, fixed=is_fixed)
+        return Filling(self._builder, candidate, residency_order, self._fewest, fixed=is_fixed)
 
     def _fixed_count(self) -> int | None:
         """Return how many layers must live on the device; None if any number may.
@@ -199,9 +201,9 @@ class SplitSearch:
         count = self._request.hbm_layers
         if count is None:
             return None if self._machine.device == "cuda" else 0
-        if count > len(self._able):
+        if count > len(self._residency_order):
             raise ConfigError(
-                f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
+                f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._residency_order)} of "
                 f"{len(self._basis.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
                 "the host)"
             )
@@ -216,7 +218,7 @@ class SplitSearch:
         if candidate.gradients is not Tier.HBM or not self._found.plans or not self._has_many_blocks:
             return False
         on_host = replace(candidate, gradients=Tier.HOST)
-        return not self._fewest(on_host, self._able) and not self._drafts.spilled(on_host).of_shards
+        return not self._fewest(on_host, self._residency_order) and not self._builder.spilled(on_host).of_shards
 
     def _spills_needlessly(self, candidate: Candidate) -> bool:
         """Return whether activations may be spilled although a plan fits without that and sequences are short.
@@ -225,7 +227,7 @@ class SplitSearch:
         """
         return candidate.spills_activations and bool(self._found.plans) and not is_long(self._request.seq_len)
 
-    def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
+    def _fewest(self, candidate: Candidate, residency_order: tuple[int, ...]) -> int:
         """Return how many layers must live on the device.
 
         Slots and what is kept on the device make no difference to the host. So one candidate stands for all that differ
@@ -233,10 +235,10 @@ class SplitSearch:
         """
         names = "order", "sums", "gradients", "boundaries", "spills_activations"
         alike = replace(self._candidates[0], **{name: getattr(candidate, name) for name in names})
-        return self._fewest_of(alike, able)
+        return self._fewest_of(alike, residency_order)
 
-    def _count_fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
-        return fewest_layers(self._drafts, candidate, able) if self._fixed is None else self._fixed
+    def _count_fewest(self, candidate: Candidate, residency_order: tuple[int, ...]) -> int:
+        return fewest_layers(self._builder, candidate, residency_order) if self._fixed is None else self._fixed
 
     def _least_compute_s(self, filling: Filling) -> float:
         """Return the seconds of computing with as much kept as possible; slots and tiers make no difference to it."""
@@ -244,8 +246,35 @@ class SplitSearch:
         budgets = candidate.activation_budget, candidate.tail_budget
         key = candidate.order, candidate.activations, budgets, candidate.segment
         if key not in self._compute_s:
-            self._compute_s[key] = self._bounds(self._drafts.in_memory(filling.most_kept)).compute_s
+            self._compute_s[key] = self._bounds(self._builder.in_memory(filling.most_kept)).compute_s
         return self._compute_s[key]
 
     def _bounds(self, plan: Plan) -> Bounds:
         return Bounds(plan, self._basis, self._activations)
+
+
+def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
+    """Return what predictions of all plans for a request share."""
+    layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
+    work = work_of(structure, request.active_experts, request.windows)
+    spill = machine.spill
+    disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else ()
+    return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, *disk)
+
+
+def split_searches(
+    basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: SearchResults
+) -> Iterator[SplitSearch]:
+    """Yield a search for each split, and a second one with MLPs in chunks if its micro-batches are large.
+
+    found: collects the plans that fit.
+    """
+    for split in splits(request):
+        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
+        yield SplitSearch(basis, machine, split, of_split, found)
+        tokens = split.micro_batch_size * split.seq_len
+        if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
+            continue
+        chunk_tokens = mlp_chunk_tokens(basis.structure, tokens)
+        if chunk_tokens and (in_chunks := of_split.in_chunks()):
+            yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)

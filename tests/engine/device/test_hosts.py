@@ -30,8 +30,8 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.plan_groups import HostSettings
 from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.errors import CapacityError, ConfigError, LostPeerError, ShardFailedError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.virtual_clock import Op, Stage, Timeline

@@ -21,10 +21,10 @@ from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
-from megatrain_ray.engine.planner.memory.host_bytes import host_rows
+from megatrain_ray.engine.planner.memory.host_bytes import host_memory_items
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, SpillSpace
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.engine.planner.search.split_search import TIE
@@ -121,7 +121,7 @@ def test_as_few_go_as_it_takes_the_first_layers_first(order: LoopOrder, num_micr
             kind = "kept" if layers[last].kept is Tier.NVME else "boundary"
             layers[last] = replace(layers[last], **{kind: Tier.HOST})
             fewer = replace(plan, layers=tuple(layers))
-            assert sum(r.num_bytes for r in host_rows(fewer, layout)) > plan.limits.ram_bytes
+            assert sum(r.num_bytes for r in host_memory_items(fewer, layout)) > plan.limits.ram_bytes
     assert counts[0] == 0
     assert all(fewer <= more for fewer, more in pairwise(counts))
     assert len(set(counts)) > 4

@@ -24,12 +24,11 @@ from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder, build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search import candidates as tried_ways
 from megatrain_ray.engine.planner.search import split_search
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
@@ -138,7 +137,7 @@ def drafts(request: Request, machine: Machine) -> Iterator[Plan]:
         for staying in range(0, NUM_BLOCKS, 2):
             for boundaries in (Tier.HBM, Tier.HOST):
                 candidate = replace(offloading(staying), order=order, boundaries=boundaries)
-                yield Drafts(structure, structure.layout(), activations, machine, request).plan(candidate)
+                yield PlanBuilder(structure, structure.layout(), activations, machine, request).plan(candidate)
 
 
 @pytest.mark.parametrize("slower", [1, 20, 400])

@@ -20,12 +20,12 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.predict_step import predict
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
-from megatrain_ray.engine.planner.search.split_search import TIE, Found
+from megatrain_ray.engine.planner.search.split_search import TIE, SearchResults
 from tests.support.shapes import qwen
 
 # `make test-all` runs every case: they take a minute.
@@ -61,7 +61,7 @@ def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, 
     structure, activations = shape()
     activations = activations.times(request.micro_batch_size)
     layout = largest_share(structure.layout(), request.num_hosts)
-    drafts = Drafts(structure, layout, activations, machine, request)
+    drafts = PlanBuilder(structure, layout, activations, machine, request)
     for candidate in candidates(structure, request):
         for count in (0, 1, 5, 12):
             on_device = replace(candidate, hbm_layers=frozenset(range(count)))
@@ -135,7 +135,7 @@ def test_bounds_leave_nothing_faster_out(
     request = Request(Precision.BF16, False, True, 1, 1, 512, captured=False)
     bounded = make_plan(*question, machine, request)
     for name in ("may_be_chosen", "may_be_beaten_in"):
-        monkeypatch.setattr(Found, name, lambda found, least: True)
+        monkeypatch.setattr(SearchResults, name, lambda found, least: True)
     whole = make_plan(*question, machine, request)
     assert bounded.prediction and whole.prediction
     assert bounded.prediction.step_s <= whole.prediction.step_s * (1 + TIE)
@@ -145,7 +145,7 @@ def test_bounds_leave_nothing_faster_out(
 def bounds_and_step(profile: str, request: Request, candidate: Candidate) -> tuple[Bounds, float]:
     (structure, activations), basis = shape(), basis_of(PROFILES[profile])
     activations = activations.times(request.micro_batch_size)
-    plan = Drafts(structure, structure.layout(), activations, MACHINE, request).plan(candidate)
+    plan = PlanBuilder(structure, structure.layout(), activations, MACHINE, request).plan(candidate)
     return Bounds(plan, basis, activations), predict(plan, basis, activations).step_s
 
 
