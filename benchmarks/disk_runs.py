@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ BASE = (
 LONG = ("data.seq_len=32768", "train.batch_size=1", "train.steps=3", "hardware.hbm_limit=5GB", "hardware.compile=false")
 WHOLE = ("train.micro_batch_size=8", "train.accumulate=1")
 # Fields of a plan that decide how results are rounded: bits are only expected to be equal where these are.
-NUMERICS = ("micro_batch_size", "num_micro_batches", "loss_chunk_tokens", "mlp_chunk_tokens", "compiled_loss")
+NUMERICS = (
+    "step.micro_batch_size", "step.num_micro_batches",
+    "compute.loss_chunk_tokens", "compute.mlp_chunk_tokens", "compute.compiled_loss",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Runs:
         missing = mode.has is not None and not mode.has(plan)
         steps = rows(self._run_dir)
         return Found(
-            settings, limit, on_disk(plan), {key: getattr(plan, key) for key in NUMERICS},
+            settings, limit, on_disk(plan), {key: attrgetter(key)(plan) for key in NUMERICS},
             [(row["loss"], row["grad_norm"]) for row in steps], statistics.median(row["step_s"] for row in steps),
             time.monotonic() - start_s, ("not on disk what it is about",) if missing else (),
         )  # fmt: skip

@@ -16,12 +16,15 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan.plan_groups import UpdateOrder
+from megatrain_ray.engine.plan.plan import (
+    ActivationPolicy,
+    Plan,
+)
+from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.engine.weights.weight_source import WeightSource
@@ -275,7 +278,7 @@ def summary(plan: Plan, structure: ModelStructure) -> dict[str, Any]:
         "captured": plan.step.captured,
         "loss_chunk_tokens": plan.compute.loss_chunk_tokens,
         "update_order": plan.step.update_order.value,
-        "gradient_dtype": plan.gradients.offload_dtype,
+        "gradient_dtype": dtype_name(plan.gradients.offload_dtype),
         "num_slots": len(plan.slots.weights),
         "uploads_per_step": plan.slots.num_uploads,
         "hbm_limit_bytes": plan.limits.hbm_bytes,

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def pairs_of(report: Mapping[str, Any]) -> dict[str, Pair]:
     """Return the pairs of a report by name, without those that were not predicted or not measured."""
-    rows, memory = report["plan"]["rows"], report["memory"]
+    rows, memory = report["plan"].get("memory_items") or report["plan"]["rows"], report["memory"]
     sizes = {tier: sum(row["num_bytes"] for row in rows if row["tier"] == tier) for tier in ("hbm", "host")}
     pairs = {}
     if prediction := report["prediction"]:

@@ -1,6 +1,6 @@
 """Stores activations on disk and moves them through staging buffers, which this code calls windows.
 
-Windows are pinned host memory, or device memory if the store can move that (Plan.windows).
+Windows are pinned host memory.
 
 Offloading works block by block: copy a block into a window, and write it to the blob once the copy has ended. Reloading
 follows the order in which activations are needed: read blocks ahead as long as windows are free, and copy them as soon
@@ -30,7 +30,7 @@ from megatrain_ray.engine.plan.activation_windows import Block, Places, windows_
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.spill.spill_transfers import Checksums, SpillTransfers
 from megatrain_ray.io.storage import blob_store
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, BlobStore, aligned_block
+from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Op, Stage
@@ -102,14 +102,13 @@ class ActivationFile:
     def __init__(self, plan: Plan, device: Device, store: BlobStore, name: str, *, poison: bool = False) -> None:
         """Allocate the windows and open the blob.
 
-        store, name: the blob, which has `plan.activation_file_bytes`. The store must move device memory if the plan has
-            windows there.
+        store, name: the blob, which has `plan.activation_file_bytes`.
         poison: fill released windows with NaN.
 
         Raises MegatrainError if there is no such blob.
         """
         size, count = plan.disk.staging_buffer_bytes, plan.disk.num_staging_buffers
-        memory = _memory(device, plan.disk.staging_tier, count * size)
+        memory = _memory(device, count * size)
         self._device = device
         self._windows = [memory[i * size : (i + 1) * size] for i in range(count)]
         self._poison = torch.full_like(self._windows[0], POISON) if poison else None
@@ -125,7 +124,7 @@ class ActivationFile:
         words = windows_of(plan).num_blocks(plan.disk_activations)
         checksums = Checksums(Words(aligned_block(WORD_BYTES * words), words), 0)
         timeout_s = transfer_deadline_s(plan.total_bytes(Tier.NVME))  # state and gradients may share this disk
-        self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake, device.checksum)
+        self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake)
         self._transfers.open()
 
     def begin(self) -> None:
@@ -248,7 +247,7 @@ class ActivationFile:
         return self._device.copy_part(stage, pairs, moved.op, copying.after, copying.end_s)
 
     def _block(self, block: Block, window: int) -> blob_store.Block:
-        return self._device.block(self._windows[window][: block.extent.nbytes])
+        return self._windows[window][: block.extent.nbytes].numpy().data
 
     async def _free_window(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
         """Return a window to the free ones after its last copy, `copied`. Poison it first if that is on."""
@@ -258,11 +257,8 @@ class ActivationFile:
         self._free.put_nowait(window)
 
 
-def _memory(device: Device, tier: Tier, num_bytes: int) -> torch.Tensor:
-    """Return 1-D uint8 memory that begins at a multiple of ALIGN_BYTES, on the device or pinned on the host."""
-    if tier is Tier.HBM:
-        memory = device.allocate(num_bytes + ALIGN_BYTES)
-        return memory[-memory.data_ptr() % ALIGN_BYTES :][:num_bytes]
+def _memory(device: Device, num_bytes: int) -> torch.Tensor:
+    """Return 1-D uint8 memory that begins at a multiple of ALIGN_BYTES, pinned on the host."""
     memory = torch.frombuffer(aligned_block(num_bytes), dtype=torch.uint8)
     device.pin(memory)
     return memory

@@ -21,7 +21,6 @@ from megatrain_ray.engine.device.device import CONTEXT_BYTES, Capture, Device, E
 from megatrain_ray.engine.optimizer.adamw import Hyper
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.storage.blob_store import Block
 from megatrain_ray.spans import MAX_SPANS, Row, Span
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 
@@ -64,11 +63,10 @@ class CudaDevice(Device):
         _limit_memory(memory_bytes)
         self._deterministic = deterministic
         # Kernels of a stream with high priority start before waiting kernels of the compute stage. A copy within the
-        # device may be a kernel, and a checksum is one.
+        # device may be a kernel.
         self._streams = {stage: torch.cuda.Stream(priority=-1) for stage in (Stage.H2D, Stage.D2H)}
         self._streams[Stage.COMPUTE] = torch.cuda.Stream()
         self._streams[Stage.ALL_GATHER] = torch.cuda.Stream(priority=-1)
-        self._summing = torch.cuda.Stream(priority=-1)
         self._generator = torch.cuda.default_generators[self.torch_device.index]
         self._pinned: list[int] = []
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -97,15 +95,6 @@ class CudaDevice(Device):
             with self._traced_on(Stage.ALL_GATHER, op):
                 work()
         return CudaEvent(stream, end_s)
-
-    def block(self, memory: torch.Tensor) -> Block:
-        return memory if memory.is_cuda else super().block(memory)
-
-    def checksum(self, block: Block) -> int:
-        if not isinstance(block, torch.Tensor):
-            return super().checksum(block)
-        with torch.cuda.stream(self._summing), torch.no_grad():
-            return int(block.view(torch.int64).sum().item())
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         if host.is_cuda:

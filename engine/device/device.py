@@ -14,32 +14,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.optimizer.adamw import Hyper
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
-from megatrain_ray.io.storage.blob_store import Block
 from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 
 # Memory of a CUDA context and its libraries. On an H200, NVML showed 0.95 GB more than the peak of all tensors
 # (7.6b_16x4096 in benchmarks/README.md). hardware.hbm_limit leaves this much for them.
 CONTEXT_BYTES = 1 << 30
-
-
-def host_checksum(block: Block) -> int:
-    """Return the checksum of a block in host memory: the sum of its 64-bit words.
-
-    A block begins and ends at multiples of 8 bytes.
-
-    It runs at 50 GB/s on one core of a small machine while the block is in its caches. It changes when a disk returns
-    another block, an older version of the block, zeros, or flipped bits. The order of the words makes no difference, so
-    a device can compute the same sum (`Device.checksum`).
-    """
-    assert isinstance(block, memoryview)
-    return int(np.frombuffer(block, np.int64).sum())
 
 
 class Event(Protocol):
@@ -132,20 +117,6 @@ class Device(ABC):
         """
         end_s = self.timeline.account(Stage.ALL_GATHER, op, [after.at_s])
         return self._all_gather(work, op, after, end_s, timeout_s)
-
-    def block(self, memory: torch.Tensor) -> Block:
-        """Return memory in the form in which a BlobStore reads and writes it.
-
-        memory: 1-D uint8, on the host or on the device.
-        """
-        return memory.numpy().data
-
-    def checksum(self, block: Block) -> int:
-        """Return the sum of the block's 64-bit words as they are now. May be called from any thread.
-
-        It is not ordered after any submitted work. The caller makes sure that every write to the block has ended.
-        """
-        return host_checksum(block)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a small tensor of ordinary host memory to the device, and return the copy.

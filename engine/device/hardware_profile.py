@@ -73,7 +73,6 @@ class HardwareProfile:
     attention: RateCurve  # tokens of a sequence → FLOP/s of forward and backward, causal counted once
     disk_bytes_per_s: Rate | None = None  # disk of spill.path: sum of reads and writes that run at the same time
     disk_plain_bytes_per_s: Rate | None = None  # rate of uncompressed data, if disk_bytes_per_s is of compressed data
-    disk_direct_bytes_per_s: Rate | None = None  # activations transferred directly between disk and device memory
     # Bytes that a GPU receives from the others of its host while it sends as many, by copies; None: not measured.
     gpu_link_bytes_per_s: Rate | None = None
     host_link_bytes_per_s: Rate | None = None  # the same between a host and the other hosts; never measured

@@ -1,7 +1,4 @@
-"""Places activations on disk, and sizes the windows that they pass through. Pure.
-
-A window is a staging buffer in host or device memory.
-"""
+"""Places activations on disk, and sizes the windows (host staging buffers) that they pass through. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatrain_ray.engine.layout.flat_layout import Span
-from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.activation_moves import away
-from megatrain_ray.engine.plan.activation_moves import num_bytes as bytes_of
-from megatrain_ray.engine.plan.plan import LayerPlan, Plan
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES, Extent
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned
+from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
 # 32 windows of at most 8 MiB are 256 MiB. The disk transfers a quarter of them at once. The others, three times as
@@ -52,7 +46,7 @@ class Block(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Number and size of the windows, which are in host memory or in device memory."""
+    """Number and size of the windows."""
 
     number: int
     num_bytes: int  # of each window
@@ -72,49 +66,23 @@ class Windows(NamedTuple):
         return sum(-(-num_bytes // self.num_bytes) for num_bytes in activations)
 
     def host_bytes(self, activations: Sequence[int]) -> int:
-        """Return the bytes of host memory for windows that are there, and for a checksum of each block.
+        """Return the bytes of host memory for windows, and for a checksum of each block.
 
         activations: bytes of each activation on disk.
         """
-        return self.number * self.num_bytes + self.beside_device_bytes(activations)
-
-    def beside_device_bytes(self, activations: Sequence[int]) -> int:
-        """Return the bytes of host memory for the blocks' checksums only, as needed if windows are on the device."""
-        return WORD_BYTES * self.num_blocks(activations)
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the bytes of device memory for windows that are there, with room to begin at a page."""
-        return self.number * self.num_bytes + ALIGN_BYTES
+        return self.number * self.num_bytes + WORD_BYTES * self.num_blocks(activations)
 
 
 def windows_of(plan: Plan) -> Windows:
     return Windows(plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes)
 
 
-def with_windows(plan: Plan, tier: Tier) -> Plan:
-    """Return the plan with windows for the activations that it has on disk, if any.
-
-    tier: memory of the windows.
-    """
+def with_windows(plan: Plan) -> Plan:
+    """Return the plan with windows for the activations that it has on disk, if any."""
     if not plan.disk_activations:
         return plan
-    windows = Windows.of(plan.disk_activations)
-    return replace(
-        plan,
-        disk=replace(
-            plan.disk, num_staging_buffers=windows.number, staging_buffer_bytes=windows.num_bytes, staging_tier=tier
-        ),
-    )
-
-
-def most_windows_bytes(layers: Sequence[LayerPlan]) -> int:
-    """Return an upper bound on the device bytes for windows, as if all offloaded activations went to disk.
-
-    layers: those of a plan with nothing on disk.
-    """
-    moving = [bytes_of(layer, kind) for layer in layers for kind in away(layer)]
-    return Windows.of(moving).device_bytes if moving else 0
+    number, num_bytes = Windows.of(plan.disk_activations)
+    return replace(plan, disk=replace(plan.disk, num_staging_buffers=number, staging_buffer_bytes=num_bytes))
 
 
 class Places:

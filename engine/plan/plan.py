@@ -33,7 +33,6 @@ from megatrain_ray.engine.plan.plan_json import as_version_2
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, visits
 from megatrain_ray.io.storage.blob_store import aligned
-from megatrain_ray.io.storage.disk_io import DiskIo
 
 
 class ActivationPolicy(Enum):
@@ -173,15 +172,6 @@ class Plan:
     def weights_on_host(self) -> frozenset[int]:
         """Return the layers whose working copy stays in host memory."""
         return self.host_layers - self.weights_on_disk
-
-    @property
-    def activations_io(self) -> DiskIo:
-        """Return how activations on disk are read and written.
-
-        Only kvikio can access a GPU's memory. The memory of the CPU device is accessible to all.
-        """
-        is_direct = self.disk.staging_tier is Tier.HBM and self.device == "cuda"
-        return DiskIo.KVIKIO if is_direct else self.disk.io
 
     @property
     def uses_disk(self) -> bool:

@@ -136,9 +136,8 @@ class DiskSettings:
     num_state_slots: int = 0  # per shard: how many such parts, or gradients of parts, are in host memory at once
     num_upload_buffers: int = 0  # host buffers, each for one layer, that working copies on disk are uploaded through
     weight_read_bytes: int = 0  # bytes of working copies on disk that are read for the uploads of a step
-    num_staging_buffers: int = 0  # that activations pass through, both ways
+    num_staging_buffers: int = 0  # host buffers that activations pass through, both ways
     staging_buffer_bytes: int = 0  # of each
-    staging_tier: Tier = Tier.HOST  # memory of these; hbm: the file is read and written from device memory directly
 
 
 @dataclass(frozen=True)

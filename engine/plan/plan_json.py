@@ -52,7 +52,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "weight_read_bytes": "weight_read_bytes",
         "num_staging_buffers": "num_windows",
         "staging_buffer_bytes": "window_bytes",
-        "staging_tier": "windows",
     },
     "shards": {
         "num_shards": "num_shards",

@@ -15,7 +15,7 @@ from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.limits import beyond_device, beyond_disk, host_bytes, spare_ram
 from megatrain_ray.engine.planner.request import ANY_ROOM
-from megatrain_ray.io.storage.disk_io import DIRECT, PLAIN, DiskWay
+from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count, format_ranges, format_seconds
 
 NUM_NAMED = 4  # a list of more layers than this is shortened
@@ -214,8 +214,6 @@ def _spill_lines(plan: Plan) -> list[str]:
     read = format_bytes(plan.written_bytes + plan.disk.weight_read_bytes)
     way = DiskWay(plan.disk.io, plan.disk.packed and plan.uses_disk)  # activations are never packed
     by = "" if way == PLAIN else f" by {way}"
-    if plan.disk.staging_tier is Tier.HBM:
-        by += f"; activations by {DIRECT}"
     return [f"spill     on disk: {what}; {read} read and {format_bytes(plan.written_bytes)} written a step{by}"]
 
 
@@ -263,7 +261,7 @@ def _processes(plan: Plan) -> int:
     return sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST and row.name == "processes")
 
 
-def explain_misfit(plan: Plan, remedies: Sequence[str]) -> str:
+def explain_infeasible(plan: Plan, remedies: Sequence[str]) -> str:
     """Explain which tiers overflow in the plan that is nearest to fitting, by how much, and what would help.
 
     plan: the plan that is nearest to fitting.

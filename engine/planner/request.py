@@ -27,7 +27,6 @@ class SpillSpace:
     plain_bytes_per_s: rate of activations if `way` packs, because these are never packed. None: it was not measured,
         and activations are as fast as the rest.
     may_be_unpacked: packing was chosen for its rate, not asked for by the user.
-    direct_bytes_per_s: rate of activations if kvikio moves device memory and that is faster; else None.
     """
 
     limit_bytes: int
@@ -35,18 +34,12 @@ class SpillSpace:
     way: DiskWay = PLAIN
     plain_bytes_per_s: float | None = None
     may_be_unpacked: bool = False
-    direct_bytes_per_s: float | None = None
 
     @property
     def unpacked(self) -> SpillSpace:
         """Return the same disk without packing."""
         rate = self.plain_bytes_per_s or self.bytes_per_s
-        return SpillSpace(self.limit_bytes, rate, DiskWay(self.way.io), direct_bytes_per_s=self.direct_bytes_per_s)
-
-    @property
-    def windows(self) -> Tier:
-        """Return the tier of the windows: the staging buffers that activations pass through to and from the disk."""
-        return Tier.HBM if self.direct_bytes_per_s else Tier.HOST
+        return SpillSpace(self.limit_bytes, rate, DiskWay(self.way.io))
 
 
 @dataclass(frozen=True)

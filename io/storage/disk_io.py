@@ -23,21 +23,16 @@ class DiskWay(NamedTuple):
     """Describes how state moves to and from a disk.
 
     packed: whether floats take fewer bytes on the disk than in memory (packed_store.py).
-    direct: whether device memory is moved.
     """
 
     io: DiskIo = DiskIo.POSIX
     packed: bool = False
-    direct: bool = False
 
     def __str__(self) -> str:
-        if self.direct:
-            return f"{self.io.value} to the device"
         return f"{self.io.value} with zstd" if self.packed else self.io.value
 
 
 PLAIN = DiskWay()
-DIRECT = DiskWay(DiskIo.KVIKIO, direct=True)
 
 
 def held_files(io: DiskIo) -> HeldFiles:

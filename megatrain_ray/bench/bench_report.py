@@ -257,9 +257,12 @@ def _ceiling_line(ceiling: Mapping[str, Any]) -> str:
 
 
 def _plan_line(plan: Mapping[str, Any]) -> str:
-    activations = ", ".join(f"{number} × {policy}" for policy, number in plan["activations"].items())
+    step, activations = (
+        plan["step"],
+        ", ".join(f"{number} × {policy}" for policy, number in plan["activations"].items()),
+    )
     return (
         f"{format_count(plan['num_parameters'])} parameters in {plan['num_layers']} layers; "
-        f"{plan['num_micro_batches']} × {plan['micro_batch_size']} × {plan['seq_len']} tokens, {plan['order']}; "
+        f"{step['num_micro_batches']} × {step['micro_batch_size']} × {step['seq_len']} tokens, {step['order']}; "
         f"activations: {activations}"
     )

@@ -172,20 +172,13 @@ def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder
 def _fit_disk(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
     """Scale all disk rates by one factor if there are several: the run does not time them separately."""
     measured, planned = disk_rate(found), planned_disk_rate(found)
-    before, plain, direct = (
-        profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
-    )  # fmt: skip
+    before, plain = profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s
     if not measured:
         return profile, []
     factor = measured / planned if planned else 1.0
-    rate = before * factor if before and (plain or direct) else measured
+    rate = before * factor if before and plain else measured
     was = f"{before / 1e9:.3g} → " if before else ""
-    faster = replace(
-        profile,
-        disk_bytes_per_s=rate,
-        disk_plain_bytes_per_s=plain and plain * factor,
-        disk_direct_bytes_per_s=direct and direct * factor,
-    )
+    faster = replace(profile, disk_bytes_per_s=rate, disk_plain_bytes_per_s=plain and plain * factor)
     return faster, [f"disk          {was}{rate / 1e9:.3g} GB/s, read and written"]
 
 

@@ -265,8 +265,7 @@ class SpillConfig(Group):
     """Bytes of that disk that the plan may use; null: what is free there but for 1 GiB."""
     io: Literal["auto", "posix", "kvikio"] = "auto"
     """Who reads and writes there: posix, threads of ours past the page cache; kvikio, those of that library, an extra
-    that needs CUDA's driver; auto: kvikio where it is installed, works there and was measured to be faster. But for
-    posix activations pass straight between the disk and a GPU's memory where that was measured to be faster."""
+    that needs CUDA's driver; auto: kvikio where it is installed, works there and was measured to be faster."""
     compression: Literal["auto", "none", "zstd"] = "auto"
     """zstd: what is alike in floats, but for activations, takes less of that disk, for the work of some cores and 96
     MiB of host memory for each optimizer shard; auto: where that was measured to be faster and there is the room."""

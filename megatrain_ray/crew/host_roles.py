@@ -34,13 +34,12 @@ def owner_role(prepared: Prepared, place: Placement, host: int, left: Mapping[st
         layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         files = spill_files(plan, layout, prepared.config.spill.path)
         folder = next((file.folder for file in files.values()), None)
-        by_kvikio = DiskIo.KVIKIO in (plan.disk.io, plan.activations_io)
         return {
             "sizes": arena_sizes(plan, layout),
             "holders": holders,
             "files": files,
             "left": left.get(place.node_of(host), ()),
-            "other": OtherHost(_host_title(place, host), folder, by_kvikio) if host else None,
+            "other": OtherHost(_host_title(place, host), folder, plan.disk.io is DiskIo.KVIKIO) if host else None,
         }
 
     return ActorRole(ProcessKind.SHARED_STATE, owner_name(host), host, place.take, arguments)

@@ -15,7 +15,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.model.attention import Attention, flex_problem
 from megatrain_ray.engine.model.parameter_rules import ParameterRules
 from megatrain_ray.engine.model.structure import ModelStructure, build_empty
-from megatrain_ray.engine.planner.memory.mlp_chunks import may_chunk
+from megatrain_ray.engine.planner.memory.chunk_sizes import may_chunk
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.optimizer_settings import rules_of

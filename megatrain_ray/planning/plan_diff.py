@@ -27,7 +27,7 @@ def _placement(plan: Plan) -> Plan:
         plan,
         memory_items=(),
         prediction=None,
-        disk=replace(plan.disk, io=DiskIo.POSIX, packed=False, staging_tier=Tier.HOST),
+        disk=replace(plan.disk, io=DiskIo.POSIX, packed=False),
         hosts=replace(plan.hosts, gpu_homes=tuple(replace(home, address=None) for home in plan.hosts.gpu_homes)),
         saves=replace(plan.saves, copy_bytes=0, device_copy_bytes=0),
         limits=MemoryLimits(hbm_bytes=None, ram_bytes=0, spill_bytes=None),

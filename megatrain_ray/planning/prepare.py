@@ -20,8 +20,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search.infeasible import lacks_device_memory
-from megatrain_ray.engine.planner.search.make_plan import predict_plan
-from megatrain_ray.engine.planner.search.packed_or_not import plan_packed_or_not
+from megatrain_ray.engine.planner.search.make_plan import plan_with_compression, predict_plan
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.machine.machine import machine_of
@@ -83,7 +82,7 @@ class Question:
     def _answer(self) -> Plan | CapacityError:
         with _uncollected():
             try:
-                return plan_packed_or_not(self.structure, self.activations, self.machine, self.request)
+                return plan_with_compression(self.structure, self.activations, self.machine, self.request)
             except CapacityError as error:
                 return error
 
@@ -138,9 +137,8 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
     def predict(profile: HardwareProfile) -> Prediction:
         disk = profile.disk_bytes_per_s or TYPICAL_DISK_BYTES_PER_S
         way = DiskWay(plan.disk.io, plan.disk.packed)
-        plain, direct = profile.disk_plain_bytes_per_s, profile.disk_direct_bytes_per_s
-        limit_bytes = plan.limits.spill_bytes
-        spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain, direct_bytes_per_s=direct)
+        plain, limit_bytes = profile.disk_plain_bytes_per_s, plan.limits.spill_bytes
+        spill = None if limit_bytes is None else SpillSpace(limit_bytes, disk, way, plain)
         by_profile = replace(machine, profile=profile, spill=spill)
         return predict_plan(plan, question.structure, question.activations, by_profile, question.request)
 

@@ -151,8 +151,8 @@ def _faster_disk(spill: SpillSpace | None) -> SpillSpace:
     """Return the disk with twice its rate; without a disk, a typical one of unlimited size."""
     if spill is None:
         return SpillSpace(ANY_ROOM, TYPICAL_DISK_BYTES_PER_S)
-    plain, direct = (rate and 2 * rate for rate in (spill.plain_bytes_per_s, spill.direct_bytes_per_s))
-    return replace(spill, bytes_per_s=2 * spill.bytes_per_s, plain_bytes_per_s=plain, direct_bytes_per_s=direct)
+    plain = spill.plain_bytes_per_s and 2 * spill.plain_bytes_per_s
+    return replace(spill, bytes_per_s=2 * spill.bytes_per_s, plain_bytes_per_s=plain)
 
 
 def print_alternatives(found: Sequence[Alternative]) -> None:

@@ -20,17 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.console.logs import say
-from megatrain_ray.engine.device.cuda_info import total_memory_bytes
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.disk_errors import free_bytes
-from megatrain_ray.io.storage.disk_io import DIRECT, DiskIo, DiskWay
+from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.storage.disk_rate import measure_mixed
 from megatrain_ray.io.storage.kvikio_store import unusable
-from megatrain_ray.profiling.direct_rate import measure_direct_here
 from megatrain_ray.profiling.spill_folder import check_folder, memory_warning, nearest
 
 log = logging.getLogger(__name__)
@@ -46,17 +44,15 @@ class DiskRate:
 
     device: st_dev of the file system that holds `folder`.
     bytes_per_s: rate of each method that was measured, by its name.
-    failed: names of methods that did not work.
     """
 
     version: Literal[2]
     folder: str
     device: int
     bytes_per_s: dict[str, Rate]
-    failed: tuple[str, ...] = ()
 
     def knows(self, ways: Sequence[DiskWay]) -> bool:
-        return {str(way) for way in ways} <= {*self.bytes_per_s, *self.failed}
+        return {str(way) for way in ways} <= self.bytes_per_s.keys()
 
 
 _DISK_RATE = TypeAdapter(DiskRate)
@@ -81,15 +77,14 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
     able = _able(folder, spill) if is_here else _asked(spill)
-    direct = (DIRECT,) if _may_be_direct(machine, able) else ()
     if machine.profile and machine.profile.disk_bytes_per_s:
         ways, rates = _of_profile(machine.profile, able)
-        return replace(machine, spill=_with_direct(_space(limit_bytes, ways, rates), direct, rates))
-    known, ways = _kept(folder), (*_with_plain(able), *direct)
+        return replace(machine, spill=_space(limit_bytes, ways, rates))
+    known, ways = _kept(folder), _with_plain(able)
     if is_here and limit_bytes and not known.knows(ways):
         known = _measured(folder, ways)
     rates = known.bytes_per_s
-    return replace(machine, spill=_with_direct(_space(limit_bytes, able, rates), direct, rates))
+    return replace(machine, spill=_space(limit_bytes, able, rates))
 
 
 def rate_file(folder: Path) -> Path:
@@ -136,25 +131,6 @@ def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
     return (asked,)
 
 
-def _may_be_direct(machine: Machine, able: Sequence[DiskWay]) -> bool:
-    """Return whether kvikio may move activations directly between the disk and a GPU of this machine."""
-    works = any(way.io is DiskIo.KVIKIO for way in able)
-    return works and machine.device == "cuda" and total_memory_bytes() is not None
-
-
-def _with_direct(space: SpillSpace, direct: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
-    """Return the spill space with direct transfers of activations, if these are faster than those through host memory.
-
-    They must be faster by the factor `GAIN`.
-
-    direct: the direct method; empty if it is not available.
-    rates: bytes per second by name of method.
-    """
-    through_host = space.unpacked.bytes_per_s
-    rate = max((rates.get(str(way), 0.0) for way in direct), default=0.0)
-    return replace(space, direct_bytes_per_s=rate) if rate > through_host * GAIN else space
-
-
 def _plain(way: DiskWay) -> DiskWay:
     """Return the method for activations, which are never compressed, if everything else uses `way`."""
     return way._replace(packed=False)
@@ -170,11 +146,10 @@ def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequ
     With one rate, that is the simplest method; with two, the method without and with compression.
     """
     rate, plain = profile.disk_bytes_per_s or 0.0, profile.disk_plain_bytes_per_s
-    of_direct = {str(DIRECT): profile.disk_direct_bytes_per_s or 0.0}
     if plain is None:
-        return able[:1], {str(able[0]): rate} | of_direct
+        return able[:1], {str(able[0]): rate}
     rates = {str(_plain(able[0])): plain, str(able[0]._replace(packed=True)): rate}
-    return [way for way in able if str(way) in rates], rates | of_direct
+    return [way for way in able if str(way) in rates], rates
 
 
 def _space(limit_bytes: int, able: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
@@ -214,20 +189,13 @@ def _measured(folder: Path, able: Sequence[DiskWay]) -> DiskRate:
     A failed measurement is logged and does not prevent the training; the result then has no rates.
     """
     try:
-        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able if not way.direct}
+        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able}
     except MegatrainError as error:
         log.warning("spill.path is taken to be on a typical NVMe drive: %s", error)
         return UNKNOWN
-    failed = []
-    if DIRECT in able:
-        try:
-            rates[str(DIRECT)] = measure_direct_here(folder, PROBE_BYTES)
-        except MegatrainError as error:
-            log.warning("kvikio does not move what is on the GPU itself: %s", error)
-            failed = [str(DIRECT)]
     by = ", ".join(f"{rate / 1e9:.2f} GB/s by {way}" for way, rate in rates.items())
     say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
-    found = DiskRate(2, str(folder), _device_of(folder), rates, tuple(failed))
+    found = DiskRate(2, str(folder), _device_of(folder), rates)
     try:
         file = rate_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True)

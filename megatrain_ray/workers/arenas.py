@@ -153,7 +153,7 @@ def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_ran
     """
     if not plan.disk_activations:
         return None
-    store, name = holder.spill(activations_file(host_rank), plan.activations_io)
+    store, name = holder.spill(activations_file(host_rank), plan.disk.io)
     return MeasuredStore(store, meter), name
 
 

@@ -106,7 +106,7 @@ def test_surroundings_and_settings(report: dict[str, Any]) -> None:
     train = report["config"]["train"]
     assert (train["steps"], train["batch_size"], train["warmup_steps"], train["schedule"]) == (5, 4, 0, "constant")
     assert report["config"]["save_every"] is None
-    assert report["plan"]["micro_batch_size"] == 2
+    assert report["plan"]["step"]["micro_batch_size"] == 2
     assert report["plan"]["activations"] == {"keep": 4}
 
 

@@ -10,6 +10,7 @@ import pytest
 from megatrain_ray.crew import gpu_worker_group
 from megatrain_ray.crew.actor_role import ActorRole, Check
 from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
+from megatrain_ray.engine.plan.plan_groups import HostSettings
 
 
 class Actor:
@@ -39,7 +40,7 @@ def group(asked: list[tuple[str, str, Any]], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu_worker_group, "answer", lambda *_: "a place to meet")
     monkeypatch.setattr(ActorRole, "wait_ready", wait_ready)
     place = SimpleNamespace(take=lambda name: Actor(name, asked), addresses=["first", "second"])
-    plan = SimpleNamespace(num_gpus=4, host_gpus=2, repeats_steps=True)
+    plan = SimpleNamespace(hosts=HostSettings(num_hosts=2, num_gpus=4), repeats_steps=True)
     started = GpuWorkerGroup(SimpleNamespace(plan=plan), place, lambda: None, lambda calls, timeout_s: None)  # type: ignore[arg-type]
     started.start(lambda host: ())
     started.wait_ready()

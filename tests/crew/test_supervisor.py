@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatrain_ray.crew import actor_role, supervisor
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.supervisor import Supervisor
+from megatrain_ray.engine.plan.plan_groups import HostSettings
 from megatrain_ray.errors import LostDeviceError, LostProcessError, MegatrainError
 from megatrain_ray.workers.messages import Progress
 
@@ -76,7 +77,10 @@ class Run(Supervisor):
 
     def __init__(self, place: Placement, *, repeats_steps: bool = True) -> None:
         plan = SimpleNamespace(
-            num_hosts=1, num_parts=3, num_shards=2, num_gpus=1, host_gpus=1, repeats_steps=repeats_steps
+            hosts=HostSettings(num_hosts=1, num_gpus=1),
+            shards=SimpleNamespace(num_shards=2),
+            num_parts=3,
+            repeats_steps=repeats_steps,
         )
         prepared = SimpleNamespace(plan=plan, config=SimpleNamespace(max_failures=2))
         self.deaths: list[str] = []

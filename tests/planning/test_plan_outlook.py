@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_change_is_what_a_plan_with_it_says(
     row = next(row for row in shown_plan["what_if"] if row["change"] == change)
     if row["fits"]:
         alone = planned(capsys, str(path), *LIMITS, *CHANGES[change])
-        tokens = alone["num_micro_batches"] * alone["micro_batch_size"] * alone["seq_len"]
+        tokens = math.prod(alone["step"][key] for key in ("num_micro_batches", "micro_batch_size", "seq_len"))
         assert row["step_s"] == alone["prediction"]["step_s"]
         assert row["tokens_per_s"] == tokens / alone["prediction"]["step_s"]
     else:
@@ -136,7 +137,7 @@ def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str
     limits = "hardware.hbm_limit=4GiB", "hardware.ram_limit=5880MiB"
     short = (*limits, "hardware.hbm_layers=0", "spill.path=/nowhere/spill")
     plan = planned(capsys, str(path), *short)
-    spilled = sum(row["num_bytes"] for row in plan["rows"] if row["tier"] == "nvme")
+    spilled = sum(row["num_bytes"] for row in plan["memory_items"] if row["tier"] == "nvme")
     assert spilled
     of_day = spilled * 24 * 3600 / plan["prediction"]["step_s"]
     *_, saves, _stop, line = shown(capsys, str(path), *short).splitlines()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
+from tests.support.plan_versions import version_1
 from tests.support.planned_steps import PROFILE, planned
 
 
@@ -21,7 +22,7 @@ def test_other_rates_and_limits_alone_are_the_same_placement() -> None:
 def test_a_plan_of_several_hosts_from_before_it_said_so_uploads_parts() -> None:
     plan = replace(planned(PROFILE), hosts=replace(planned(PROFILE).hosts, num_gpus=2))
     assert changes(plan, replace(plan, slots=replace(plan.slots, gathered=True))) == "uploads whole → parts"
-    tree = json.loads(replace(plan, hosts=replace(plan.hosts, num_hosts=2)).to_json())
+    tree = version_1(replace(plan, hosts=replace(plan.hosts, num_hosts=2)))
     del tree["gathers_slots"]
     assert Plan.from_json(json.dumps(tree)).slots.gathered
     assert not Plan.from_json(json.dumps(tree | {"num_hosts": 1})).slots.gathered

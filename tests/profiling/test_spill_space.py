@@ -17,14 +17,13 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU, TYPICAL_DISK_BYTES_PER_S
-from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from megatrain_ray.planning.prepare import prepare, question_of
 from megatrain_ray.profiling import spill_disk
-from megatrain_ray.profiling.spill_disk import MARGIN_BYTES, PROBE_BYTES, forget_rates, rate_file, with_spill
+from megatrain_ray.profiling.spill_disk import MARGIN_BYTES, forget_rates, rate_file, with_spill
 from tests.planning.test_planning import LLAMA
 from tests.support.runs import config
 from tests.support.spill_folders import FREE, MACHINE, RATE, imitated_disks, space
@@ -253,81 +252,6 @@ def test_kvikio_that_does_not_work(
     with pytest.raises(ConfigError) as info:
         space(tmp_path, io="kvikio")
     assert (str(info.value), info.value.exit_code) == (message, 2)
-
-
-GPU = replace(MACHINE, device="cuda", hbm_bytes=80 << 30)
-
-
-@pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch, ways: list[DiskWay]) -> Callable[[float | MegatrainError], list[int]]:
-    """Return a function that sets what kvikio's way to a GPU is measured to be, or the error that it raises.
-
-    The function returns a list that fills with the measurements.
-    """
-    measured = list[int]()
-
-    def make(found: float | MegatrainError) -> list[int]:
-        def measure(folder: Path, num_bytes: int) -> float:
-            measured.append(num_bytes)
-            if isinstance(found, MegatrainError):
-                raise found
-            return found
-
-        monkeypatch.setattr(spill_disk, "measure_direct_here", measure)
-        return measured
-
-    monkeypatch.setattr(spill_disk, "total_memory_bytes", lambda: 80 << 30)
-    return make
-
-
-@pytest.mark.parametrize(("rate", "is_taken"), [(4.3e9, True), (4.1e9, False), (3e9, False)])
-def test_activations_pass_straight_to_the_gpu_where_that_is_faster(
-    tmp_path: Path, direct: Callable[[float], list[int]], capsys: pytest.CaptureFixture[str], rate: float,
-    is_taken: bool,
-) -> None:  # fmt: skip
-    """Than the way that they take by themselves, which is not packed: by kvikio, 4 GB/s. The rest goes as it did."""
-    measured = direct(rate)
-    spill = SpillConfig(path=str(tmp_path))
-    for _ in range(2):
-        found = with_spill(GPU, spill).spill
-        assert found is not None
-        assert (found.way, found.bytes_per_s) == (DiskWay(KVIKIO, packed=True), 5e9)
-        assert found.direct_bytes_per_s == found.unpacked.direct_bytes_per_s == (rate if is_taken else None)
-        assert found.windows is found.unpacked.windows is (Tier.HBM if is_taken else Tier.HOST)
-    assert measured == [PROBE_BYTES]
-    assert f", {rate / 1e9:.2f} GB/s by kvikio to the device, read and" in capsys.readouterr().err
-    profile = replace(TYPICAL_CPU, disk_bytes_per_s=4e9, disk_direct_bytes_per_s=rate)
-    given = with_spill(replace(GPU, profile=profile), spill).spill
-    assert given is not None
-    assert given.direct_bytes_per_s == (rate if is_taken else None)
-
-
-def test_a_way_to_the_gpu_that_does_not_work(
-    tmp_path: Path, direct: Callable[[MegatrainError], list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Is tried once."""
-    measured = direct(MegatrainError("no such ioctl"))
-    for _ in range(2):
-        found = with_spill(GPU, SpillConfig(path=str(tmp_path))).spill
-        assert found is not None
-        assert found.windows is Tier.HOST
-    assert caplog.messages == ["kvikio does not move what is on the GPU itself: no such ioctl"]
-    assert len(measured) == 1
-
-
-@pytest.mark.parametrize(
-    ("machine", "io", "reason"), [(MACHINE, "auto", None), (GPU, "posix", None), (GPU, "auto", "no driver")]
-)
-def test_where_nothing_passes_straight_to_a_gpu(
-    tmp_path: Path, direct: Callable[[float], list[int]], monkeypatch: pytest.MonkeyPatch, machine: Machine, io: Any,
-    reason: str | None,
-) -> None:  # fmt: skip
-    measured = direct(9e9)
-    monkeypatch.setattr(spill_disk, "unusable", lambda folder: reason)
-    found = with_spill(machine, SpillConfig(path=str(tmp_path), io=io)).spill
-    assert found is not None
-    assert found.windows is Tier.HOST
-    assert measured == []
 
 
 def test_a_small_measurement_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

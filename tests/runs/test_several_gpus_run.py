@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.kill_campaign.cases import BACKWARD, GPU
 from benchmarks.kill_campaign.phases import Phase
@@ -61,7 +62,7 @@ def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
     run_dir = trained(train, tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
     one = trained(train, tmp_path / "one", 1, train__micro_batch_size=6, train__accumulate=2, **changes)
     assert losses(run_dir) == losses(one)
-    assert plan_of(run_dir).gradients.accumulate_dtype == "float32", "the sum over GPUs is one over micro-batches"
+    assert plan_of(run_dir).gradients.accumulate_dtype is torch.float32, "the sum over GPUs is one over micro-batches"
 
 
 def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, train: Train) -> None:

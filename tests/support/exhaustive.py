@@ -31,13 +31,12 @@ from megatrain_ray.engine.plan.activation_windows import with_windows
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import SharedPrices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
-from megatrain_ray.engine.planner.memory.device_bytes import hbm_rows, kept_bytes, resident_bytes
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
-from megatrain_ray.engine.planner.memory.host_bytes import host_rows, nvme_rows
-from megatrain_ray.engine.planner.memory.mlp_chunks import is_long, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.memory.device_bytes import device_memory_items, kept_bytes, resident_bytes
+from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items, host_memory_items
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.memory.spill_choice import OnDisk
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
@@ -112,11 +111,10 @@ class _Split:
         work, rates = work_of(structure), machine.rates
         disk = machine.spill.bytes_per_s if machine.spill else float("inf")
         self._basis = CostBasis(structure, self._layout, work, rates, True, request.z_loss, disk)
-        self._shared = SharedPrices()
         # Nothing spills unless `_on_disk` says so.
         self._known_moving_s: dict[object, float] = {}
         self._known_choices: dict[object, list[tuple[int, OnDisk]]] = {}
-        self._drafts = Drafts(structure, self._layout, activations, replace(machine, spill=None), request)
+        self._builder = PlanBuilder(structure, self._layout, activations, replace(machine, spill=None), request)
 
     def plans(self, limit_s: float) -> Iterator[Plan]:
         """Yield the plans that fit, with predictions, but not those that take `limit_s` or longer in any case."""
@@ -136,7 +134,7 @@ class _Split:
                 for whole in self._on_disk(plan):
                     if fits(whole) and self._least_s(whole) < self.limit_s:
                         self.num_simulated += 1
-                        yield replace(whole, prediction=predict(whole, self._basis, self._activations, self._shared))
+                        yield replace(whole, prediction=predict(whole, self._basis, self._activations))
 
     def _least_moving_s(self, candidate: Candidate, keeps: Keeps) -> float:
         """Return the least seconds to write to disk and read back what the host has no room for.
@@ -192,7 +190,7 @@ class _Split:
     def _with(self, candidate: Candidate, keeps: Keeps) -> Plan:
         """Return the candidate's plan in which each block keeps what `keeps` says."""
         smallest = min(keeps, key=lambda kept: (kept[0] is ActivationPolicy.KEEP, kept[1]))
-        plan = self._drafts.in_memory(replace(candidate, activations=smallest[0], activation_budget=smallest[1]))
+        plan = self._builder.in_memory(replace(candidate, activations=smallest[0], activation_budget=smallest[1]))
         blocks = (
             self._kept_at(i, replace(layer, activations=policy, activation_budget=budget), tier)
             for i, (layer, (policy, budget, tier)) in enumerate(zip(plan.layers[1:-1], keeps, strict=True), start=1)
@@ -206,10 +204,12 @@ class _Split:
 
     def _counted(self, plan: Plan) -> Plan:
         """Return the plan with its rows of memory counted anew."""
-        hbm = hbm_rows(plan, self._structure, self._layout, self._activations, z_loss=self._request.z_loss)
+        hbm = device_memory_items(plan, self._structure, self._layout, self._activations, z_loss=self._request.z_loss)
         spill = self._machine.spill
         plan = replace(plan, limits=replace(plan.limits, spill_bytes=spill.limit_bytes if spill else None))
-        return replace(plan, memory_items=(*hbm, *host_rows(plan, self._layout), *nvme_rows(plan, self._layout)))
+        return replace(
+            plan, memory_items=(*hbm, *host_memory_items(plan, self._layout), *disk_memory_items(plan, self._layout))
+        )
 
     def _on_disk(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan; if the host has no room for it, also plans with enough on disk, the fewest bytes first."""
@@ -223,7 +223,7 @@ class _Split:
             on_disk_too = replace(plan, layers=layers)
             if on_disk.of_shards:
                 on_disk_too = with_spilled(plan, layers, self._layout)
-            yield self._counted(with_windows(on_disk_too, self._machine.spill.windows))
+            yield self._counted(with_windows(on_disk_too))
 
     def _choices(self, plan: Plan) -> list[tuple[int, OnDisk]]:
         """Return all sets of things on disk that are just enough, with their bytes, the fewest first.
@@ -238,7 +238,7 @@ class _Split:
         return self._known_choices[key]
 
     def _least_s(self, plan: Plan) -> float:
-        bounds = Bounds(plan, self._basis, self._activations, self._shared)
+        bounds = Bounds(plan, self._basis, self._activations)
         return max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
 
     @cached_property

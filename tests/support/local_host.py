@@ -21,8 +21,7 @@ from megatrain_ray.engine.optimizer.undo_log import serial_of
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
-from megatrain_ray.engine.planner.cost.simulated_slab import SimulatedSlab
-from megatrain_ray.engine.planner.cost.simulated_windows import SimulatedWindows
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedWindows
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
 from megatrain_ray.virtual_clock import Op, Stage, Timeline

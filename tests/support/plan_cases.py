@@ -16,7 +16,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
-from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long
 from megatrain_ray.engine.planner.memory.spill_choice import Spillable
 from megatrain_ray.engine.planner.request import Machine, Request, SpillFirst, SpillSpace
 from megatrain_ray.engine.planner.search.make_plan import make_plan

@@ -19,9 +19,9 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.activation_windows import with_windows
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
-from megatrain_ray.engine.planner.memory.host_bytes import nvme_rows
+from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items
+from megatrain_ray.engine.planner.memory.plan_builder import with_uploads
 from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
-from megatrain_ray.engine.planner.search.build import with_uploads
 from megatrain_ray.engine.planner.search.make_plan import make_plan, predict_plan
 from megatrain_ray.io.storage.disk_io import DiskWay
 from tests.support.shapes import deepened
@@ -49,7 +49,6 @@ def with_disk(machine: Machine, profile: HardwareProfile) -> Machine:
     """Return the machine with this profile and its disk. Two rates of the disk mean that its state is packed."""
     rate, plain = profile.disk_bytes_per_s or 1.0, profile.disk_plain_bytes_per_s
     spill = SpillSpace(1 << 40, rate, DiskWay(packed=bool(plain)), plain)
-    spill = replace(spill, direct_bytes_per_s=profile.disk_direct_bytes_per_s)
     return replace(machine, profile=profile, spill=spill)
 
 
@@ -71,11 +70,10 @@ def with_more_on_disk(plan: Plan, profile: HardwareProfile) -> Plan:
     layers = [
         replace(x, weights=Tier.NVME) if i in blocks and x.state is Tier.NVME else x for i, x in enumerate(layers)
     ]
-    windows = Tier.HBM if profile.disk_direct_bytes_per_s else Tier.HOST
-    plan = with_windows(replace(plan, layers=tuple(layers), disk=replace(plan.disk, num_upload_buffers=2)), windows)
+    plan = with_windows(replace(plan, layers=tuple(layers), disk=replace(plan.disk, num_upload_buffers=2)))
     structure, layout = shape()[0], shape()[0].layout()
     in_memory = (row for row in plan.memory_items if row.tier is not Tier.NVME)
-    plan = with_uploads(replace(plan, memory_items=(*in_memory, *nvme_rows(plan, layout))), structure, layout)
+    plan = with_uploads(replace(plan, memory_items=(*in_memory, *disk_memory_items(plan, layout))), structure, layout)
     return replace(plan, prediction=predicted(plan, profile))
 
 

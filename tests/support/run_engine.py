@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -25,9 +24,9 @@ from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine, StepReport
@@ -73,7 +72,6 @@ class Mode:
     to_disk: frozenset[int] = frozenset()  # layers whose activations go to disk, of those whose activations leave
     num_windows: int = 3  # staging buffers of activations on disk
     window_bytes: int = 4096
-    windows: Tier = Tier.HOST
     block_parts: int = 1  # into which blocks are divided, at most
     poison: bool = True
 
@@ -177,25 +175,27 @@ def _candidate_of(mode: Mode, num_blocks: int) -> Candidate:
 
 def _with_chosen(plan: Plan, recipe: Recipe, mode: Mode, layout: ModelLayout) -> Plan:
     """Return the plan with what no candidate chooses: chunks of the loss, and what is on disk."""
-    changes: dict[str, Any] = {
-        "num_compute_threads": recipe.num_threads,
-        "captured": mode.captured,
-        "disk_packed": mode.packed,
-    }
+    replace = dataclasses.replace
+    compute, disk, gradients = replace(plan.compute, num_threads=recipe.num_threads), plan.disk, plan.gradients
     if recipe.loss_chunk_tokens:
-        changes["loss_chunk_tokens"] = recipe.loss_chunk_tokens
+        compute = replace(compute, loss_chunk_tokens=recipe.loss_chunk_tokens)
     if mode.spilled | mode.stored:
         plan = with_spilled(plan, tuple(_on_disk(plan, mode)), layout)
-        changes |= {"state_slots": 2, "extent_elements": 1 << 13}
+        disk, gradients = replace(plan.disk, num_state_slots=2, extent_elements=1 << 13), plan.gradients
     if mode.to_disk:
-        layers = tuple(_with_activations_on_disk(plan, mode))
-        changes |= {"layers": layers, "num_windows": mode.num_windows, "window_bytes": mode.window_bytes}
-        changes["windows"] = mode.windows
+        plan = replace(plan, layers=tuple(_with_activations_on_disk(plan, mode)))
+        disk = replace(
+            disk,
+            num_staging_buffers=mode.num_windows,
+            staging_buffer_bytes=mode.window_bytes,
+        )
     if mode.stored:
-        sizes = layout.gradient_bytes(plan.gradients.offload_dtype.itemsize, mode.hbm_layers)
+        sizes = layout.gradient_bytes(gradients.offload_dtype.itemsize, mode.hbm_layers)
         staying = sum(size for i, size in enumerate(sizes) if i not in plan.slab_transit_layers)
-        changes["slab_bytes"] = staying + max(sizes[i] for i in plan.slab_transit_layers)
-    return dataclasses.replace(plan, **changes)
+        gradients = replace(gradients, slab_bytes=staying + max(sizes[i] for i in plan.slab_transit_layers))
+    step = replace(plan.step, captured=mode.captured)
+    disk = replace(disk, packed=mode.packed)
+    return replace(plan, step=step, compute=compute, disk=disk, gradients=gradients)
 
 
 def _on_disk(plan: Plan, mode: Mode) -> Iterator[LayerPlan]:

@@ -30,11 +30,10 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
-from megatrain_ray.engine.planner.cost.simulated_slab import SimulatedSlab
-from megatrain_ray.engine.planner.cost.simulated_windows import SimulatedWindows
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedWindows
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.make_plan import activations_of
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.step.build_engine import build_engine

@@ -8,15 +8,26 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
-from megatrain_ray.engine.discovery.activation_bytes import first_alike
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes, first_alike
 from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import LayerWork
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import Residency
 from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, visits
 from megatrain_ray.engine.plan.step_residency import residency_of
+
+
+class KnownPrices(NamedTuple):
+    """Caches what plans with equal settings have in common.
+
+    of_layers: seconds of an operation, by its name, the first layers like this one (by work, and by activations),
+        whether the layer is compiled, and its activation budget.
+    sweeps: seconds of each visit of one micro-batch, by what each layer keeps.
+    """
+
+    of_layers: dict[tuple[str, int, int, bool, float], float]
+    sweeps: dict[object, tuple[float, ...]]
 
 
 class Schedule(NamedTuple):
@@ -41,8 +52,14 @@ class CostBasis:
     z_loss: bool
     disk_bytes_per_s: float = math.inf  # reads and writes that run at the same time, both together
     disk_plain_bytes_per_s: float | None = None  # of activations, if the other rate is of packed data: these never are
-    disk_direct_bytes_per_s: float | None = None  # of activations, if their windows are on the device
-    schedules: dict[object, Schedule] = field(default_factory=dict)  # cached, by the fields that decide
+    # Cached by the fields that decide: schedules of steps, and prices of layers' operations.
+    schedules: dict[object, Schedule] = field(default_factory=dict)
+    prices: dict[object, KnownPrices] = field(default_factory=dict)
+
+    def known_prices(self, plan: Plan, activations: ActivationBytes) -> KnownPrices:
+        """Return the cache of prices that the plan shares with others of equal step, hosts and types."""
+        key = plan.step, plan.compute, plan.precision, plan.gradients.offload_dtype, plan.hosts, activations
+        return self.prices.setdefault(key, KnownPrices({}, {}))
 
     def schedule(self, plan: Plan) -> Schedule:
         """Return the schedule of a step of the plan; what is kept for a backward makes no difference to it."""
@@ -68,16 +85,12 @@ class CostBasis:
             self.profile,
             disk_bytes_per_s=self.disk_bytes_per_s,
             disk_plain_bytes_per_s=self.disk_plain_bytes_per_s,
-            disk_direct_bytes_per_s=self.disk_direct_bytes_per_s,
         )
 
-    def activations_per_s(self, windows: Tier) -> float:
-        """Return the bytes of activations that are read and written per second, both together.
-
-        windows: tier of the windows (staging buffers) that they pass through.
-        """
-        direct = self.disk_direct_bytes_per_s if windows is Tier.HBM else None
-        return direct or self.disk_plain_bytes_per_s or self.disk_bytes_per_s
+    @property
+    def activations_per_s(self) -> float:
+        """Return the bytes of activations that are read and written per second, both together."""
+        return self.disk_plain_bytes_per_s or self.disk_bytes_per_s
 
     @cached_property
     def alike(self) -> tuple[int, ...]:

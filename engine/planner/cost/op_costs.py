@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, cached_property
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, PART_ELEMENTS
 from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES
-from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import Product
 from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.optimizer.matrix_parts import matrix_parts
-from megatrain_ray.engine.plan.activation_moves import Activations, is_on_disk
+from megatrain_ray.engine.plan.activation_moves import Activations
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import WEIGHTS_SHARE
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.memory.loss_bytes import logits_bytes
-from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, logits_bytes
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op, Stage
 
 # Bytes that operations between products read and write, as multiples of what autograd keeps of a layer. From one
@@ -55,44 +53,24 @@ NS_STEPS = 5  # Newton-Schulz steps that Muon does by default
 ACTIVATIONS = frozenset(kind.value for kind in Activations)  # names of operations that move activations
 
 
-@dataclass(frozen=True)
-class SharedPrices:
-    """Caches what plans of one request have in common.
-
-    prices: seconds of an operation, by its name, the first layers like this one, whether the layer is compiled, its
-        activation budget, and a detail. The detail is the tokens in a chunk of the loss, or whether gradients are added
-        in pairs.
-    sweeps: seconds of each visit of one micro-batch, by what each layer keeps, loop order and tokens in a chunk of the
-        loss.
-    """
-
-    prices: dict[tuple[str, int, int, bool, float, int], float] = field(default_factory=dict)
-    sweeps: dict[object, tuple[float, ...]] = field(default_factory=dict)
-
-
 class Prices:
     """Prices each operation of one plan in seconds: a CostModel of megatrain_ray/virtual_clock.py."""
 
-    def __init__(
-        self, plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, basis: CostBasis, activations: ActivationBytes) -> None:
         """Price the operations of `plan`.
 
         activations: bytes for a micro-batch of the plan.
-        shared: cache that other plans of the same request use, too.
         """
         self._plan = plan
         self._basis = basis
         self._activations = activations
         self._profile = basis.profile
         self.num_tokens = plan.step.micro_batch_size * plan.step.seq_len
-        self._shared = (shared or SharedPrices()).prices
+        self._known = basis.known_prices(plan, activations).of_layers
         self._of_products = cache(self._price_products)
 
     def __call__(self, stage: Stage, op: Op) -> float:
         if stage in (Stage.H2D, Stage.D2H):
-            if self._stays_on_device(op):
-                return self._profile.copy_s + 2 * op.num_bytes / self._profile.device_bytes_per_s
             # The rate with both directions busy: in a backward the other one is, and in a forward the optimizer is.
             return self._profile.copy_s + op.num_bytes / self._profile.both_bytes_per_s
         if stage is Stage.ALL_GATHER or op.name == SUM_OVER_GPUS:
@@ -109,11 +87,7 @@ class Prices:
         With activations every GPU of the host moves as many bytes at the same time.
         """
         if op.name in ACTIVATIONS:
-            return (
-                self._plan.hosts.gpus_per_host
-                * op.num_bytes
-                / self._basis.activations_per_s(self._plan.disk.staging_tier)
-            )
+            return self._plan.hosts.gpus_per_host * op.num_bytes / self._basis.activations_per_s
         return op.num_bytes / self._basis.disk_bytes_per_s
 
     def _exchange_s(self, op: Op) -> float:
@@ -131,12 +105,6 @@ class Prices:
             rate = min(rate, self._profile.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S)
         return times * (1 - 1 / self._plan.hosts.num_gpus) * op.num_bytes / rate
 
-    def _stays_on_device(self, op: Op) -> bool:
-        """Return whether a copy goes into a window on the device, or comes out of one."""
-        if self._plan.disk.staging_tier is Tier.HOST or op.name not in ACTIVATIONS:
-            return False
-        return is_on_disk(self._plan.layers[op.layer], Activations(op.name))
-
     def of_layer(self, name: str, layer: int) -> float:
         """Return the seconds of an operation that computes, for one micro-batch.
 
@@ -144,13 +112,10 @@ class Prices:
             orthogonalize.
         """
         plan = self._plan.layers[layer]
-        detail = self._plan.compute.loss_chunk_tokens if name == "loss" else layer in self._plan.paired_layers
-        first, as_kept = self._basis.alike[layer], self._activations.alike[layer]
-        key = name, first, as_kept, plan.compiled, plan.activation_budget, detail
-        price = self._shared.get(key)
-        if price is None:
-            price = self._shared[key] = self._compute(name, layer)
-        return price
+        key = name, self._basis.alike[layer], self._activations.alike[layer], plan.compiled, plan.activation_budget
+        if key not in self._known:
+            self._known[key] = self._compute(name, layer)
+        return self._known[key]
 
     @cached_property
     def updated_by_cpu(self) -> list[int]:

@@ -12,7 +12,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
+from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.simulate_step import SimulatedStep, Simulation
 from megatrain_ray.virtual_clock import Stage
 
@@ -22,15 +22,12 @@ Key = TypeVar("Key", str, Stage)
 Number = TypeVar("Number", int, float)
 
 
-def predict(
-    plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
-) -> Prediction:
+def predict(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> Prediction:
     """Predict a step of the plan in the steady state.
 
     activations: bytes for a micro-batch of the plan.
-    shared: cache that other plans of the same request use, too.
     """
-    prices = Prices(plan, basis, activations, shared)
+    prices = Prices(plan, basis, activations)
     step = _with_disk(_steady(plan, basis, prices), basis)
     tokens = plan.batch_size * plan.step.seq_len
     flops = sum(layer.flops(tokens, tokens * plan.step.seq_len) for layer in basis.work)

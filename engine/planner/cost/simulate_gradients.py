@@ -15,8 +15,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Visit
 from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
-from megatrain_ray.engine.planner.cost.simulated_directions import SimulatedDirections
-from megatrain_ray.engine.planner.cost.simulated_slab import SimulatedSlab
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedDirections, SimulatedSlab
 from megatrain_ray.engine.planner.cost.stage_clocks import Clocks, Ring
 from megatrain_ray.virtual_clock import SUM_OVER_GPUS, Op, Stage
 
@@ -114,7 +113,7 @@ class SimulatedGradients:
         self._sums.leave(layer, self._clocks.computed_s)
         self.landed_s[layer] = self._directions.leave(layer)
 
-    def leave_late(self, layer: int, after_s: float) -> float:
+    def offload_deferred(self, layer: int, after_s: float) -> float:
         """Offload a gradient that waited on the device, and return when it is on the host (s)."""
         op = Op(
             "offload",

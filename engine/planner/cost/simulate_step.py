@@ -5,8 +5,8 @@ slots, the offloader and the shards wait for is repeated here in a few lines eac
 tests/engine/planner/cost/test_simulation.py compares both.
 
 Visits, loads and updates are in this module. Gradients (simulate_gradients.py), Muon's directions
-(simulated_directions.py), activations (simulate_activations.py), state that spills (simulate_disk.py) and working
-copies on disk (simulated_windows.py) move on the same clocks.
+and working copies on disk (simulated_buffers.py), activations (simulate_activations.py) and state that spills
+(simulate_disk.py) move on the same clocks.
 
 Without clipping the room in the slab is not simulated. A full slab can then hold up a backward, but otherwise the next
 forward would wait as long, so a step takes as long.
@@ -27,7 +27,7 @@ from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.planner.cost.simulate_activations import SimulatedActivations
 from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
 from megatrain_ray.engine.planner.cost.simulate_gradients import SimulatedGradients
-from megatrain_ray.engine.planner.cost.simulated_windows import SimulatedWindows
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedWindows
 from megatrain_ray.engine.planner.cost.stage_clocks import Clocks
 from megatrain_ray.virtual_clock import CostModel, Op, Stage
 
@@ -195,7 +195,9 @@ class Simulation:
         self._moved_s = self._clocks.end_s[Stage.D2H]
         for layer in self._plan.layer_order:
             waited = layer in self._waiting
-            landed_s = self._gradients.leave_late(layer, committed_s) if waited else self._gradients.landed_s[layer]
+            landed_s = (
+                self._gradients.offload_deferred(layer, committed_s) if waited else self._gradients.landed_s[layer]
+            )
             op = Op("update", layer)
             there_s = self._spill.bring(layer, max(committed_s, landed_s))
             updated_s = self._clocks.run(Stage.OPTIMIZER, op, committed_s, landed_s, there_s)

@@ -19,7 +19,7 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.optimizer.muon import work_bytes
 from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, ActivationPolicy, ByteCount, LayerPlan, Plan
 from megatrain_ray.engine.plan.plan_groups import dtype_name
-from megatrain_ray.engine.planner.memory.loss_bytes import loss_bytes
+from megatrain_ray.engine.planner.memory.chunk_sizes import loss_bytes
 from megatrain_ray.units import format_bytes
 
 EXCHANGE_BYTES = 1 << 30  # a guess: NCCL's buffers for one communicator
@@ -60,7 +60,7 @@ class ActivationRows(NamedTuple):
         return sum(num_bytes for num_bytes, _ in self.rows.values())
 
 
-def hbm_rows(
+def device_memory_items(
     plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
 ) -> Iterator[ByteCount]:
     """Return all rows of a plan's device memory.
@@ -309,10 +309,10 @@ def waiting_row(plan: Plan, layout: ModelLayout, held: Sequence[int], waiting: S
         return sum(sizes), formula
     # In the backward gradients take memory that activations release. In the next forward the gradients of host layers
     # leave while activations are allocated again.
-    late = [size if i in departing else 0 for i, size in enumerate(sizes)]
+    deferred = [size if i in departing else 0 for i, size in enumerate(sizes)]
     held_up_to = list(accumulate(held))
     backward = map(add, held_up_to, _remaining(sizes))
-    forward = map(add, [0, *held_up_to], [*_remaining(late), 0])
+    forward = map(add, [0, *held_up_to], [*_remaining(deferred), 0])
     beyond = max(*backward, *forward) - held_up_to[-1]
     return max(0, beyond), f"{formula}, beyond the activations that have gone by then"
 

@@ -17,7 +17,7 @@ from megatrain_ray.engine.planner.request import Candidate, Request
 
 
 @dataclass(frozen=True)
-class GradientPlaces:
+class GradientPlacement:
     """Computes where the gradients of one candidate are, and how large the regions for them are, in bytes."""
 
     structure: ModelStructure
@@ -40,10 +40,10 @@ class GradientPlaces:
 
     def wait_on_device(self, index: int) -> bool:
         """Return whether the layer's complete gradient waits on the device for its update."""
-        return index in self.candidate.hbm_layers or index in self.late
+        return index in self.candidate.hbm_layers or index in self.deferred
 
     @cached_property
-    def late(self) -> frozenset[int]:
+    def deferred(self) -> frozenset[int]:
         """Return the host layers whose gradients leave the device only when all gradients are complete.
 
         There are none without clipping, with gradients that leave rounded, or if Muon trains anything: those leave as
@@ -94,9 +94,9 @@ class GradientPlaces:
         if self.candidate.sums is Tier.HOST:
             return sum(self._shares(self.layout.updated, self.sums))
         on_host = (i for i in self.layout.updated if i not in self.candidate.hbm_layers)
-        late = self._shares([i for i in on_host if self.wait_on_device(i)], self.wire)
+        deferred = self._shares([i for i in on_host if self.wait_on_device(i)], self.wire)
         sizes = self._shares(self._leaving, self.wire)
-        return (sum(sizes) if self.request.clip else in_flight(sizes)) + in_flight(late)
+        return (sum(sizes) if self.request.clip else in_flight(sizes)) + in_flight(deferred)
 
     @cached_property
     def _leaving(self) -> list[int]:

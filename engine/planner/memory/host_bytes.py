@@ -11,7 +11,6 @@ from megatrain_ray.engine.optimizer.undo_log import num_units, room_bytes
 from megatrain_ray.engine.plan.activation_windows import windows_of
 from megatrain_ray.engine.plan.plan import ByteCount, Plan
 from megatrain_ray.engine.planner.memory.spill_bytes import slots_bytes, spilled_bytes, windows_bytes
-from megatrain_ray.io.storage.kvikio_store import NUM_THREADS, THREAD_BYTES
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 from megatrain_ray.units import format_bytes
 
@@ -24,21 +23,9 @@ BESIDE_GPU_BYTES = 1280 << 20
 # Processes besides the shards: driver, one GPU worker, data, arena owner.
 OTHER_PROCESSES = 4
 ON_THEIR_WAY = " on their way between device and disk"
-# Buffers of kvikio's threads, which device memory passes through if the driver cannot move it to the disk directly
-# (storage/kvikio_store.py).
-BOUNCE_BYTES = NUM_THREADS * THREAD_BYTES
 
 
-def device_windows_row(plan: Plan) -> ByteCount:
-    """Return the row of the windows (staging buffers) that activations on disk pass through in device memory.
-
-    plan: one whose windows are on the device.
-    """
-    formula = f"{plan.disk.num_staging_buffers} × {format_bytes(plan.disk.staging_buffer_bytes)}{ON_THEIR_WAY}"
-    return ByteCount(Tier.HBM, "activation windows", windows_of(plan).device_bytes, formula)
-
-
-def host_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """Return all rows of a plan's host memory.
 
     plan: complete but for its rows.
@@ -88,9 +75,6 @@ def _of_windows(plan: Plan) -> tuple[int, str]:
     on_disk, windows = plan.disk_activations, windows_of(plan)
     num_bytes = windows.host_bytes(on_disk)
     formula = f"{plan.disk.num_staging_buffers} × {format_bytes(plan.disk.staging_buffer_bytes)}{ON_THEIR_WAY}"
-    if plan.disk.staging_tier is Tier.HBM:
-        num_bytes = windows.beside_device_bytes(on_disk) + BOUNCE_BYTES
-        formula = f"on the device; here checksums, and {format_bytes(BOUNCE_BYTES)} of kvikio's own, pinned"
     return plan.hosts.gpus_per_host * num_bytes, formula + _of_each(plan)
 
 
@@ -102,7 +86,7 @@ def _of_processes(plan: Plan) -> tuple[int, str]:
     return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
 
 
-def nvme_rows(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     """Yield all rows of a plan's disk space.
 
     plan: complete but for its rows.

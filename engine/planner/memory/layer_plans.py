@@ -12,7 +12,7 @@ from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.device_bytes import kept_bytes
-from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlaces
+from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlacement
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk
 from megatrain_ray.engine.planner.request import Candidate, Request, SpillFirst
 
@@ -20,7 +20,7 @@ Layers = tuple[LayerPlan, ...]
 
 
 @dataclass(frozen=True)
-class LayerDrafts:
+class LayerPlanBuilder:
     """Makes the layers of all candidates of one request; results that many candidates share are made once."""
 
     structure: ModelStructure
@@ -29,7 +29,7 @@ class LayerDrafts:
     request: Request
     whole: dict[tuple[Candidate, OnDisk], Layers] = field(default_factory=dict)
     single: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
-    different: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)  # by layer and its _Choices
+    different: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)  # by layer and its _LayerPlacement
 
     def of(self, candidate: Candidate, on_disk: OnDisk = NOTHING) -> Layers:
         order = LoopOrder.MICRO_BATCHES_OUTER
@@ -47,7 +47,7 @@ class LayerDrafts:
         return self.whole[alike, on_disk]
 
     def _all(self, candidate: Candidate, on_disk: OnDisk) -> Layers:
-        ways = _Ways(self, candidate)
+        ways = _LayerPolicy(self, candidate)
         # The key of each layer below holds what these fields decide.
         alike = replace(
             candidate, gradients=Tier.HOST, num_waiting=0, hbm_layers=frozenset(), num_tail_blocks=0, num_staying=0
@@ -61,12 +61,12 @@ class LayerDrafts:
             layers.append(layer)
         return tuple(layers)
 
-    def _layer(self, index: int, choices: _Choices) -> LayerPlan:
+    def _layer(self, index: int, choices: _LayerPlacement) -> LayerPlan:
         if (index, choices) not in self.different:
             self.different[index, choices] = self._make_layer(index, choices)
         return self.different[index, choices]
 
-    def _make_layer(self, index: int, choices: _Choices) -> LayerPlan:
+    def _make_layer(self, index: int, choices: _LayerPlacement) -> LayerPlan:
         layer = self.layout.layers[index]
         on_device = choices.weights is Tier.HBM
         plan = LayerPlan(
@@ -91,7 +91,7 @@ class LayerDrafts:
         return replace(plan, kept=choices.kept, kept_bytes=kept, kept_later=later) if kept else plan
 
 
-class _Choices(NamedTuple):
+class _LayerPlacement(NamedTuple):
     """Holds everything that a plan decides about a layer."""
 
     weights: Tier
@@ -104,24 +104,24 @@ class _Choices(NamedTuple):
     kept: Tier
 
 
-class _Ways:
+class _LayerPolicy:
     """Decides how one candidate treats each layer."""
 
-    def __init__(self, drafts: LayerDrafts, candidate: Candidate) -> None:
-        self._layout = drafts.layout
-        self._activations = drafts.activations
-        self._is_compiled = drafts.request.compiled
+    def __init__(self, builder: LayerPlanBuilder, candidate: Candidate) -> None:
+        self._layout = builder.layout
+        self._activations = builder.activations
+        self._is_compiled = builder.request.compiled
         self._candidate = candidate
-        self._blocks = frozenset(i for i, x in enumerate(drafts.structure.layers) if x.kind is LayerKind.BLOCK)
-        self._late = GradientPlaces(drafts.structure, drafts.layout, drafts.request, candidate).late
-        self._first_late = len(drafts.layout.layers) - 1 - candidate.num_tail_blocks
+        self._blocks = frozenset(i for i, x in enumerate(builder.structure.layers) if x.kind is LayerKind.BLOCK)
+        self._deferred = GradientPlacement(builder.structure, builder.layout, builder.request, candidate).deferred
+        self._first_tail_block = len(builder.layout.layers) - 1 - candidate.num_tail_blocks
         self._offloaded = self._which_are_offloaded()
 
     def _which_are_offloaded(self) -> range:
         """Return the layers with a backward whose kept activations wait on the host or on disk."""
         if self._candidate.kept is Tier.HBM:
             return range(0)
-        first = max(self._first_late, self._layout.lowest_trained)
+        first = max(self._first_tail_block, self._layout.lowest_trained)
         return range(first, len(self._layout.layers) - 1 - self._candidate.num_staying)
 
     def of(self, index: int) -> tuple[int | bool, ...]:
@@ -130,16 +130,16 @@ class _Ways:
         The key is the layer's index and four flags: it lives on the device; its gradient waits there though the layer
         is on the host; it is one of the last blocks, which keep more; its kept activations are offloaded.
         """
-        on_device, is_late = index in self._candidate.hbm_layers, index >= self._first_late
-        return index, on_device, index in self._late, is_late, index in self._offloaded
+        on_device, is_tail = index in self._candidate.hbm_layers, index >= self._first_tail_block
+        return index, on_device, index in self._deferred, is_tail, index in self._offloaded
 
-    def choices(self, index: int, on_disk: OnDisk) -> _Choices:
+    def choices(self, index: int, on_disk: OnDisk) -> _LayerPlacement:
         budget = self._budget(index)
         compiled = self._is_compiled and self._activations.has_budget(index, budget)
         tier = Tier.HBM if index in self._candidate.hbm_layers else Tier.HOST
-        waits = Tier.HBM if tier is Tier.HBM or index in self._late else Tier.HOST
+        waits = Tier.HBM if tier is Tier.HBM or index in self._deferred else Tier.HOST
         elsewhere = Tier.NVME if index in on_disk.kept else Tier.HOST
-        return _Choices(
+        return _LayerPlacement(
             weights=Tier.NVME if index in on_disk.weights else tier,
             state=Tier.NVME if index in on_disk.state else tier,
             gradients=Tier.NVME if index in on_disk.gradients else waits,
@@ -169,7 +169,7 @@ class _Ways:
         Embedding and head have nothing to recompute: the embedding keeps only indices, and the head's loss runs at
         once.
         """
-        keeps_all = layer >= self._first_late and self._candidate.tail_budget == 1.0
+        keeps_all = layer >= self._first_tail_block and self._candidate.tail_budget == 1.0
         return self._candidate.activations if layer in self._blocks and not keeps_all else ActivationPolicy.KEEP
 
     def _budget(self, layer: int) -> float:
@@ -177,4 +177,4 @@ class _Ways:
 
         The last blocks have the larger one: what they keep is released first, and gradients take its place.
         """
-        return self._candidate.tail_budget if layer >= self._first_late else self._candidate.activation_budget
+        return self._candidate.tail_budget if layer >= self._first_tail_block else self._candidate.activation_budget

@@ -26,12 +26,12 @@ from megatrain_ray.engine.plan.plan_groups import (
     UpdateOrder,
 )
 from megatrain_ray.engine.plan.residency import SlotSpec, group_of
-from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlaces, in_flight
+from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlacement, in_flight
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.io.storage.disk_io import DiskIo
 
 
-def frame_of(
+def base_plan(
     structure: ModelStructure, layout: ModelLayout, machine: Machine, request: Request, candidate: Candidate
 ) -> Plan:
     """Return a candidate's plan without what depends on activations or on the disk.
@@ -41,7 +41,7 @@ def frame_of(
     r, c, m = request, candidate, machine
     num_shards = m.shards(r.num_shards)
     homes = shard_homes(m.nodes, num_shards)
-    gradients = GradientPlaces(structure, layout, request, candidate)
+    gradients = GradientPlacement(structure, layout, request, candidate)
     return Plan(
         version=2,
         device=m.device,

@@ -48,7 +48,7 @@ def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout)
     slab_bytes = plan.gradients.slab_bytes
     if sizes.gradients:
         waiting = [size * item for size in sizes.gradients]
-        slab_bytes += max(0, in_flight(waiting) - late_bytes(plan, layout)) - sum(waiting)
+        slab_bytes += max(0, in_flight(waiting) - deferred_bytes(plan, layout)) - sum(waiting)
     num_slots, windows = Spilling(plan).num_slots(sizes.largest), WEIGHT_WINDOWS if plan.weights_on_disk else 0
     return replace(
         plan,
@@ -57,7 +57,7 @@ def with_spilled(plan: Plan, layers: tuple[LayerPlan, ...], layout: ModelLayout)
     )
 
 
-def late_bytes(plan: Plan, layout: ModelLayout) -> int:
+def deferred_bytes(plan: Plan, layout: ModelLayout) -> int:
     """Return the slab bytes for gradients that wait on the device until all are complete.
 
     Gradients on disk can use the same bytes: they have passed through the slab by then.
@@ -163,11 +163,11 @@ class Spilling:
         """Return the counter for a plan in which nothing is on disk yet."""
         return Spilling(replace(plan, disk=replace(plan.disk, extent_elements=EXTENT_ELEMENTS)))
 
-    def gained(self, items: Iterable[tuple[Kind, int]], late_bytes: int) -> Iterator[int]:
+    def gained(self, items: Iterable[tuple[Kind, int]], deferred_bytes: int) -> Iterator[int]:
         """Yield by how many bytes host memory shrinks with none, one, two, … of these items on disk.
 
         items: kind and trained elements of each, in the order of spilling.
-        late_bytes: bytes of the slab that spilled gradients may pass through, too.
+        deferred_bytes: bytes of the slab that spilled gradients may pass through, too.
         """
         freed, of_gradients, passing, waiting, largest = 0, 0, 0, list[int](), Largest()
         sums_of = cache(self._sums_of_layer)
@@ -177,20 +177,20 @@ class Spilling:
         for kind, size in items:
             if kind is Kind.GRADIENT:
                 insort(waiting, size * item)
-                of_gradients = -max(0, in_flight(waiting) - late_bytes)
+                of_gradients = -max(0, in_flight(waiting) - deferred_bytes)
             freed += size * item_bytes[kind.value] - sums_of(size)[kind.value]
             if size > largest[kind.value]:
                 largest = largest.with_one(kind, size)
                 passing = self._passing(largest)
             yield freed + of_gradients - passing
 
-    def gain(self, sizes: Sizes, late_bytes: int) -> int:
-        """Return by how many bytes host memory shrinks with all of these on disk; `late_bytes` as for `gained`."""
+    def gain(self, sizes: Sizes, deferred_bytes: int) -> int:
+        """Return by how many bytes host memory shrinks with all of these on disk; `deferred_bytes` as for `gained`."""
         precision, waiting = (
             self.plan.precision,
             [size * self.plan.gradients.offload_dtype.itemsize for size in sizes.gradients],
         )
-        freed = sum(waiting) - max(0, in_flight(waiting) - late_bytes) + precision.state_bytes * sum(sizes.state)
+        freed = sum(waiting) - max(0, in_flight(waiting) - deferred_bytes) + precision.state_bytes * sum(sizes.state)
         freed += precision.working_dtype.itemsize * sum(sizes.weights)
         return freed - self.sums_bytes(sizes) - (self._passing(sizes.largest) if any(sizes) else 0)
 

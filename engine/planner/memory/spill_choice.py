@@ -16,8 +16,7 @@ from megatrain_ray.engine.plan.activation_moves import Activations, away, num_by
 from megatrain_ray.engine.plan.activation_windows import Windows
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
-from megatrain_ray.engine.planner.memory.host_bytes import BOUNCE_BYTES
-from megatrain_ray.engine.planner.memory.spill_bytes import Kind, Sizes, Spilling, late_bytes
+from megatrain_ray.engine.planner.memory.spill_bytes import Kind, Sizes, Spilling, deferred_bytes
 from megatrain_ray.engine.planner.request import SpillFirst
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
@@ -69,14 +68,12 @@ class Spillable:
 
     plan: one in which nothing is on disk.
     activations: whether activations may be spilled.
-    windows: tier of the windows (staging buffers) that activations pass through.
     """
 
     plan: Plan
     structure: ModelStructure
     layout: ModelLayout
     activations: bool
-    windows: Tier = Tier.HOST
 
     def choice(self, missing: int, first: SpillFirst) -> OnDisk:
         """Return the smallest choice that frees `missing` bytes of host memory.
@@ -145,15 +142,15 @@ class Spillable:
         *by_some, by_all = self._by_moving
         yield from by_some
         of_shards = ((kind, self._size(kind, i)) for kind, i in self._of_shards(first))
-        yield from (by_all + more for more in self._spilling.gained(of_shards, self._late_bytes))
+        yield from (by_all + more for more in self._spilling.gained(of_shards, self._deferred_bytes))
 
     @cached_property
     def _spilling(self) -> Spilling:
         return Spilling.of(self.plan)
 
     @cached_property
-    def _late_bytes(self) -> int:
-        return late_bytes(self.plan, self.layout)
+    def _deferred_bytes(self) -> int:
+        return deferred_bytes(self.plan, self.layout)
 
     @cached_property
     def _by_moving(self) -> list[int]:
@@ -167,12 +164,9 @@ class Spillable:
             on_disk[size] += live
             freed += live * size
             num_blocks += live * windows.num_blocks([size])
-            gained.append(self.plan.hosts.gpus_per_host * (freed - self._of_windows(windows) - WORD_BYTES * num_blocks))
+            taken = windows.number * windows.num_bytes + WORD_BYTES * num_blocks
+            gained.append(self.plan.hosts.gpus_per_host * (freed - taken))
         return gained
-
-    def _of_windows(self, windows: Windows) -> int:
-        """Return the host bytes that windows of activations take, for each GPU."""
-        return BOUNCE_BYTES if self.windows is Tier.HBM else windows.number * windows.num_bytes
 
     def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
         items, most, count_of_most = self.order(first), 0, 0
@@ -211,9 +205,9 @@ class Spillable:
             windows = Windows.of([max(moving)])
             num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
-            of_moving = self.plan.hosts.gpus_per_host * (live * freed - self._of_windows(windows))
+            of_moving = self.plan.hosts.gpus_per_host * (live * freed - windows.number * windows.num_bytes)
         sizes = Sizes(*([self.layout.host_trained_sizes[i] for i in layers] for layers in on_disk[:3]))
-        return of_moving + self._spilling.gain(sizes, self._late_bytes)
+        return of_moving + self._spilling.gain(sizes, self._deferred_bytes)
 
     def num_bytes(self, on_disk: OnDisk) -> int:
         """Return the bytes that this takes on disk, not filled up to whole pages."""

@@ -11,7 +11,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long
 from megatrain_ray.engine.planner.request import Candidate, Request
 
 VERY_FEW_BLOCKS = 4
@@ -92,12 +92,12 @@ def _offloading(request: Request, alike: Candidate) -> Iterator[Candidate]:
 
     alike: what all of these candidates have in common.
     """
-    pairs = [(late, less) for late, less in itertools.pairwise(ACTIVATION_BUDGETS)]
-    pairs += [(late, ACTIVATION_BUDGETS[-1]) for late, less in pairs[:-1]]
+    pairs = [(more, less) for more, less in itertools.pairwise(ACTIVATION_BUDGETS)]
+    pairs += [(more, ACTIVATION_BUDGETS[-1]) for more, less in pairs[:-1]]
     if not request.compiled:
         alike, pairs = replace(alike, activations=ActivationPolicy.KEEP), [(1.0, 0.0)]
-    for (late, less), boundaries in itertools.product(pairs, (Tier.HBM, Tier.HOST)):
-        yield replace(alike, boundaries=boundaries, activation_budget=less, tail_budget=late, kept=Tier.HOST)
+    for (more, less), boundaries in itertools.product(pairs, (Tier.HBM, Tier.HOST)):
+        yield replace(alike, boundaries=boundaries, activation_budget=less, tail_budget=more, kept=Tier.HOST)
 
 
 def splits(request: Request) -> Iterator[Request]:

@@ -10,7 +10,8 @@ from megatrain_ray.engine.discovery.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.limits import missing_bytes
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
+from megatrain_ray.engine.planner.memory.spill_choice import ORDERS
 from megatrain_ray.engine.planner.request import Candidate
 
 # Share of device memory that may be filled with what need not be there, because the bytes of a plan are an estimate.
@@ -32,14 +33,14 @@ class Filling:
     If the candidate offloads kept activations to the host, as many blocks keep more as the host has room for. Only the
     last of them keep it on the device, because it would be reloaded at once.
 
-    able: layers that may live on the device, in the order in which they do.
+    residency_order: layers that may live on the device, in the order in which they do.
     count_fewest: computes how many of them must (`fewest_layers`).
     fixed: whether no more than these may.
     """
 
-    drafts: Drafts
+    builder: PlanBuilder
     candidate: Candidate
-    able: tuple[int, ...]
+    residency_order: tuple[int, ...]
     count_fewest: Callable[[Candidate, tuple[int, ...]], int]
     fixed: bool
 
@@ -49,12 +50,7 @@ class Filling:
 
         No layer's state is on the device, and every block keeps more there.
         """
-        return self._candidate(0, self._most_late, num_staying=self._most_late)
-
-    @property
-    def fullest(self) -> Candidate:
-        """Return a candidate with as many layers on the device as any plan that fits, in which everything is kept."""
-        return self._most_kept_with(self._at_most)
+        return self._candidate(0, self._most_tail_blocks, num_staying=self._most_tail_blocks)
 
     def smallest(self) -> Plan:
         """Return the plan that takes the least memory.
@@ -64,53 +60,39 @@ class Filling:
         """
         fewest = self._fewest
         count = fewest if self.fixed else min(fewest, max(0, self._most_within(1.0)))
-        plans = [self.drafts.plan(self._candidate(count, num_tail_blocks)) for num_tail_blocks in self._least_late]
+        plans = [
+            self.builder.plan(self._candidate(count, num_tail_blocks)) for num_tail_blocks in self._least_tail_blocks
+        ]
         return min(plans, key=missing_bytes)
 
-    def candidates(
-        self, may_win: Callable[[Plan], bool], may_win_spilling: Callable[[Candidate], bool]
-    ) -> Iterator[Candidate]:
-        """Yield the candidates that fit and may win, the one with the most layers on the device first.
-
-        may_win: says whether a plan without rows may win.
-        may_win_spilling: says whether a candidate may win, whatever it has on disk.
-        """
-        # A step never takes longer with more on the device and more kept: if the fullest cannot win, no filling can.
-        if not may_win_spilling(self.fullest):
-            return
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield the candidates that fit, the one with the most layers on the device first."""
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
         step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
         for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
-            if not may_win_spilling(self._most_kept_with(count)):
-                return
-            for candidate in self._offloading(count) if self._offloads else (self._with_late(count),):
-                if self._offloads and not (may_win_spilling(candidate) and self._fits(candidate)):
-                    continue
-                if may_win(self.drafts.without_rows(candidate)):
-                    yield candidate
+            if self._offloads:
+                yield from filter(self._fits, self._offloading(count))
+            else:
+                yield self._with_tail_blocks(count)
 
     @property
-    def _least_late(self) -> tuple[int, ...]:
+    def _least_tail_blocks(self) -> tuple[int, ...]:
         """Return the numbers of last blocks that keep more with which a plan may take the least memory."""
-        return (0, self._most_late) if self._offloads else (0,)
+        return (0, self._most_tail_blocks) if self._offloads else (0,)
 
     @cached_property
     def _fewest(self) -> int:
-        return self.count_fewest(self.candidate, self.able)
+        return self.count_fewest(self.candidate, self.residency_order)
 
     def _fits(self, candidate: Candidate) -> bool:
-        return self._beyond(1.0, candidate) <= 0 and self.drafts.host_room(candidate) > 0
-
-    def _most_kept_with(self, count: int) -> Candidate:
-        """Return a candidate with `count` layers on the device in which all blocks keep more, and all of it there."""
-        return self._candidate(count, self._most_late, num_staying=self._most_late if self._offloads else 0)
+        return self._beyond(1.0, candidate) <= 0 and self.builder.host_room(candidate) > 0
 
     def _candidate(self, count: int, num_tail_blocks: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
         return replace(
             self.candidate,
-            hbm_layers=frozenset(self.able[:count]),
+            hbm_layers=frozenset(self.residency_order[:count]),
             num_tail_blocks=num_tail_blocks,
             tail_budget=self.candidate.tail_budget if self._offloads else self._larger_budget,
             num_waiting=num_waiting,
@@ -123,7 +105,7 @@ class Filling:
 
         Blocks that are not compiled keep all or nothing. The parts of divided blocks are all treated alike.
         """
-        if not self.drafts.request.compiled and not self.drafts.structure.is_divided:
+        if not self.builder.request.compiled and not self.builder.structure.is_divided:
             return 1.0
         return min((b for b in ACTIVATION_BUDGETS if b > self.candidate.activation_budget), default=1.0)
 
@@ -132,35 +114,30 @@ class Filling:
         return self.candidate.kept is Tier.HOST
 
     @property
-    def _most_late(self) -> int:
-        return self.drafts.num_blocks if self._offloads or self._may_keep_more else 0
+    def _most_tail_blocks(self) -> int:
+        return self.builder.num_blocks if self._offloads or self._may_keep_more else 0
 
     @property
     def _may_keep_more(self) -> bool:
         return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
-
-    @property
-    def _at_most(self) -> int:
-        """Return a number of layers on the device that no plan that fits exceeds."""
-        if self.fixed or self._offloads:
-            return max(self._fewest, self._most_within(FILLED_SHARE))
-        return max(0, self._most_within(1.0))
 
     def _most_within(self, share: float) -> int:
         """Return the most layers on the device with which a plan takes no more than this share of its memory.
 
         -1: it takes more even with none.
         """
-        late = self._most_late if self._offloads else 0
-        return first_above(lambda count: self._beyond(share, self._candidate(count, late)), len(self.able) + 1) - 1
+        num_tail = self._most_tail_blocks if self._offloads else 0
+        end = len(self.residency_order) + 1
+        return first_above(lambda count: self._beyond(share, self._candidate(count, num_tail)), end) - 1
 
-    def _with_late(self, count: int) -> Candidate:
-        if self.drafts.machine.hbm_bytes is None:
+    def _with_tail_blocks(self, count: int) -> Candidate:
+        if self.builder.machine.hbm_bytes is None:
             return self._candidate(count)
         most = 0
         if self._may_keep_more:
             most = first_above(
-                lambda late: self._beyond(FILLED_SHARE, self._candidate(count, late)), self.drafts.num_blocks + 1
+                lambda num_tail: self._beyond(FILLED_SHARE, self._candidate(count, num_tail)),
+                self.builder.num_blocks + 1,
             )
         return self._with_waiting(count, max(0, most - 1))
 
@@ -170,9 +147,9 @@ class Filling:
         Gradients that wait on the device are not on disk.
         """
         without = self._candidate(count, num_tail_blocks)
-        if not self.drafts.spilled(without).of_shards:
+        if not self.builder.spilled(without).of_shards:
             return without
-        num_others = len(self.drafts.layout.updated) - len(without.hbm_layers & set(self.drafts.layout.updated))
+        num_others = len(self.builder.layout.updated) - len(without.hbm_layers & set(self.builder.layout.updated))
 
         def beyond(num_waiting: int) -> int:
             return self._beyond(FILLED_SHARE, self._candidate(count, num_tail_blocks, num_waiting))
@@ -185,38 +162,38 @@ class Filling:
         With these on disk, whose time they take, candidates that offload fewer follow. There are none if nothing can be
         offloaded, or if everything stays on the device.
         """
-        blocks = self.drafts.num_blocks
+        blocks = self.builder.num_blocks
 
         def beyond_device(staying: int) -> int:
             return self._beyond(FILLED_SHARE, self._candidate(count, blocks, num_staying=staying))
 
         def beyond_host(num_tail_blocks: int) -> int:
-            return 1 - self.drafts.likely_room(self._candidate(count, num_tail_blocks, num_staying=staying))
+            return 1 - self.builder.likely_room(self._candidate(count, num_tail_blocks, num_staying=staying))
 
         staying = max(0, first_above(beyond_device, blocks) - 1)
         most = first_above(beyond_host, blocks + 1) - 1
         shares = SHARES_ON_DISK if self.candidate.spills_activations else (1.0,)
         for num_tail_blocks in dict.fromkeys(round(share * most) for share in shares):
             candidate = self._candidate(count, num_tail_blocks, num_staying=staying)
-            if any(layer.kept in ELSEWHERE for layer in self.drafts.in_memory(candidate).layers):
+            if any(layer.kept in ELSEWHERE for layer in self.builder.in_memory(candidate).layers):
                 yield candidate
 
     def _beyond(self, share: float, candidate: Candidate) -> int:
         """Return the bytes beyond this share of the device's memory; negative or 0 if it fits."""
-        limit = self.drafts.machine.hbm_bytes
-        return 0 if limit is None else self.drafts.device_bytes(candidate) - int(share * limit)
+        limit = self.builder.machine.hbm_bytes
+        return 0 if limit is None else self.builder.device_bytes(candidate) - int(share * limit)
 
 
-def fewest_layers(drafts: Drafts, candidate: Candidate, able: tuple[int, ...]) -> int:
+def fewest_layers(builder: PlanBuilder, candidate: Candidate, residency_order: tuple[int, ...]) -> int:
     """Return how many layers must live on the device so that host and disk have room for the others.
 
     It is the number of all layers if they never have room. What is kept for a backward makes no difference.
     """
 
     def room(count: int) -> int:
-        return drafts.likely_room(replace(candidate, hbm_layers=frozenset(able[:count])))
+        return builder.likely_room(replace(candidate, hbm_layers=frozenset(residency_order[:count])))
 
-    return first_above(room, len(able))
+    return first_above(room, len(residency_order))
 
 
 def first_above(rising: Callable[[int], int], end: int) -> int:
@@ -239,3 +216,41 @@ def first_above(rising: Callable[[int], int], end: int) -> int:
         else:
             low, at_low = middle, at_middle
     return high
+
+
+def disk_variants(builder: PlanBuilder, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield the disk_variants of a candidate that fit.
+
+    If working copies are on disk, slots take the device memory that is left: what is uploaded less often is read less
+    often.
+    """
+    of_disk = [candidate, *_with_other_on_disk(builder, candidate)]
+    yield from of_disk[1:]
+    for other in of_disk:
+        if builder.spilled(other).weights:
+            slots = _most_slots(builder, other)
+            if slots > other.num_block_slots:
+                yield replace(other, num_block_slots=slots)
+
+
+def _with_other_on_disk(builder: PlanBuilder, candidate: Candidate) -> Iterator[Candidate]:
+    seen = {builder.spilled(candidate)}
+    for first in ORDERS:
+        other = replace(candidate, spill_first=first)
+        on_disk = builder.spilled(other)
+        if on_disk not in seen and builder.host_room(other) > 0:
+            seen.add(on_disk)
+            yield other
+
+
+def _most_slots(builder: PlanBuilder, candidate: Candidate) -> int:
+    """Return the most slots for blocks that the device has room for, at most one for each block."""
+    limit = builder.machine.hbm_bytes
+    if limit is None:
+        return candidate.num_block_slots
+    room, fewest = int(FILLED_SHARE * limit), candidate.num_block_slots
+
+    def beyond(more: int) -> int:
+        return builder.device_bytes(replace(candidate, num_block_slots=fewest + more)) - room
+
+    return fewest + max(0, first_above(beyond, builder.num_blocks - fewest + 1) - 1)

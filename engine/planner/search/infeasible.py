@@ -14,10 +14,9 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.limits import beyond_device, fits, missing_bytes, shortfall
-from megatrain_ray.engine.planner.report import explain_misfit
+from megatrain_ray.engine.planner.report import explain_infeasible
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, Request, SpillSpace
-from megatrain_ray.engine.planner.search.all_splits import basis_of, searches
-from megatrain_ray.engine.planner.search.split_search import Found
+from megatrain_ray.engine.planner.search.split_search import SearchResults, basis_of, split_searches
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.units import format_bytes
 
@@ -35,14 +34,18 @@ def lacks_device_memory(
     return beyond_device(_smallest(basis, machine, request, activations, missing_bytes)) > 0
 
 
-def misfit(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> CapacityError:
+def infeasibility_error(
+    basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes
+) -> CapacityError:
     """Return the error for a request that no plan fits.
 
     Its message is the arithmetic of the plan that is nearest to fitting, and the changes with which some plan would
-    fit. The arguments are those of `searches`.
+    fit. The arguments are those of `split_searches`.
     """
     plan = _smallest(basis, machine, request, activations, shortfall)
-    error = CapacityError(explain_misfit(plan, list(_remedies(basis.structure, machine, request, activations, plan))))
+    error = CapacityError(
+        explain_infeasible(plan, list(_remedies(basis.structure, machine, request, activations, plan)))
+    )
     error.shortfall = shortfall(plan)
     return error
 
@@ -54,7 +57,7 @@ def _smallest(
 
     missing: computes how much a plan misses.
     """
-    found = searches(basis, machine, request, activations, Found())
+    found = split_searches(basis, machine, request, activations, SearchResults())
     return min((plan for search in found for plan in search.smallest()), key=missing)
 
 

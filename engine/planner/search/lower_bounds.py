@@ -7,7 +7,6 @@ They bound the schedule that cost/simulate_step.py runs, and must follow what ch
 from __future__ import annotations
 
 from functools import cached_property
-from typing import NamedTuple
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.tier import Tier
@@ -16,54 +15,33 @@ from megatrain_ray.engine.plan.activation_windows import NUM_WINDOWS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.residency import group_of
-from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, Visit
+from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
+from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.simulate_step import operations
-from megatrain_ray.engine.planner.memory.spill_bytes import most_room_in_slots, room_in_slots
+from megatrain_ray.engine.planner.memory.spill_bytes import room_in_slots
 
 WINDOWS_BYTES = NUM_WINDOWS * BLOCK_BYTES  # the most bytes of a GPU's activations that are in windows
-
-
-class Least(NamedTuple):
-    """Holds lower bounds for the seconds of a step.
-
-    worked_s: from what is computed and what is updated.
-    moved_s: from what moves, and from updates that the next forward waits for.
-    """
-
-    worked_s: float
-    moved_s: float
 
 
 class Bounds:
     """Computes lower bounds for a step of one plan, in seconds."""
 
-    def __init__(
-        self, plan: Plan, basis: CostBasis, activations: ActivationBytes, shared: SharedPrices | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, basis: CostBasis, activations: ActivationBytes) -> None:
         """Price the visits of one micro-batch.
 
         activations: bytes for a micro-batch of the plan.
-        shared: cache that other plans of the same request use, too.
         """
         self._plan = plan
         self._basis = basis
-        shared = shared or SharedPrices()
-        self._prices = Prices(plan, basis, activations, shared)
-        keeps = tuple([(layer.activations.value, layer.compiled, layer.activation_budget) for layer in plan.layers])
-        key = keeps, plan.step.order, plan.compute.loss_chunk_tokens
-        if key not in shared.sweeps:
-            shared.sweeps[key] = tuple(map(self._visit_s, basis.one_sweep))
-        self._sweep_s = shared.sweeps[key]  # seconds of each visit of one micro-batch
-        self._num_sweeps = 1 if plan.step.order is LoopOrder.LAYERS_OUTER else plan.step.num_micro_batches
-        self._at_once = plan.step.num_micro_batches // self._num_sweeps
-
-    def least(self, missing: int = 0, moving: int = 0) -> Least:
-        """Return all lower bounds; the arguments are those of `spilling_s`."""
-        of_disk = self.spilling_s(missing, moving) if missing > 0 else self.disk_s
-        return Least(max(self.compute_s, self.update_s), max(self.chained_s, self.h2d_s, of_disk))
+        self._prices = Prices(plan, basis, activations)
+        keeps = tuple([(layer.activations, layer.compiled, layer.activation_budget) for layer in plan.layers])
+        known = basis.known_prices(plan, activations).sweeps
+        if keeps not in known:
+            known[keeps] = tuple(map(self._visit_s, basis.one_sweep))
+        self._sweep_s = known[keeps]  # seconds of each visit of one micro-batch
+        self._num_sweeps, self._at_once = plan.step.num_sweeps, plan.step.num_live_micro_batches
 
     @cached_property
     def compute_s(self) -> float:
@@ -90,24 +68,7 @@ class Bounds:
     @property
     def _activations_s(self) -> float:
         """Return the seconds of writing, or reading, the activations that all GPUs of a host have on disk."""
-        per_s = self._basis.activations_per_s(self._plan.disk.staging_tier)
-        return self._plan.hosts.gpus_per_host * sum(self._plan.disk_activations) / per_s
-
-    def spilling_s(self, missing: int, moving: int) -> float:
-        """Return a lower bound for a plan with nothing on disk yet, of which `missing` bytes will be spilled.
-
-        missing: bytes of host memory that go to the disk, whichever these are.
-        moving: the most of them that are activations, for each GPU.
-        """
-        basis, rate = self._basis, self._basis.disk_bytes_per_s
-        of_activations = min(missing, self._plan.hosts.gpus_per_host * moving)
-        shards_s = (missing - of_activations) / rate
-        activations_s = of_activations / max(rate, self._fastest_per_s)
-        behind_s = 0.0
-        if shards_s and self._plan.step.update_order is UpdateOrder.FORWARD:
-            stored = min(missing - of_activations, self._waiting_bytes)
-            behind_s = 2 * shards_s - (stored + 2 * most_room_in_slots(self._plan, basis.layout)) / rate
-        return max(2 * (shards_s + activations_s), behind_s + self._swept_s(activations_s))
+        return self._plan.hosts.gpus_per_host * sum(self._plan.disk_activations) / self._basis.activations_per_s
 
     def _swept_s(self, activations_s: float) -> float:
         """Return the seconds that are left of a step when all disk transfers for the shards are done.
@@ -120,22 +81,11 @@ class Bounds:
         seconds = dict.fromkeys(Phase, 0.0)
         for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
             seconds[visit.phase] += self._at_once * of_visit
-        moved_s = max(0.0, activations_s - self._plan.hosts.gpus_per_host * WINDOWS_BYTES / self._fastest_per_s)
+        in_windows = self._plan.hosts.gpus_per_host * WINDOWS_BYTES
+        moved_s = max(0.0, activations_s - in_windows / self._basis.activations_per_s)
         others_s = self.compute_s * (1 - 1 / self._num_sweeps)
         swept_s = moved_s + max(seconds[Phase.BACKWARD], moved_s) + others_s if moved_s else 0.0
         return max(swept_s, self.compute_s - seconds[Phase.FORWARD])
-
-    @property
-    def _fastest_per_s(self) -> float:
-        """Return the bytes of activations per second with windows in the faster place."""
-        return max(map(self._basis.activations_per_s, (Tier.HOST, Tier.HBM)))
-
-    @property
-    def _waiting_bytes(self) -> int:
-        """Return the bytes of gradients that wait in the slab."""
-        plan, sizes = self._plan, self._basis.layout.host_trained_sizes
-        on_host = plan.host_layers - plan.gradients_on_device if plan.gradients.sums is Tier.HBM else ()
-        return plan.gradients.offload_dtype.itemsize * sum([sizes[i] for i in on_host])
 
     def _state_s(self, layer: int) -> float:
         """Return the seconds of reading, or writing, a layer's state, and its working copy if that is on disk."""
@@ -198,7 +148,7 @@ class Bounds:
             longest_s = max(longest_s, max([0.0, *on_disk.values()]) + self._swept_s(activations_s))
         return longest_s
 
-    @property
+    @cached_property
     def h2d_s(self) -> float:
         """Return the seconds of uploads.
 
@@ -218,6 +168,5 @@ class Bounds:
         if plan.gradients.sums is Tier.HOST:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.gradients.accumulate_dtype.itemsize
-        through_host = sum(plan.disk_activations) if plan.disk.staging_tier is Tier.HOST else 0
-        num_bytes += (plan.host_activation_bytes + through_host) * self._num_sweeps
+        num_bytes += (plan.host_activation_bytes + sum(plan.disk_activations)) * self._num_sweeps
         return num_bytes / self._basis.profile.both_bytes_per_s

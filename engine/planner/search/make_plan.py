@@ -5,20 +5,61 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
+from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.predict_step import predict
+from megatrain_ray.engine.planner.memory.plan_builder import with_uploads
 from megatrain_ray.engine.planner.request import Machine, Request
-from megatrain_ray.engine.planner.search.all_splits import basis_of, searches
-from megatrain_ray.engine.planner.search.build import with_uploads
-from megatrain_ray.engine.planner.search.capture import captured, is_slowed_by_launches
-from megatrain_ray.engine.planner.search.infeasible import misfit
-from megatrain_ray.engine.planner.search.split_search import Found
+from megatrain_ray.engine.planner.search.infeasible import infeasibility_error
+from megatrain_ray.engine.planner.search.split_search import SearchResults, basis_of, split_searches
+from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
 from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.io.storage.packed_store import Packer
+from megatrain_ray.units import format_bytes
+
+GAIN = 0.01  # share of a step's time; a guess: a capture that saves less is not worth its memory
+
+
+def is_slowed_by_launches(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> bool:
+    """Return whether a step of the plan would be faster if the host launched nothing, wherever its layers live.
+
+    activations: bytes for a micro-batch of the plan.
+    """
+    assert plan.prediction is not None
+    without = predict(replace(plan, step=replace(plan.step, captured=True)), basis, activations)
+    return without.step_s * (1 + GAIN) < plan.prediction.step_s
+
+
+def captured(request: Request, machine: Machine, layout: ModelLayout) -> Request:
+    """Return the request for captured steps, in which nothing may wait for the host.
+
+    Raises ConfigError if a step cannot be captured.
+    """
+    problem = _problem(request, machine, layout)
+    if problem:
+        raise ConfigError(f"hardware.cuda_graphs: a step cannot be captured: {problem}; set it to auto")
+    return replace(request, captured=True, hbm_layers=len(layout.layers))
+
+
+def _problem(request: Request, machine: Machine, layout: ModelLayout) -> str | None:
+    if machine.device != "cuda":
+        return "there is no GPU"
+    if request.hbm_layers not in (None, len(layout.layers)):
+        count = len(layout.layers)
+        return f"hardware.hbm_layers is {request.hbm_layers}, and all {count} layers must live in GPU memory"
+    if layout.with_muon:
+        return "what Muon trains lives on the host"
+    if not request.clip:
+        return "with train.clip: null layers are updated within it"
+    return None
+
 
 LINK_ABOVE_PCIE = 2.0  # GPUs have a link of their own if copies between them are so many times as fast; a guess
 
@@ -94,10 +135,38 @@ def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: 
 
     Raises as `make_plan` does.
     """
-    found = Found()
+    found = SearchResults()
     for way in _uploads(basis, request):
-        for search in searches(basis, machine, way, activations, found):
+        for search in split_searches(basis, machine, way, activations, found):
             search.run()
     if not found.plans:
-        raise misfit(basis, machine, request, activations)
+        raise infeasibility_error(basis, machine, request, activations)
     return found.chosen()
+
+
+def plan_with_compression(
+    structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
+) -> Plan:
+    """Return the plan of `make_plan`, without packing if nothing fits with it and it was chosen only for its rate.
+
+    If the user asked for packing, the CapacityError says that packing is the reason, provided that a plan fits without
+    it.
+    """
+    plan_on = partial(make_plan, structure, activations, request=request)
+    try:
+        return plan_on(machine)
+    except CapacityError as error:
+        if machine.spill is None or not machine.spill.way.packed:
+            raise
+        without = replace(machine, spill=machine.spill.unpacked)
+        if machine.spill.may_be_unpacked:
+            return plan_on(without)
+        try:
+            plan_on(without)
+        except CapacityError:
+            raise error from None
+        of_shard = format_bytes(TRANSFERS * Packer.num_bytes(BLOCK_BYTES))
+        raise CapacityError(
+            f"spill.compression: zstd takes up to {of_shard} of host memory for each optimizer shard, and as much "
+            f"again where weights are on disk; it fits with spill.compression=none, or auto. With zstd it {error}"
+        ) from None

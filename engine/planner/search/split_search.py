@@ -1,4 +1,4 @@
-"""Searches for the fastest plan of one split into micro-batches. Pure."""
+"""Searches for the fastest plan of each split into micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.layout.model_layout import largest_share
 from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.flops import work_of
+from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import SharedPrices
 from megatrain_ray.engine.planner.cost.predict_step import predict
-from megatrain_ray.engine.planner.memory.draft_plans import ALL_KEPT, ANY_SLOTS, Drafts
-from megatrain_ray.engine.planner.memory.mlp_chunks import is_long
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.candidates import FEWEST_SLOTS, SEGMENTS, VERY_FEW_BLOCKS, candidates
-from megatrain_ray.engine.planner.search.disk_variants import variants
-from megatrain_ray.engine.planner.search.fill_device import Filling, fewest_layers
-from megatrain_ray.engine.planner.search.floors import Floors
-from megatrain_ray.engine.planner.search.lower_bounds import Bounds, Least
+from megatrain_ray.engine.planner.search.candidates import VERY_FEW_BLOCKS, candidates, splits
+from megatrain_ray.engine.planner.search.fill_device import Filling, disk_variants, fewest_layers
+from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.errors import ConfigError
 
 FEW_BLOCKS = 32  # with more blocks, one more or less of them on the device changes a step by less than 3 %
@@ -32,7 +32,7 @@ NUM_VARIED = 3
 NEAR = 1.3
 
 
-class Found:
+class SearchResults:
     """Collects plans with a prediction, in the order in which they were tried: the simpler ones first."""
 
     def __init__(self) -> None:
@@ -51,12 +51,13 @@ class Found:
         """
         return least_s * (1 + TIE) < self.best_s
 
-    def may_be_won(self, least: Least) -> bool:
+    def may_be_chosen(self, bounds: Bounds) -> bool:
         """Return whether a plan with these lower bounds may be chosen.
 
         A plan that takes as long as a simpler one changes nothing.
         """
-        return self.may_be_beaten_in(least.worked_s) and least.moved_s < self.best_s
+        works_s = max(bounds.compute_s, bounds.update_s)
+        return self.may_be_beaten_in(works_s) and max(bounds.chained_s, bounds.h2d_s, bounds.disk_s) < self.best_s
 
     def chosen(self) -> Plan:
         """Return the simplest plan that no other plan beats by more than TIE."""
@@ -72,15 +73,13 @@ class SplitSearch:
         machine: Machine,
         request: Request,
         activations: ActivationBytes,
-        found: Found,
-        floors: Floors,
+        found: SearchResults,
     ) -> None:
         """List the candidates of the split.
 
         request: with the split.
         activations: bytes for one of its micro-batches.
         found: collects the plans that fit.
-        floors: shared by all splits.
 
         Raises ConfigError if as many layers as requested cannot live on the device.
         """
@@ -89,51 +88,52 @@ class SplitSearch:
         self._request = request
         self._activations = activations
         self._found = found
-        self._floors = floors
         # Layers that Muon trains stay on the host, because the shards own their momenta.
-        self._able = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
+        self._residency_order = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
         if machine.spill is not None:
             moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
             self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
         self._tried: dict[Candidate, float] = {}  # seconds of a step
-        self._shared = SharedPrices()
-        self._drafts = Drafts(basis.structure, basis.layout, activations, machine, request)
+        self._builder = PlanBuilder(basis.structure, basis.layout, activations, machine, request)
         self._fewest_of = cache(self._count_fewest)
-        self._kinds: dict[tuple[Candidate, tuple[int, ...]], Least] = {}
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
 
     def run(self) -> None:
         for candidate in self._candidates:
-            orders = [able for able in self._orders if self._found.may_be_won(self._least_of_kind(candidate, able))]
-            if not orders or not self._has_room(candidate) or not self._is_worth_filling(candidate):
+            if not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
-            for able in orders:
-                if not self._found.may_be_won(self._least_with_any_slots(candidate, able)):
-                    continue
-                for filled in self._filling(candidate, able).candidates(self._may_win, self._may_win_spilling):
-                    self._try(filled)
+            for residency_order in self._orders:
+                for filled in self._filling(candidate, residency_order).candidates():
+                    bounds = self._try(filled)
+                    # With fewer layers on the device no less is uploaded.
+                    if candidate.kept is Tier.HBM and bounds.h2d_s >= self._found.best_s:
+                        break
         for candidate in self._best_with_disk():
-            for other in variants(self._drafts, candidate):
-                if self._may_win(self._drafts.without_rows(other)):
-                    self._try(other)
+            for other in disk_variants(self._builder, candidate):
+                self._try(other)
 
     def _is_worth_filling(self, candidate: Candidate) -> bool:
-        if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._able))):
+        if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._residency_order))):
             return False
         return not self._waits_needlessly(candidate) and not self._spills_needlessly(candidate)
 
-    def _try(self, candidate: Candidate) -> None:
-        plan = self._drafts.plan(candidate)
-        prediction = predict(plan, self._basis, self._activations, self._shared)
+    def _try(self, candidate: Candidate) -> Bounds:
+        """Simulate the candidate if it may be chosen. Return the lower bounds for its step."""
+        bounds = self._bounds(self._builder.without_rows(candidate))
+        if not self._found.may_be_chosen(bounds):
+            return bounds
+        plan = self._builder.plan(candidate)
+        prediction = predict(plan, self._basis, self._activations)
         self._found.add(replace(plan, prediction=prediction))
         self._tried[candidate] = prediction.step_s
+        return bounds
 
     def _best_with_disk(self) -> list[Candidate]:
-        """Return the best candidates that spill data of shards, whose variants are tried."""
+        """Return the best candidates that spill data of shards, whose disk_variants are tried."""
         near = [c for c, step_s in self._tried.items() if step_s < NEAR * self._found.best_s]
-        near = [c for c in near if self._drafts.spilled(c).of_shards]
+        near = [c for c in near if self._builder.spilled(c).of_shards]
         return sorted(near, key=lambda c: self._tried[c])[:NUM_VARIED]
 
     def _has_room(self, candidate: Candidate) -> bool:
@@ -142,7 +142,7 @@ class SplitSearch:
         if limit is None:
             return True
         # Not for candidates that offload kept activations: these may keep more, or less, than with nothing offloaded.
-        if candidate.kept is Tier.HBM and self._drafts.least_device_bytes(candidate) > limit:
+        if candidate.kept is Tier.HBM and self._builder.least_device_bytes(candidate) > limit:
             return False
         return self._entering_bytes(candidate) <= limit
 
@@ -159,7 +159,7 @@ class SplitSearch:
 
     def smallest(self) -> Iterator[Plan]:
         """Return for every candidate the plan that takes the least memory."""
-        return (self._filling(candidate, self._able).smallest() for candidate in self._candidates)
+        return (self._filling(candidate, self._residency_order).smallest() for candidate in self._candidates)
 
     @cached_property
     def _orders(self) -> Iterable[tuple[int, ...]]:
@@ -173,25 +173,25 @@ class SplitSearch:
         With many blocks only the first order is used. If there is a disk, embedding and head first is tried, too: slots
         for blocks only may be much smaller, and leave more room.
         """
-        layer_bytes = self._drafts.resident_bytes
+        layer_bytes = self._builder.resident_bytes
         ends = 0, len(layer_bytes) - 1
         if self._fixed is not None:
-            return (self._able,)
+            return (self._residency_order,)
         if self._has_many_blocks:
-            ends_first = tuple(sorted(self._able, key=lambda i: i not in ends))
-            return (self._able, ends_first) if self._machine.spill else (self._able,)
-        ends_last = tuple(sorted(self._able, key=lambda i: i in ends))
-        smallest_first = tuple(sorted(self._able, key=lambda i: layer_bytes[i]))
-        last_first = (self._able[::-1],) if self._drafts.num_blocks <= VERY_FEW_BLOCKS else ()
-        return dict.fromkeys((self._able, ends_last, smallest_first, *last_first))
+            ends_first = tuple(sorted(self._residency_order, key=lambda i: i not in ends))
+            return (self._residency_order, ends_first) if self._machine.spill else (self._residency_order,)
+        ends_last = tuple(sorted(self._residency_order, key=lambda i: i in ends))
+        smallest_first = tuple(sorted(self._residency_order, key=lambda i: layer_bytes[i]))
+        last_first = (self._residency_order[::-1],) if self._builder.num_blocks <= VERY_FEW_BLOCKS else ()
+        return dict.fromkeys((self._residency_order, ends_last, smallest_first, *last_first))
 
     @property
     def _has_many_blocks(self) -> bool:
-        return self._drafts.num_blocks > FEW_BLOCKS
+        return self._builder.num_blocks > FEW_BLOCKS
 
-    def _filling(self, candidate: Candidate, able: tuple[int, ...]) -> Filling:
+    def _filling(self, candidate: Candidate, residency_order: tuple[int, ...]) -> Filling:
         is_fixed = self._fixed is not None
-        return Filling(self._drafts, candidate, able, self._fewest, fixed=is_fixed)
+        return Filling(self._builder, candidate, residency_order, self._fewest, fixed=is_fixed)
 
     def _fixed_count(self) -> int | None:
         """Return how many layers must live on the device; None if any number may.
@@ -201,9 +201,9 @@ class SplitSearch:
         count = self._request.hbm_layers
         if count is None:
             return None if self._machine.device == "cuda" else 0
-        if count > len(self._able):
+        if count > len(self._residency_order):
             raise ConfigError(
-                f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._able)} of "
+                f"hardware.hbm_layers: {count} layers cannot live on the device, only {len(self._residency_order)} of "
                 f"{len(self._basis.layout.layers)} (embedding and head are layers, too; what Muon trains stays on "
                 "the host)"
             )
@@ -218,7 +218,7 @@ class SplitSearch:
         if candidate.gradients is not Tier.HBM or not self._found.plans or not self._has_many_blocks:
             return False
         on_host = replace(candidate, gradients=Tier.HOST)
-        return not self._fewest(on_host, self._able) and not self._drafts.spilled(on_host).of_shards
+        return not self._fewest(on_host, self._residency_order) and not self._builder.spilled(on_host).of_shards
 
     def _spills_needlessly(self, candidate: Candidate) -> bool:
         """Return whether activations may be spilled although a plan fits without that and sequences are short.
@@ -227,7 +227,7 @@ class SplitSearch:
         """
         return candidate.spills_activations and bool(self._found.plans) and not is_long(self._request.seq_len)
 
-    def _fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
+    def _fewest(self, candidate: Candidate, residency_order: tuple[int, ...]) -> int:
         """Return how many layers must live on the device.
 
         Slots and what is kept on the device make no difference to the host. So one candidate stands for all that differ
@@ -235,10 +235,10 @@ class SplitSearch:
         """
         names = "order", "sums", "gradients", "boundaries", "spills_activations"
         alike = replace(self._candidates[0], **{name: getattr(candidate, name) for name in names})
-        return self._fewest_of(alike, able)
+        return self._fewest_of(alike, residency_order)
 
-    def _count_fewest(self, candidate: Candidate, able: tuple[int, ...]) -> int:
-        return fewest_layers(self._drafts, candidate, able) if self._fixed is None else self._fixed
+    def _count_fewest(self, candidate: Candidate, residency_order: tuple[int, ...]) -> int:
+        return fewest_layers(self._builder, candidate, residency_order) if self._fixed is None else self._fixed
 
     def _least_compute_s(self, filling: Filling) -> float:
         """Return the seconds of computing with as much kept as possible; slots and tiers make no difference to it."""
@@ -246,56 +246,35 @@ class SplitSearch:
         budgets = candidate.activation_budget, candidate.tail_budget
         key = candidate.order, candidate.activations, budgets, candidate.segment
         if key not in self._compute_s:
-            self._compute_s[key] = self._bounds(self._drafts.in_memory(filling.most_kept)).compute_s
+            self._compute_s[key] = self._bounds(self._builder.in_memory(filling.most_kept)).compute_s
         return self._compute_s[key]
 
-    def _may_win(self, plan: Plan) -> bool:
-        return self._found.may_be_won(self._bounds(plan).least())
-
-    def _may_win_spilling(self, candidate: Candidate) -> bool:
-        """Return whether the candidate may win, whatever of it is on disk."""
-        return self._found.may_be_won(self._least(candidate, self._drafts.least_missing_ram(candidate)))
-
-    def _least(self, candidate: Candidate, missing: int) -> Least:
-        """Return the lower bounds of a candidate.
-
-        missing: bytes of host memory that are missing with nothing on disk.
-        """
-        plan = self._drafts.in_memory(candidate)
-        # If not all layers may live on the device, its memory holds gradients that would else be on disk.
-        if self._machine.spill is None or self._fixed is not None or len(self._able) < len(plan.layers):
-            missing = 0
-        return self._bounds(plan).least(missing, plan.host_activation_bytes if candidate.spills_activations else 0)
-
-    def _least_of_kind(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
-        """Return lower bounds of all candidates that have the same on the host as this one.
-
-        The bounds assume as many layers on the device as any of these has, a slot for every block, and everything kept.
-        """
-        if math.isinf(self._found.best_s):
-            return Least(0.0, 0.0)
-        segment = 1 if candidate.segment == 1 else max(SEGMENTS)
-        kind = replace(candidate, **ALL_KEPT, **ANY_SLOTS, segment=segment)
-        if (kind, able) not in self._kinds:
-            floor = self._floors.of(self._drafts, kind, able, self._entering_bytes(kind))
-            count = floor.num_layers if self._fixed is None else self._fixed
-            best = replace(kind, hbm_layers=frozenset(able[:count]), segment=1)
-            self._kinds[kind, able] = self._least(self._with_all_slots(best), floor.missing)
-        return self._kinds[kind, able]
-
-    def _least_with_any_slots(self, candidate: Candidate, able: tuple[int, ...]) -> Least:
-        """Return lower bounds of all candidates that differ from this one only in slots."""
-        if math.isinf(self._found.best_s):
-            return Least(0.0, 0.0)
-        fewest = replace(candidate, num_block_slots=FEWEST_SLOTS[0], num_edge_slots=FEWEST_SLOTS[1])
-        if (fewest, able) not in self._kinds:
-            fullest = self._filling(fewest, able).fullest
-            missing = self._drafts.least_missing_ram(fullest)
-            self._kinds[fewest, able] = self._least(self._with_all_slots(fullest), missing)
-        return self._kinds[fewest, able]
-
-    def _with_all_slots(self, candidate: Candidate) -> Candidate:
-        return replace(candidate, num_block_slots=self._drafts.num_blocks, num_edge_slots=2)
-
     def _bounds(self, plan: Plan) -> Bounds:
-        return Bounds(plan, self._basis, self._activations, self._shared)
+        return Bounds(plan, self._basis, self._activations)
+
+
+def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
+    """Return what predictions of all plans for a request share."""
+    layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
+    work = work_of(structure, request.active_experts, request.windows)
+    spill = machine.spill
+    disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else ()
+    return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, *disk)
+
+
+def split_searches(
+    basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: SearchResults
+) -> Iterator[SplitSearch]:
+    """Yield a search for each split, and a second one with MLPs in chunks if its micro-batches are large.
+
+    found: collects the plans that fit.
+    """
+    for split in splits(request):
+        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
+        yield SplitSearch(basis, machine, split, of_split, found)
+        tokens = split.micro_batch_size * split.seq_len
+        if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
+            continue
+        chunk_tokens = mlp_chunk_tokens(basis.structure, tokens)
+        if chunk_tokens and (in_chunks := of_split.in_chunks()):
+            yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)

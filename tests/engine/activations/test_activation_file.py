@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,14 +18,14 @@ from megatrain_ray.engine.activations.disk_activations import ActivationFile, On
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.layout.flat_layout import Span
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.activation_windows import Part, Places, Windows
+from megatrain_ray.engine.plan.activation_windows import Part, Places
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import DiskSettings
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.virtual_clock import Op, Stage
 from tests.engine.spill.test_spill_ring import BLOB, PAGE, WAIT_S, Watched
-from tests.support.isolated_device import ApartDevice, ApartStore
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
@@ -34,9 +34,10 @@ SIZE = 2 * PAGE + 100  # of what a layer leaves: three blocks
 LAYERS = (1, 2, 3)
 
 
-def plan_of(num_windows: int, activations: tuple[int, ...] = (SIZE,) * len(LAYERS), windows: Tier = Tier.HOST) -> Plan:
+def plan_of(num_windows: int, activations: tuple[int, ...] = (SIZE,) * len(LAYERS)) -> Plan:
     plan = SimpleNamespace(
-        num_windows=num_windows, window_bytes=PAGE, windows=windows, disk_activations=activations,
+        disk=DiskSettings(num_staging_buffers=num_windows, staging_buffer_bytes=PAGE),
+        disk_activations=activations,
         activation_file_bytes=sum(map(aligned, activations)),
         total_bytes=lambda tier: 0,
     )  # fmt: skip
@@ -72,8 +73,8 @@ class Desk:
 
 
 @contextmanager
-def desk(num_windows: int, windows: Tier = Tier.HOST) -> Iterator[Desk]:
-    plan, device = plan_of(num_windows, windows=windows), CpuDevice()
+def desk(num_windows: int) -> Iterator[Desk]:
+    plan, device = plan_of(num_windows), CpuDevice()
     store = Watched(plan.activation_file_bytes)
     file = ActivationFile(plan, device, store, BLOB, poison=True)
     try:
@@ -102,10 +103,9 @@ def test_storages_lie_one_behind_the_other_in_blocks() -> None:
     assert places.take(3, [1])[0].extent.start == 0
 
 
-@pytest.mark.parametrize("windows", [Tier.HOST, Tier.HBM])
-def test_one_window_moves_one_block_after_the_other(windows: Tier) -> None:
+def test_one_window_moves_one_block_after_the_other() -> None:
     """Blocks go out in the order of the forward, and come back in that of the backward."""
-    with desk(1, windows) as at:
+    with desk(1) as at:
         for layer in LAYERS:
             at.send(layer)
         for layer in LAYERS:
@@ -191,9 +191,8 @@ def test_on_the_clock_the_disk_is_waited_for_beyond_that() -> None:
     ]
 
 
-@pytest.mark.parametrize("windows", [Tier.HOST, Tier.HBM])
-def test_what_is_back_is_the_tensors_alone_and_windows_are_poisoned(windows: Tier) -> None:
-    with desk(2, windows) as at:
+def test_what_is_back_is_the_tensors_alone_and_windows_are_poisoned() -> None:
+    with desk(2) as at:
         at.send(1)
         at.let_go(1)
         at.file.expect([at.away[1]])
@@ -205,28 +204,6 @@ def test_what_is_back_is_the_tensors_alone_and_windows_are_poisoned(windows: Tie
     storage = at.tensors[1].untyped_storage()
     assert torch._C._storage_Use_Count(storage._cdata) == 2, "the tensor and what asks"
     assert all(bool((window == 0xFF).all()) for window in at.file._windows)
-
-
-def test_windows_on_the_device_are_pages_of_its_memory() -> None:
-    with desk(3, Tier.HBM) as at:
-        assert [window.data_ptr() % PAGE for window in at.file._windows] == [0, 0, 0]
-        assert at.device.memory().reserved_bytes == Windows(3, PAGE).device_bytes
-
-
-def test_nothing_but_the_store_touches_memory_of_the_device(tmp_path: Path) -> None:
-    """What it does not do is done by copies of the device, and by sums of its own; numbers do not change."""
-    folder, stores = build_tiny(tmp_path), list[ApartStore]()
-
-    def disk(num_bytes: int) -> tuple[ApartStore, str]:
-        stores.append(ApartStore(num_bytes))
-        return stores[-1], BLOB
-
-    mode = Mode(boundaries=Tier.HOST, kept=Tier.HOST, to_disk=frozenset(range(5)), windows=Tier.HBM)
-    ours = train_engine(folder, tiny_batches(2), Recipe(2), mode, make_device=ApartDevice, disk=disk)
-    theirs = train_engine(folder, tiny_batches(2), Recipe(2), replace(mode, to_disk=frozenset()))
-    assert ours.losses == theirs.losses
-    assert all(torch.equal(ours.masters[name], master) for name, master in theirs.masters.items())
-    assert stores[0].num_moved > 0
 
 
 def test_a_disk_that_does_not_get_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

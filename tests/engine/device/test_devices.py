@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,9 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.device.cuda_device import CudaDevice
+from megatrain_ray.engine.device.cuda_device import (
+    CudaDevice,
+)
 from megatrain_ray.engine.device.cuda_info import num_gpus
-from megatrain_ray.engine.device.device import Device, host_checksum
+from megatrain_ray.engine.device.device import (
+    Device,
+)
 from megatrain_ray.engine.layout.split_master import split
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
@@ -24,10 +27,6 @@ from megatrain_ray.engine.optimizer.undo_log import ParamSlice
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.storage.blob_store import BlobStore
-from megatrain_ray.io.storage.disk_io import DiskIo, held_files
-from megatrain_ray.io.storage.kvikio_store import unusable
-from megatrain_ray.io.storage.spill_file import create_spill_file
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 from tests.support.device_builders import MAKERS, Make
 from tests.support.expert_ranges import assert_same_but_norms
@@ -76,39 +75,6 @@ def test_copies_may_cross_registered_ranges(device: Device, monkeypatch: pytest.
     back = torch.zeros(region.numel(), dtype=torch.uint8)
     device.copy(Stage.D2H, back, region, Op("offload", 0), [there]).synchronize()
     assert torch.equal(back, host[part])
-
-
-def test_a_block_of_the_device_has_the_checksum_of_its_bytes(device: Device) -> None:
-    """The checksum waits for nothing of the compute stage, and is right also where sums run over 64 bits."""
-    source = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
-    region = device.allocate(source.numel())
-    device.copy(Stage.H2D, region, source, Op("load", 0), []).synchronize()
-    for memory in (region, region[4096:8192], source):
-        expected = host_checksum(memoryview(memory.cpu().numpy()).cast("B"))
-        assert device.checksum(device.block(memory)) == expected
-        assert device.checksum(device.block(memory)[:64]) == device.checksum(device.block(memory[:64]))
-
-
-def test_activations_go_from_the_device_to_a_file_and_back(tmp_path: Path, make: Make) -> None:
-    """Activations need no host memory between, by kvikio, where there is a GPU that it works with."""
-    device = make(Timeline(), 1)
-    device.close()
-    if device.kind == "cuda" and (reason := unusable(tmp_path)):
-        pytest.skip(reason)
-
-    def file(num_bytes: int) -> tuple[BlobStore, str]:
-        fds.append(create_spill_file(tmp_path, "activations", num_bytes))
-        return held_files(DiskIo.KVIKIO if device.kind == "cuda" else DiskIo.POSIX), str(fds[-1])
-
-    fds = list[int]()
-    build_tiny(tmp_path)
-    mode = Mode(boundaries=Tier.HOST, kept=Tier.HOST, to_disk=frozenset(range(5)), windows=Tier.HBM)
-    ours = train_engine(tmp_path, tiny_batches(3), Recipe(3), mode, make_device=make, disk=file)
-    in_memory = dataclasses.replace(mode, to_disk=frozenset())
-    theirs = train_engine(tmp_path, tiny_batches(3), Recipe(3), in_memory, make_device=make)
-    os.close(fds.pop())
-    assert ours.losses == theirs.losses
-    assert all(torch.equal(ours.masters[name], master) for name, master in theirs.masters.items())
 
 
 def test_the_compute_stage_waits_for_arrivals(device: Device) -> None:

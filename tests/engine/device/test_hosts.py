@@ -27,10 +27,11 @@ from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.plan_groups import HostSettings
 from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.errors import CapacityError, ConfigError, LostPeerError, ShardFailedError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
@@ -87,11 +88,11 @@ def test_shards_of_all_hosts_have_each_element_once(tmp_path: Path) -> None:
     assert [shard_layout(plan, whole.on_host(1, 2), k).number for k in range(3)] == [3, 4, 5]
 
 
-def planned(folder: Path, **changes: Any) -> tuple[Plan, ModelLayout]:
+def planned(folder: Path, num_hosts: int, num_shards: int) -> tuple[Plan, ModelLayout]:
     source = folder_source(build_tiny(folder, num_layers=1))
     structure, plan = plan_for(source.factory, Recipe(1, micro_batch_size=2), Mode(), (4, 32))
-    num_gpus = changes.get("num_hosts", 1)
-    return replace(plan, hosts=replace(plan.hosts, num_gpus=num_gpus), **changes), structure.layout()
+    hosts, shards = HostSettings(num_hosts, num_gpus=num_hosts), replace(plan.shards, num_shards=num_shards)
+    return replace(plan, hosts=hosts, shards=shards), structure.layout()
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 5, 7])

@@ -27,10 +27,10 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import Mlp, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.planner.memory.mlp_chunks import CHUNK_TOKENS, MAX_ELEMENTS, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.memory.chunk_sizes import MAX_ELEMENTS, MLP_CHUNK_TOKENS, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.model.architecture import Architecture
@@ -364,14 +364,14 @@ def _peak_bytes(function: Callable[[], None]) -> int:
 
 def test_less_memory_makes_chunks() -> None:
     """Not before it must: what fits whole stays whole."""
-    seq_len = 4 * CHUNK_TOKENS
+    seq_len = 4 * MLP_CHUNK_TOKENS
     structure, activations = wide(seq_len)
     whole = make_plan(structure, activations, MACHINE, request_of(seq_len))
     assert whole.compute.mlp_chunk_tokens == 0
     assert "chunks    " not in describe(whole)
     limited = replace(MACHINE, hbm_bytes=2 << 30)
     chunked = make_plan(structure, activations, limited, request_of(seq_len))
-    assert (chunked.compute.mlp_chunk_tokens, chunked.num_mlp_chunks) == (CHUNK_TOKENS, 4)
+    assert (chunked.compute.mlp_chunk_tokens, chunked.num_mlp_chunks) == (MLP_CHUNK_TOKENS, 4)
     assert "MLPs compute 16384 tokens at a time, 4 chunks, and again in the backward" in describe(chunked)
     assert Plan.from_json(chunked.to_json()) == chunked
     assert whole.prediction is not None
@@ -385,9 +385,9 @@ def test_less_memory_makes_chunks() -> None:
 @pytest.mark.parametrize("has_disk", [True, False])
 def test_short_sequences_are_in_chunks_only_where_there_is_a_disk(has_disk: bool) -> None:
     """They fit in smaller micro-batches."""
-    assert may_chunk(2 * CHUNK_TOKENS, CHUNK_TOKENS, has_disk=has_disk) == has_disk
-    assert not may_chunk(2 * CHUNK_TOKENS - 1, CHUNK_TOKENS, has_disk=has_disk)
-    assert may_chunk(2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS, has_disk=has_disk)
+    assert may_chunk(2 * MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS, has_disk=has_disk) == has_disk
+    assert not may_chunk(2 * MLP_CHUNK_TOKENS - 1, MLP_CHUNK_TOKENS, has_disk=has_disk)
+    assert may_chunk(2 * MLP_CHUNK_TOKENS, 2 * MLP_CHUNK_TOKENS, has_disk=has_disk)
 
 
 @pytest.mark.parametrize("width", [18944, 131072, 1 << 20])
@@ -397,4 +397,4 @@ def test_no_tensor_of_a_chunk_has_more_elements_than_kernels_count(width: int, n
     layers = (replace(layer, mlp=layer.mlp and Mlp("mlp", width)) for layer in structure.layers)
     tokens = mlp_chunk_tokens(replace(structure, layers=tuple(layers)), num_tokens)
     assert 0 < tokens * width <= MAX_ELEMENTS
-    assert -(-num_tokens // tokens) <= -(-num_tokens * width // MAX_ELEMENTS) + num_tokens // CHUNK_TOKENS + 1
+    assert -(-num_tokens // tokens) <= -(-num_tokens * width // MAX_ELEMENTS) + num_tokens // MLP_CHUNK_TOKENS + 1

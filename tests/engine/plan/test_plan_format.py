@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from pydantic import ValidationError
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.plan.plan import LayerPlan, Plan
+from tests.support.plan_versions import version_1
+from tests.support.planned_steps import PROFILE, planned
 from tests.support.runs import ROOT
 
+PLAN_PAGE = ROOT / "docs" / "plan_format.md"
 
-@pytest.mark.parametrize(
-    ("page", "of"), [("plan_format.md", Plan), ("plan_format.md", LayerPlan), ("hardware_profile.md", HardwareProfile)]
-)
-def test_every_field_is_on_its_page(page: str, of: type) -> None:
-    """Every field has a row on its page; those of layers are in the row of `layers[]`."""
-    text = (ROOT / "docs" / page).read_text()
-    keys = " ".join(row.group(1) for row in re.finditer(r"^\| ([^|]+) \|", text, re.MULTILINE))
-    if of is LayerPlan:
-        [keys] = [row for row in text.splitlines() if row.startswith("| layers[] |")]
-    words = set(re.findall(r"\w+", keys))
-    assert {field.name for field in fields(of)} <= words
+
+OF_GROUP = {name: hint for name, hint in get_type_hints(Plan).items() if is_dataclass(hint)}
+
+
+def keys_of(text: str) -> set[str]:
+    """Return the keys in the first column of the tables."""
+    rows = re.finditer(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    return {word for row in rows for word in re.findall(r"\w+", row.group(1))}
+
+
+@pytest.mark.parametrize(("group", "of"), [("layers[]", LayerPlan), *OF_GROUP.items()])
+def test_every_field_of_a_group_is_in_its_table(group: str, of: type) -> None:
+    [section] = re.findall(rf"^## {re.escape(group)}\n(.*?)^## ", PLAN_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert keys_of(section) - {"key"} == {field.name for field in fields(of)}
+
+
+@pytest.mark.parametrize(("page", "of"), [(PLAN_PAGE, Plan), (ROOT / "docs" / "hardware_profile.md", HardwareProfile)])
+def test_every_field_is_on_its_page(page: Path, of: type) -> None:
+    assert {field.name for field in fields(of)} <= keys_of(page.read_text())
+
+
+def test_version_1_says_the_same() -> None:
+    plan = planned(PROFILE, spilled=True)
+    assert Plan.from_json(json.dumps(version_1(plan))) == plan
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 3}', "plan"])
+def test_another_text_is_no_plan(text: str) -> None:
+    with pytest.raises(ValidationError):
+        Plan.from_json(text)

@@ -30,11 +30,6 @@ LAYERS, RECOMPUTE = LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE
         pytest.param(Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, num_staying=1), Recipe(STEPS), id="kept, both"),
         pytest.param(Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, to_disk=EVERY), Recipe(STEPS), id="on disk"),
         pytest.param(Mode(kept=Tier.HOST, to_disk=frozenset({1, 2})), Recipe(STEPS), id="some on disk"),
-        pytest.param(
-            Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, to_disk=EVERY, windows=Tier.HBM),
-            Recipe(STEPS),
-            id="on disk, straight",
-        ),
         pytest.param(Mode(sums=Tier.HOST), Recipe(STEPS, clip=None, loss_chunk_tokens=24), id="sums"),
         pytest.param(
             Mode(sums=Tier.HOST, gradients=Tier.HBM, hbm_layers=frozenset({0, 2})), Recipe(STEPS), id="sums, moved"

@@ -20,8 +20,8 @@ from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.cost.simulate_step import Simulation
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.virtual_clock import Op, Stage
 from tests.support.costs import KEEP, LAYERS, MACHINE, OUTER, RECOMPUTE, REQUEST, predicted, shape

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layout.tier import Tier
@@ -16,8 +17,8 @@ from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import HOST_LINK_BYTES_PER_S
 from megatrain_ray.engine.planner.cost.predict_step import predict
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from tests.support.costs import KEEP, LAYERS, MACHINE, OUTER, RECOMPUTE, REQUEST, predicted, shape
@@ -96,7 +97,7 @@ def test_several_hosts_share_memory_updates_and_what_is_uploaded() -> None:
         name: [row.num_bytes for plan in (one, two) for row in plan.memory_items if row.name == name] for name in SHARED
     }
     assert all(of_two == of_one // 2 for of_one, of_two in rows.values()), rows
-    assert two.slots == one.slots, "a layer is whole on the device"
+    assert two.slots.weights == one.slots.weights, "a layer is whole on the device"
     of_one, of_two = (predicted(replace(REQUEST, num_gpus=4, num_hosts=number), candidate) for number in (1, 2))
     assert of_two.h2d_bytes == of_one.h2d_bytes // 4, "each GPU uploads its part"
     assert of_two.d2h_bytes == of_one.d2h_bytes
@@ -117,7 +118,7 @@ def waiting_for_uploads(**changes: Any) -> Any:
 def test_gpus_upload_parts_where_a_step_waits_for_uploads_and_their_link_is_faster() -> None:
     """That of PCIe, 55 GB/s here, is none of their own; nor is one that nobody has measured."""
     plans = {rate: waiting_for_uploads(gpu_link_bytes_per_s=rate) for rate in (300e9, 100e9, 10e9, None)}
-    assert [plan.gathers_slots for plan in plans.values()] == [True, False, False, False]
+    assert [plan.slots.gathered for plan in plans.values()] == [True, False, False, False]
     assert plans[10e9].prediction.exposed_s["h2d"] > 0
     assert plans[300e9].prediction.h2d_bytes < plans[10e9].prediction.h2d_bytes / 3
     assert plans[300e9].prediction.step_s < plans[10e9].prediction.step_s
@@ -137,8 +138,8 @@ def test_one_micro_batch_on_each_of_several_gpus_is_summed_in_fp32() -> None:
         for number in (1, 2)
     )
     assert [(plan.gradients.accumulate_dtype, plan.gradients.offload_dtype) for plan in plans] == [
-        ("bfloat16",) * 2,
-        ("float32",) * 2,
+        (torch.bfloat16,) * 2,
+        (torch.float32,) * 2,
     ]
 
 

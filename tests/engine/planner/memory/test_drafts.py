@@ -14,7 +14,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.limits import beyond_disk, spare_ram
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search.candidates import candidates
 from tests.engine.planner.search.test_exhaustive import compiled, shape
@@ -24,15 +24,15 @@ REQUEST = Request(Precision.BF16, False, True, 1, 4, 2048, free_split=True, save
 DISK = SpillSpace(1 << 40, 3e9)
 
 
-def drafts(*, budgets: bool, ram_bytes: int) -> Drafts:
+def drafts(*, budgets: bool, ram_bytes: int) -> PlanBuilder:
     structure, activations = shape(BLOCKS)
     if budgets:
         activations = compiled(activations)
     machine = Machine("cuda", 16, 1, ram_bytes, 2 << 30, TYPICAL_GPU, DISK)
-    return Drafts(structure, structure.layout(), activations, machine, replace(REQUEST, compiled=budgets))
+    return PlanBuilder(structure, structure.layout(), activations, machine, replace(REQUEST, compiled=budgets))
 
 
-def some(of: Drafts, count: int) -> Iterator[Candidate]:
+def some(of: PlanBuilder, count: int) -> Iterator[Candidate]:
     """Yield `count` candidates that the search tries.
 
     They have layers on the device, blocks that keep more, and gradients that wait there.

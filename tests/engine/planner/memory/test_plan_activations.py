@@ -18,26 +18,23 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
+from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
-from megatrain_ray.engine.planner.memory.host_bytes import BOUNCE_BYTES, host_rows
+from megatrain_ray.engine.planner.memory.host_bytes import host_memory_items
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, SpillSpace
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.engine.planner.search.split_search import TIE
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES
-from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
+from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.virtual_clock import Op, Stage
 from megatrain_ray.workers.arenas import activations_file, spill_files
 from tests.engine.planner.memory.test_plan_offload import MACHINE, NUM_BLOCKS, REQUEST, offloading, row, shape, step_s
 
 DISK = SpillSpace(1 << 40, 2e10)  # so small a model computes for no longer than one that is faster than any takes
-STRAIGHT = replace(DISK, direct_bytes_per_s=3e10)
 SHORT = replace(MACHINE, ram_bytes=5 << 30)
 CANDIDATE = replace(offloading(1), boundaries=Tier.HOST, spills_activations=True)
 
@@ -83,7 +80,7 @@ def test_how_fast_others_are_packed_makes_no_difference_to_them() -> None:
     """They go to the disk by its rate without, and nothing is said of packing where they alone are there."""
     packing = DiskWay(packed=True)
     slow, fast = SpillSpace(1 << 40, 2e10, packing, 3e8), SpillSpace(1 << 40, 3e9, packing, DISK.bytes_per_s)
-    in_memory, on_disk = (make_plan(*shape(), replace(SHORT, spill=disk), REQUEST) for disk in (slow, fast))
+    in_memory, on_disk = (make_plan(*shape(), replace(SHORT, spill=DISK), REQUEST) for disk in (slow, fast))
     assert not in_memory.disk_activations
     assert on_disk.layers == make_plan(*shape(), replace(SHORT, spill=DISK), REQUEST).layers
     assert on_disk.disk_activations and not on_disk.uses_disk
@@ -103,19 +100,16 @@ def test_where_the_host_has_room_or_the_disk_is_slow_nothing_goes_there() -> Non
         assert (with_disk.disk.num_staging_buffers, with_disk.disk.staging_buffer_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("order", LoopOrder)
-def test_as_few_go_as_it_takes_the_first_layers_first(
-    order: LoopOrder, num_micro_batches: int, disk: SpillSpace
-) -> None:
+def test_as_few_go_as_it_takes_the_first_layers_first(order: LoopOrder, num_micro_batches: int) -> None:
     """They have the most time until they come back."""
     candidate, layout = replace(CANDIDATE, order=order), shape()[0].layout()
     needed = needed_bytes(candidate, num_micro_batches=num_micro_batches)
     most = planned(needed, candidate, num_micro_batches=num_micro_batches).host_activation_bytes
     counts = []
     for missing in range(0, most - (300 << 20), most // 20):
-        plan = planned(needed - missing, candidate, disk, num_micro_batches=num_micro_batches)
+        plan = planned(needed - missing, candidate, DISK, num_micro_batches=num_micro_batches)
         assert spare_ram(plan) >= 0
         on_disk = moving(plan)
         counts.append(sum(on_disk))
@@ -127,7 +121,7 @@ def test_as_few_go_as_it_takes_the_first_layers_first(
             kind = "kept" if layers[last].kept is Tier.NVME else "boundary"
             layers[last] = replace(layers[last], **{kind: Tier.HOST})
             fewer = replace(plan, layers=tuple(layers))
-            assert sum(r.num_bytes for r in host_rows(fewer, layout)) > plan.limits.ram_bytes
+            assert sum(r.num_bytes for r in host_memory_items(fewer, layout)) > plan.limits.ram_bytes
     assert counts[0] == 0
     assert all(fewer <= more for fewer, more in pairwise(counts))
     assert len(set(counts)) > 4
@@ -147,12 +141,11 @@ def test_the_arithmetic_counts_windows_files_and_every_sweep() -> None:
         assert plan.written_bytes == 3 // live * sum(plan.disk_activations)
 
 
-@pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])
-def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk(disk: SpillSpace) -> None:
+def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk() -> None:
     structure, activations = shape()
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, disk.bytes_per_s)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, DISK.bytes_per_s)
     one, *others = (
-        planned(needed_bytes(num_gpus=n * k, num_hosts=k) - n * (1 << 30), disk=disk, num_gpus=n * k, num_hosts=k)
+        planned(needed_bytes(num_gpus=n * k, num_hosts=k) - n * (1 << 30), disk=DISK, num_gpus=n * k, num_hosts=k)
         for n, k in ((1, 1), (3, 1), (3, 2))
     )
     op = Op("boundary", 1, num_bytes=1 << 30)
@@ -173,72 +166,6 @@ def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk(disk:
         of_three, of_one = (Bounds(plan, basis, activations).disk_s for plan in (three, one))
         assert of_three == pytest.approx(3 * of_one)
         assert spare_ram(three) >= 0
-
-
-def test_windows_on_the_device_are_counted_there() -> None:
-    """What kvikio pins of host memory is counted instead of host windows.
-
-    The file is kvikio's, whoever moves the rest.
-    """
-    ram_bytes = needed_bytes() - (2 << 30)
-    through_host, straight = planned(ram_bytes), planned(ram_bytes, disk=STRAIGHT)
-    assert (through_host.disk.staging_tier, straight.disk.staging_tier) == (Tier.HOST, Tier.HBM)
-    assert (through_host.activations_io, straight.activations_io) == (DiskIo.POSIX, DiskIo.KVIKIO)
-    assert straight.disk.io is DiskIo.POSIX
-    assert replace(straight, device="cpu").activations_io is DiskIo.POSIX, "everybody's reach"
-    windows = row(straight, Tier.HBM, "activation windows")
-    assert windows == NUM_WINDOWS * BLOCK_BYTES + ALIGN_BYTES
-    before, after = (plan.total_bytes(Tier.HBM) for plan in (through_host, straight))
-    assert after - before == windows
-    checksums = 8 * sum(-(-b // BLOCK_BYTES) for b in straight.disk_activations)
-    assert row(straight, Tier.HOST, "activation windows") == checksums + BOUNCE_BYTES
-    assert "; activations by kvikio to the device" in describe(straight)
-    assert "kvikio" not in describe(through_host)
-    assert Plan.from_json(straight.to_json()) == straight
-
-
-def test_a_device_without_room_for_windows_has_none() -> None:
-    """Room for them is what tells whether a candidate fits, however few go to the disk."""
-    candidate, machine = CANDIDATE, replace(MACHINE, ram_bytes=needed_bytes() - (1 << 30))
-    structure, activations = shape()
-
-    def device_bytes(disk: SpillSpace) -> int:
-        drafts = Drafts(structure, structure.layout(), activations, replace(machine, spill=disk), REQUEST)
-        assert drafts.plan(candidate).total_bytes(Tier.HBM) <= drafts.device_bytes(candidate)
-        return drafts.device_bytes(candidate)
-
-    assert device_bytes(STRAIGHT) - device_bytes(DISK) == NUM_WINDOWS * BLOCK_BYTES + ALIGN_BYTES
-    plan = make_plan(*shape(), replace(SHORT, spill=STRAIGHT), REQUEST)
-    assert fits(plan)
-    assert plan.disk.staging_tier is Tier.HBM
-
-
-def test_what_stays_on_the_device_has_the_prices_of_its_memory() -> None:
-    """A file that is reached straight is as fast as that was measured to be, and copies cost next to nothing."""
-    structure, activations = shape()
-    ram_bytes = needed_bytes() - (2 << 30)
-    rates = 2e10, None, 3e10
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, *rates)
-    for plan, per_s, copied_per_s in (
-        (planned(ram_bytes), 2e10, TYPICAL_GPU.both_bytes_per_s),
-        (planned(ram_bytes, disk=STRAIGHT), 3e10, TYPICAL_GPU.device_bytes_per_s / 2),
-    ):
-        prices = Prices(plan, basis, activations)
-        layer = next(i for i, x in enumerate(plan.layers) if x.boundary is Tier.NVME)
-        op = Op("boundary", layer, num_bytes=1 << 30)
-        assert prices(Stage.DISK, op) == pytest.approx(2**30 / per_s)
-        assert prices(Stage.D2H, op) == pytest.approx(TYPICAL_GPU.copy_s + 2**30 / copied_per_s)
-        stays = next(i for i, x in enumerate(plan.layers) if not x.disk_activations)
-        other = Op("boundary", stays, num_bytes=1 << 30)
-        assert prices(Stage.D2H, other) == pytest.approx(TYPICAL_GPU.copy_s + 2**30 / TYPICAL_GPU.both_bytes_per_s)
-    assert basis.rates.disk_direct_bytes_per_s == 3e10
-    plan = planned(ram_bytes, disk=STRAIGHT)
-    straight, through_host = (
-        Bounds(p, basis, activations).h2d_s
-        for p in (plan, replace(plan, disk=replace(plan.disk, staging_tier=Tier.HOST)))
-    )
-    copied_s = plan.step.num_sweeps * sum(plan.disk_activations) / TYPICAL_GPU.both_bytes_per_s
-    assert through_host - straight == pytest.approx(copied_s)
 
 
 def test_the_device_holds_what_passes_wherever_it_waits() -> None:
@@ -264,19 +191,17 @@ def drafts(machine: Machine, num_micro_batches: int) -> Iterator[Plan]:
             )
 
 
-@pytest.mark.parametrize("disk", [DISK, STRAIGHT], ids=["through the host", "straight"])
 @pytest.mark.parametrize("bytes_per_s", [3e9, 3e7])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_no_plan_is_faster_than_its_bounds(bytes_per_s: float, num_micro_batches: int, disk: SpillSpace) -> None:
+def test_no_plan_is_faster_than_its_bounds(bytes_per_s: float, num_micro_batches: int) -> None:
     """`bytes_per_s`: of what is not packed, which activations never are."""
     structure, activations = shape()
-    straight = disk.windows is Tier.HBM
-    rates = 10 * bytes_per_s, 5 * bytes_per_s if straight else bytes_per_s, bytes_per_s if straight else None
+    rates = 10 * bytes_per_s, bytes_per_s
     basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, *rates)
-    prices, tight = SharedPrices(), 0.0
-    for plan in drafts(replace(SHORT, spill=disk), num_micro_batches):
-        predicted = predict(plan, basis, activations, prices)
-        bounds = Bounds(plan, basis, activations, prices)
+    tight = 0.0
+    for plan in drafts(replace(SHORT, spill=DISK), num_micro_batches):
+        predicted = predict(plan, basis, activations)
+        bounds = Bounds(plan, basis, activations)
         moved = moved_bytes(plan, structure)["disk"]
         assert predicted.busy_s.get("disk", 0.0) * bytes_per_s == pytest.approx(moved, rel=1e-6)
         assert bounds.disk_s * bytes_per_s == pytest.approx(moved)

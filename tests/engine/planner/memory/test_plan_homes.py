@@ -14,6 +14,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
 from tests.engine.planner.test_planner import MACHINE, REQUEST, model
+from tests.support.plan_versions import version_1
 from tests.support.runs import cli_here, config, write_config
 
 NODES = NumaNode(0, ((0, 8), (1, 9), (2, 10)), 0), NumaNode(2, ((4, 12), (5, 13)), 2)
@@ -47,11 +48,11 @@ def test_homes_are_in_the_file_and_its_hash() -> None:
     plan, other = plan_on(TWO), plan_on(replace(TWO, gpus=(Gpu(None, 0),)))
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.sha256 != other.sha256
-    assert json.loads(plan.to_json())["shard_homes"][1] == {"nodes": [2], "cpus": "4-5,12-13", "memory": [2]}
+    assert json.loads(plan.to_json())["shards"]["homes"][1] == {"nodes": [2], "cpus": "4-5,12-13", "memory": [2]}
 
 
 def test_plans_of_earlier_versions_have_none() -> None:
-    tree = json.loads(plan_on(TWO).to_json())
+    tree = version_1(plan_on(TWO))
     home = tree.pop("gpu_homes")[0]["home"]
     before = Plan.from_json(json.dumps({**tree, "gpu_home": home}))  # which knew the first GPU's alone
     assert (before.shards.homes, before.hosts.gpu_homes) == (HOMES, ())
@@ -90,7 +91,7 @@ def test_megatrain_plan_shows_them_of_a_machine_that_is_elsewhere(tmp_path: Path
     line = "shards    2: node 0 (32 CPUs), node 1 (32 CPUs); GPU worker and gradients that wait: node 1 (32 CPUs)"
     assert line in text.stdout.splitlines()
     found = json.loads(as_json.stdout)
-    [of_gpu] = found["gpu_homes"]
-    assert of_gpu["home"] == found["shard_homes"][1] == {"nodes": [1], "cpus": "16-31,48-63", "memory": [1]}
+    [of_gpu] = found["hosts"]["gpu_homes"]
+    assert of_gpu["home"] == found["shards"]["homes"][1] == {"nodes": [1], "cpus": "16-31,48-63", "memory": [1]}
     assert of_gpu["address"] is None
-    assert found["num_shard_threads"] == 32
+    assert found["shards"]["num_threads"] == 32

@@ -15,17 +15,17 @@ from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import Prices, SharedPrices
-from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
-from megatrain_ray.engine.planner.memory.loss_bytes import (
-    CHUNK_TOKENS,
+from megatrain_ray.engine.planner.cost.op_costs import Prices
+from megatrain_ray.engine.planner.memory.chunk_sizes import (
     LOGITS_BYTES,
+    LOSS_CHUNK_TOKENS,
     MAX_LOGITS,
     chunk_tokens,
     loss_bytes,
 )
+from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
-from megatrain_ray.engine.planner.search.build import build_plan
 from tests.support.shapes import qwen
 
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)
@@ -66,7 +66,7 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
         return loss_bytes(chunked, structure, layout, beside=beside, z_loss=False)
 
     tokens = tokens_of(backward)
-    assert tokens % CHUNK_TOKENS == 0
+    assert tokens % LOSS_CHUNK_TOKENS == 0
     assert 64 * 1024 % tokens == 0
     assert tokens * VOCAB <= MAX_LOGITS
     assert tokens_of(0) == 1024
@@ -80,7 +80,7 @@ def test_chunks_of_rows_of_any_length_stay_below_32_bits(seq_len: int) -> None:
     structure, layout = shape()[0], shape()[0].layout()
     plan = replace(planned(64), step=replace(planned(64).step, micro_batch_size=1, seq_len=seq_len))
     tokens = chunk_tokens(plan, structure, layout, beside=0, backward=1000 << 30, z_loss=False)
-    assert tokens % CHUNK_TOKENS == 0
+    assert tokens % LOSS_CHUNK_TOKENS == 0
     assert tokens * VOCAB <= MAX_LOGITS
 
 
@@ -96,13 +96,10 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
 
 def test_larger_chunks_are_predicted_to_be_faster() -> None:
     structure, activations = shape()
-    basis, prices = (
-        CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False),
-        SharedPrices(),
-    )
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
 
     def seconds(tokens: int) -> float:
         plan = replace(planned(64), compute=replace(planned(64).compute, loss_chunk_tokens=tokens))
-        return Prices(plan, basis, activations.times(64), prices).of_layer("loss", len(plan.layers) - 1)
+        return Prices(plan, basis, activations.times(64)).of_layer("loss", len(plan.layers) - 1)
 
     assert seconds(1024) > seconds(4096) > seconds(8192)

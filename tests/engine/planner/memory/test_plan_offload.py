@@ -22,15 +22,13 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import SharedPrices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
-from megatrain_ray.engine.planner.memory.draft_plans import Drafts
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder, build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search import candidates as tried_ways
 from megatrain_ray.engine.planner.search import split_search
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
@@ -139,7 +137,7 @@ def drafts(request: Request, machine: Machine) -> Iterator[Plan]:
         for staying in range(0, NUM_BLOCKS, 2):
             for boundaries in (Tier.HBM, Tier.HOST):
                 candidate = replace(offloading(staying), order=order, boundaries=boundaries)
-                yield Drafts(structure, structure.layout(), activations, machine, request).plan(candidate)
+                yield PlanBuilder(structure, structure.layout(), activations, machine, request).plan(candidate)
 
 
 @pytest.mark.parametrize("slower", [1, 20, 400])
@@ -148,10 +146,10 @@ def test_no_plan_is_faster_than_its_bounds(slower: int, num_micro_batches: int) 
     structure, activations = shape()
     profile = replace(TYPICAL_GPU, both_bytes_per_s=TYPICAL_GPU.both_bytes_per_s / slower)
     basis = CostBasis(structure, structure.layout(), work_of(structure), profile, True, False)
-    prices, tight = SharedPrices(), 0.0
+    tight = 0.0
     for plan in drafts(replace(REQUEST, num_micro_batches=num_micro_batches), MACHINE):
-        predicted_s = predict(plan, basis, activations, prices).step_s
-        bounds = Bounds(plan, basis, activations, prices)
+        predicted_s = predict(plan, basis, activations).step_s
+        bounds = Bounds(plan, basis, activations)
         assert max(bounds.compute_s, bounds.chained_s, bounds.h2d_s) <= predicted_s * (1 + 1e-9)
         tight = max(tight, bounds.h2d_s / predicted_s)
     assert slower < 400 or tight > 0.4

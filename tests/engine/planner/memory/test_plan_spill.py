@@ -30,10 +30,10 @@ from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.cost.simulate_step import Simulation
 from megatrain_ray.engine.planner.limits import fits, spare_ram
-from megatrain_ray.engine.planner.memory.host_bytes import host_rows
+from megatrain_ray.engine.planner.memory.host_bytes import host_memory_items
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
@@ -138,7 +138,7 @@ def test_as_few_layers_spill_as_host_memory_needs(machine: Machine, on_device: i
             kept = set(spilled[: first + 1])  # the last that were taken
             layers = [replace(x, state=Tier.HOST) if i in kept else x for i, x in enumerate(plan.layers)]
             fewer = replace(plan, layers=tuple(layers))
-            of_host = sum(row.num_bytes for row in host_rows(fewer, layout))
+            of_host = sum(row.num_bytes for row in host_memory_items(fewer, layout))
             on_cpu = plan.total_bytes(Tier.HBM) if plan.device == "cpu" else 0
             assert of_host + on_cpu > plan.limits.ram_bytes
     assert counts[0] == 0

@@ -16,7 +16,7 @@ from megatrain_ray.engine.model.parameter_rules import ParameterRules
 from megatrain_ray.engine.plan.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
-from megatrain_ray.engine.planner.memory.host_bytes import host_rows
+from megatrain_ray.engine.planner.memory.host_bytes import host_memory_items
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
@@ -65,7 +65,7 @@ def test_working_copies_of_the_last_blocks_spill_when_all_state_has() -> None:
         assert plan.disk.num_upload_buffers == (2 if count else 0)
         if count:
             fewer = [replace(x, weights=Tier.HOST) if i == order[count - 1] else x for i, x in enumerate(plan.layers)]
-            rows = host_rows(replace(plan, layers=tuple(fewer)), shape()[0].layout())
+            rows = host_memory_items(replace(plan, layers=tuple(fewer)), shape()[0].layout())
             assert sum(row.num_bytes for row in rows) > plan.limits.ram_bytes
 
 

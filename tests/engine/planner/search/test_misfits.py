@@ -13,8 +13,8 @@ from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.planner.limits import missing_bytes
+from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
-from megatrain_ray.engine.planner.search.build import build_plan
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError

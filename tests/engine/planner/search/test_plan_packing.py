@@ -9,8 +9,7 @@ import pytest
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
-from megatrain_ray.engine.planner.search.make_plan import make_plan
-from megatrain_ray.engine.planner.search.packed_or_not import plan_packed_or_not
+from megatrain_ray.engine.planner.search.make_plan import make_plan, plan_with_compression
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from tests.engine.planner.memory.test_plan_spill import CUDA, DISK, REQUEST, planned, shape
@@ -21,7 +20,7 @@ ENOUGH = planned(1 << 40).total_bytes(Tier.HOST)  # with all on disk, and nothin
 
 
 def made(machine: Machine) -> Plan:
-    return plan_packed_or_not(*shape(), machine, REQUEST)
+    return plan_with_compression(*shape(), machine, REQUEST)
 
 
 def test_what_was_chosen_is_given_up() -> None:

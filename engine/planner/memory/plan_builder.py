@@ -6,31 +6,31 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megatrain_ray.engine.device.device import CONTEXT_BYTES
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
-from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.layout.model_layout import ModelLayout, largest_share
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.activation_windows import most_windows_bytes, with_windows
+from megatrain_ray.engine.plan.activation_windows import with_windows
 from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan
-from megatrain_ray.engine.plan.plan_groups import UpdateOrder
+from megatrain_ray.engine.plan.plan_shards import read_bytes
+from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.engine.planner.limits import beyond_disk, spare_ram
+from megatrain_ray.engine.planner.memory.chunk_sizes import chunk_tokens
 from megatrain_ray.engine.planner.memory.device_bytes import (
     ActivationRows,
     activation_rows,
     backward_bytes,
     beside_loss,
-    hbm_rows,
+    device_memory_items,
     muon_row,
     resident_bytes,
     slot_rows,
     waiting_row,
 )
-from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlaces
-from megatrain_ray.engine.planner.memory.host_bytes import device_windows_row, host_rows, nvme_rows
-from megatrain_ray.engine.planner.memory.layer_plans import LayerDrafts
-from megatrain_ray.engine.planner.memory.loss_bytes import chunk_tokens
-from megatrain_ray.engine.planner.memory.slots_and_slab import frame_of
+from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlacement
+from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items, host_memory_items
+from megatrain_ray.engine.planner.memory.layer_plans import LayerPlanBuilder
+from megatrain_ray.engine.planner.memory.slots_and_slab import base_plan
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk, Spillable
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
@@ -48,7 +48,7 @@ PAGES = 2
 
 
 @dataclass(frozen=True)
-class Drafts:
+class PlanBuilder:
     """Makes plans of candidates, whether they fit or not, and caches what candidates share.
 
     The plans are complete but for their uploads, because simulating the slots takes most of the time. Each cached
@@ -63,24 +63,21 @@ class Drafts:
     placements: dict[Candidate, _Placement] = field(default_factory=dict)
     chunks: dict[Candidate, int] = field(default_factory=dict)
     activation_rows: dict[Candidate, ActivationRows] = field(default_factory=dict)
-    host_rows: dict[Candidate, tuple[ByteCount, ...]] = field(default_factory=dict)
+    host_memory_items: dict[Candidate, tuple[ByteCount, ...]] = field(default_factory=dict)
     missing: dict[Candidate, int] = field(default_factory=dict)
     on_disk: dict[Candidate, OnDisk] = field(default_factory=dict)
     host_rooms: dict[Candidate, int] = field(default_factory=dict)
     spillable: dict[Candidate, Spillable] = field(default_factory=dict)
-    windows_bytes: dict[Candidate, int] = field(default_factory=dict)
 
     def plan(self, candidate: Candidate) -> Plan:
         """Return the candidate's plan with the rows of its memory."""
         plan, layout = self.in_memory(candidate), self.layout
-        of_device = hbm_rows(plan, self.structure, layout, self.activations, z_loss=self.request.z_loss)
+        of_device = device_memory_items(plan, self.structure, layout, self.activations, z_loss=self.request.z_loss)
         on_disk = self.spilled(candidate)
         rows = self._host_rows(candidate, plan)
         if any(on_disk):
             plan = self._with_spilled(plan, candidate, on_disk)
-            rows = (*host_rows(plan, layout), *nvme_rows(plan, layout))
-        if plan.disk.staging_tier is Tier.HBM:
-            rows = (device_windows_row(plan), *rows)
+            rows = (*host_memory_items(plan, layout), *disk_memory_items(plan, layout))
         plan = replace(plan, memory_items=(*of_device, *rows))
         return _with_copies(plan) if self.request.saves else plan
 
@@ -91,46 +88,20 @@ class Drafts:
 
     def in_memory(self, candidate: Candidate) -> Plan:
         """Return the candidate's plan without rows, as if nothing spilled."""
-        frame = self._frame(candidate)
+        base = self._base_plan(candidate)
         return replace(
-            frame,
+            base,
             layers=self._layers.of(candidate),
-            compute=replace(frame.compute, loss_chunk_tokens=self._chunk_tokens(frame, candidate)),
+            compute=replace(base.compute, loss_chunk_tokens=self._chunk_tokens(base, candidate)),
         )
 
     def device_bytes(self, candidate: Candidate) -> int:
         """Return all bytes of device memory that the candidate's plan takes."""
         rows, placement = self._activation_rows(candidate), self._placement(candidate)
-        num_bytes = rows.num_bytes + placement.num_bytes + self._most_windows_bytes(candidate)
-        if waiting := candidate.hbm_layers | placement.late:
-            num_bytes += waiting_row(placement.frame, self.layout, rows.held, waiting, placement.late)[0]
+        num_bytes = rows.num_bytes + placement.num_bytes
+        if waiting := candidate.hbm_layers | placement.deferred:
+            num_bytes += waiting_row(placement.base, self.layout, rows.held, waiting, placement.deferred)[0]
         return num_bytes
-
-    def _most_windows_bytes(self, candidate: Candidate) -> int:
-        """Return an upper bound of the device bytes for windows (staging buffers) of activations.
-
-        Whether activations are on disk is decided later, by how much host memory is missing.
-        """
-        if not candidate.spills_activations or self._windows is Tier.HOST:
-            return 0
-        key = replace(candidate, **ANY_SLOTS)
-        if key not in self.windows_bytes:
-            self.windows_bytes[key] = most_windows_bytes(self._layers.of(candidate))
-        return self.windows_bytes[key]
-
-    @property
-    def _windows(self) -> Tier:
-        return self.machine.spill.windows if self.machine.spill else Tier.HOST
-
-    def placed_bytes(self, candidate: Candidate) -> int:
-        """Return the device bytes that are neither activations nor gradients that wait for their update."""
-        return self._placement(candidate).num_bytes
-
-    def waiting_bytes(self, candidate: Candidate) -> int:
-        """Return the device bytes of the gradients that wait there for their update, all at once."""
-        placement, sizes = self._placement(candidate), self.layout.trained_sizes
-        waiting = candidate.hbm_layers | placement.late
-        return placement.frame.gradients.accumulate_dtype.itemsize * sum([sizes[i] for i in waiting])
 
     def least_device_bytes(self, candidate: Candidate) -> int:
         """Return the device bytes that remain with no layers on the device and no slots."""
@@ -147,7 +118,7 @@ class Drafts:
             plan = self.without_rows(candidate)
             rows = self._host_rows(candidate, plan)
             if any(self.spilled(candidate)):
-                rows = (*host_rows(plan, self.layout), *nvme_rows(plan, self.layout))
+                rows = (*host_memory_items(plan, self.layout), *disk_memory_items(plan, self.layout))
             plan = replace(plan, memory_items=rows)
             self.host_rooms[key] = -beyond_disk(plan) or self._spare(candidate, plan) + 1
         return self.host_rooms[key]
@@ -179,35 +150,12 @@ class Drafts:
             self.missing[key] = -self._spare(candidate, replace(plan, memory_items=self._host_rows(candidate, plan)))
         return self.missing[key]
 
-    def least_missing_ram(self, candidate: Candidate) -> int:
-        """Return a lower bound of the missing host memory, whichever gradients wait on the device.
-
-        Gradients may take all device memory that is left. Bytes of data that only passes through the host do not count,
-        because they may be more with fewer layers on the device.
-        """
-        frame = self._frame(candidate)
-        follows, passes = frame.step.update_order is UpdateOrder.FORWARD, candidate.gradients is Tier.HBM
-        if candidate.sums is Tier.HOST or (
-            follows and frame.gradients.offload_dtype is not frame.gradients.accumulate_dtype
-        ):
-            room = 0  # no gradient waits on the device
-        elif passes or not follows:
-            room = frame.gradients.slab_bytes
-        else:
-            room = min(frame.gradients.slab_bytes, self._room_on_device(candidate))
-        return self.missing_ram(candidate) - room
-
-    def _room_on_device(self, candidate: Candidate) -> int:
-        """Return the device bytes for gradients of host layers, which may take the place of all activations."""
-        limit, num_bytes = self.machine.hbm_bytes, self.placed_bytes(candidate) + self.waiting_bytes(candidate)
-        return 0 if limit is None else max(0, limit - CONTEXT_BYTES - num_bytes)
-
     def _spillable(self, candidate: Candidate) -> Spillable:
         key = replace(self._of_host(candidate), spill_first=SpillFirst.LEAST)
         if key not in self.spillable:
             activations = candidate.spills_activations
-            plan, windows = self.in_memory(candidate), self._windows
-            self.spillable[key] = Spillable(plan, self.structure, self.layout, activations=activations, windows=windows)
+            plan = self.in_memory(candidate)
+            self.spillable[key] = Spillable(plan, self.structure, self.layout, activations=activations)
         return self.spillable[key]
 
     def _spare(self, candidate: Candidate, plan: Plan) -> int:
@@ -220,14 +168,14 @@ class Drafts:
     def _with_spilled(self, plan: Plan, candidate: Candidate, on_disk: OnDisk) -> Plan:
         layers = self._layers.of(candidate, on_disk)
         plan = with_spilled(plan, layers, self.layout) if on_disk.of_shards else replace(plan, layers=layers)
-        return with_windows(plan, self._windows)
+        return with_windows(plan)
 
     def _host_rows(self, candidate: Candidate, plan: Plan) -> tuple[ByteCount, ...]:
         """Return the rows of host memory with nothing spilled."""
         key = self._of_host(candidate)
-        if key not in self.host_rows:
-            self.host_rows[key] = tuple(host_rows(plan, self.layout))
-        return self.host_rows[key]
+        if key not in self.host_memory_items:
+            self.host_memory_items[key] = tuple(host_memory_items(plan, self.layout))
+        return self.host_memory_items[key]
 
     def _of_host(self, candidate: Candidate) -> Candidate:
         """Return the candidate that stands for all that take the same host memory.
@@ -248,18 +196,18 @@ class Drafts:
         """Return the candidate that stands for all that differ only in what decides about activations."""
         return replace(candidate, **ALL_KEPT, boundaries=Tier.HBM, segment=1, **NO_DISK)
 
-    def _frame(self, candidate: Candidate) -> Plan:
-        return self._placement(candidate).frame
+    def _base_plan(self, candidate: Candidate) -> Plan:
+        return self._placement(candidate).base
 
     def _placement(self, candidate: Candidate) -> _Placement:
         key = self._placed(candidate)
         if key not in self.placements:
-            frame = frame_of(self.structure, self.layout, self.machine, self.request, key)
-            of_slots = sum(num_bytes for num_bytes, _ in slot_rows(frame).values())
-            of_muon = muon_row(frame, self.layout)[0] if self.layout.with_muon else 0
+            base = base_plan(self.structure, self.layout, self.machine, self.request, key)
+            of_slots = sum(num_bytes for num_bytes, _ in slot_rows(base).values())
+            of_muon = muon_row(base, self.layout)[0] if self.layout.with_muon else 0
             of_layers = sum(self.resident_bytes[i] for i in candidate.hbm_layers)
-            late = GradientPlaces(self.structure, self.layout, self.request, key).late
-            self.placements[key] = _Placement(frame, of_slots + of_muon + of_layers, late)
+            deferred = GradientPlacement(self.structure, self.layout, self.request, key).deferred
+            self.placements[key] = _Placement(base, of_slots + of_muon + of_layers, deferred)
         return self.placements[key]
 
     def _activation_rows(self, candidate: Candidate) -> ActivationRows:
@@ -281,14 +229,14 @@ class Drafts:
         """Return the device bytes of each layer if it lives there."""
         return tuple(resident_bytes(self.request.precision, layer) for layer in self.layout.layers)
 
-    def _chunk_tokens(self, frame: Plan, candidate: Candidate) -> int:
+    def _chunk_tokens(self, base: Plan, candidate: Candidate) -> int:
         """Return the tokens in a chunk of the loss.
 
         They do not depend on how many layers keep more, so keeping more never makes the loss slower.
         """
         alike = replace(candidate, **ANYWHERE, **BLOCKS_ALIKE)
         if alike not in self.chunks:
-            plan = replace(frame, layers=self._layers.of(alike))
+            plan = replace(base, layers=self._layers.of(alike))
             beside = beside_loss(plan, self.activations)
             backward = backward_bytes(plan, self.layout, self.activations)
             self.chunks[alike] = chunk_tokens(
@@ -297,21 +245,21 @@ class Drafts:
         return self.chunks[alike]
 
     @cached_property
-    def _layers(self) -> LayerDrafts:
-        return LayerDrafts(self.structure, self.layout, self.activations, self.request)
+    def _layers(self) -> LayerPlanBuilder:
+        return LayerPlanBuilder(self.structure, self.layout, self.activations, self.request)
 
 
 class _Placement(NamedTuple):
     """Holds what of a candidate's plan does not depend on activations.
 
-    frame: the plan without its layers.
+    base: the plan without its layers.
     num_bytes: device bytes of slots, of layers that live on the device, and of Muon's work.
-    late: host layers whose gradients wait on the device.
+    deferred: host layers whose gradients wait on the device.
     """
 
-    frame: Plan
+    base: Plan
     num_bytes: int
-    late: frozenset[int]
+    deferred: frozenset[int]
 
 
 def _with_copies(plan: Plan) -> Plan:
@@ -324,4 +272,29 @@ def _with_copies(plan: Plan) -> Plan:
         plan,
         memory_items=(*plan.memory_items, row),
         saves=replace(plan.saves, copy_bytes=num_bytes, device_copy_bytes=of_device),
+    )
+
+
+def build_plan(
+    structure: ModelStructure,
+    activations: ActivationBytes,
+    machine: Machine,
+    request: Request,
+    candidate: Candidate,
+) -> Plan:
+    """Return the plan of one candidate, whether it fits or not."""
+    layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
+    draft = PlanBuilder(structure, layout, activations, machine, request).plan(candidate)
+    return with_uploads(draft, structure, layout)
+
+
+def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
+    """Return the plan with its uploads per step, and with the bytes of working copies read from disk for them."""
+    of_step = plan.visits(layout.lowest_trained)
+    loads = residency_of(of_step, structure, layout, plan).loads
+    of_disk = read_bytes(plan, layout, (load.fragment for load in loads))
+    return replace(
+        plan,
+        slots=replace(plan.slots, num_uploads=len(loads)),
+        disk=replace(plan.disk, weight_read_bytes=of_disk),
     )

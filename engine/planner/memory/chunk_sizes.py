@@ -1,4 +1,4 @@
-"""Chooses how many tokens of the loss are computed at a time, and counts the device memory that the loss takes."""
+"""Chooses how many tokens the loss and MLPs compute at a time, and counts the bytes of the loss. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatrain_ray.engine.plan.plan import Plan
 # sum took a third of the loss of 16 × 1024 tokens (Qwen2.5-7B's head on an H200: 146 ms).
 LOGITS_BYTES = 1 << 30
 LOGITS_SHARE = 1 / 48
-CHUNK_TOKENS = 128  # chunks are multiples of this
+LOSS_CHUNK_TOKENS = 128  # chunks are multiples of this
 MAX_LOGITS = (1 << 31) - 1  # per chunk: kernels count elements in 32 bits
 
 
@@ -48,9 +48,9 @@ def chunk_tokens(
     most = min(max(share, room) // of_one, MAX_LOGITS // structure.vocab_size)
     if tokens <= most:
         return tokens
-    fewest = -(-tokens // max(CHUNK_TOKENS, most // CHUNK_TOKENS * CHUNK_TOKENS))
-    equal = (n for n in range(fewest, 2 * fewest) if tokens % (n * CHUNK_TOKENS) == 0)
-    return -(-tokens // (next(equal, fewest) * CHUNK_TOKENS)) * CHUNK_TOKENS
+    fewest = -(-tokens // max(LOSS_CHUNK_TOKENS, most // LOSS_CHUNK_TOKENS * LOSS_CHUNK_TOKENS))
+    equal = (n for n in range(fewest, 2 * fewest) if tokens % (n * LOSS_CHUNK_TOKENS) == 0)
+    return -(-tokens // (next(equal, fewest) * LOSS_CHUNK_TOKENS)) * LOSS_CHUNK_TOKENS
 
 
 def loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, *, beside: int, z_loss: bool) -> int:
@@ -86,3 +86,37 @@ def _head_bytes(plan: Plan, elements: int, *, chunked: bool) -> int:
     if plan.compute.chunks_add_to_sums:
         return of_chunk
     return of_chunk + 4 * elements if chunked else 0
+
+
+# With this many tokens a product is as fast as a larger one. The gradient of the weights, which every chunk adds to an
+# FP32 sum, takes little time beside it: 2 GB are read and written for Qwen2.5-7B's MLP while the products of a chunk
+# take 20 ms on an H200.
+MLP_CHUNK_TOKENS = 16384
+MAX_ELEMENTS = (1 << 31) - 1  # of a tensor: kernels count elements in 32 bits
+
+
+def is_long(seq_len: int) -> bool:
+    """Return whether a micro-batch of one sequence of this length is several chunks."""
+    return seq_len >= 2 * MLP_CHUNK_TOKENS
+
+
+def may_chunk(tokens: int, seq_len: int, *, has_disk: bool) -> bool:
+    """Return whether the MLPs of a micro-batch of `tokens` tokens may be computed in chunks.
+
+    Shorter sequences fit by smaller micro-batches instead. The gradients of those are summed in FP32 and wait in FP32.
+    If these larger gradients would go to the disk, chunks may be faster, so they are allowed there.
+    """
+    return tokens >= 2 * MLP_CHUNK_TOKENS and (has_disk or is_long(seq_len))
+
+
+def mlp_chunk_tokens(structure: ModelStructure, tokens: int) -> int:
+    """Return the tokens in a chunk for a micro-batch of `tokens` tokens; 0 if the model has no MLP to divide.
+
+    Chunks are as equal as possible, in multiples of 128.
+    """
+    widths = [layer.mlp.width for layer in structure.layers if layer.mlp]
+    if not widths:
+        return 0
+    most = min(MLP_CHUNK_TOKENS, MAX_ELEMENTS // max(widths))
+    num_chunks = -(-tokens // most)
+    return min(most, -(-tokens // (128 * num_chunks)) * 128)
