@@ -18,7 +18,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# A run has processes of its own for every core; all other tests leave cores idle.
+# A run with Ray has processes of its own for every core; all other tests leave cores idle.
 unit: $(READY)
 	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile $(CASES)
 	$(BIN)/python -m pytest -m ray $(CASES)
