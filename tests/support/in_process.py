@@ -28,7 +28,9 @@ from accelerate import init_empty_weights
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from megatrain_ray import trainer
 from megatrain_ray.crew import placement
+from megatrain_ray.driver import attempts
 from megatrain_ray.engine.model import structure
 from megatrain_ray.model import architecture
 from megatrain_ray.model.architecture import Architecture
@@ -137,9 +139,9 @@ class Actor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if worker := getattr(self._object, "_worker", None):
+        if isinstance(self._object, gpu_worker.GpuWorker):
             with suppress(Exception, asyncio.CancelledError):  # the engine of a step that was cut short
-                await worker.abandon()
+                await self._object.abandon()
 
 
 def _actor(actor_id: str) -> Actor:
@@ -157,7 +159,8 @@ def _result(method: Callable[..., Any], arguments: bytes) -> _Outcome:
 async def _fulfil(future: Future[_Outcome], method: Callable[..., Any], arguments: bytes) -> None:
     try:
         args, kwargs = cloudpickle.loads(arguments)
-        future.set_result(_Outcome(await method(*args, **kwargs)))
+        result = method(*args, **kwargs)
+        future.set_result(_Outcome(await result if inspect.isawaitable(result) else result))
     except asyncio.CancelledError:
         future.set_result(_Outcome(error=RayActorError()))
     except Exception as error:
@@ -269,7 +272,8 @@ def actors_as_threads() -> Iterator[None]:
             patch.setattr(module, "init_empty_weights", _empty_weights_in_turn)
         patch.setattr(gpu_worker, "RankGroup", ThreadRanks)
         patch.setattr(gc, "freeze", lambda: None)  # objects of a run are not those of this process for ever
-        patch.setattr("megatrain_ray.trainer.await_end", lambda path: None)  # for this process
+        for module in (trainer, attempts):
+            patch.setattr(module, "await_end", lambda path: None)  # for this process
         try:
             yield
         finally:
