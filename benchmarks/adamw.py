@@ -33,7 +33,7 @@ from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, open_kernel
@@ -41,7 +41,7 @@ from megatrain_ray.io.arenas.arena import Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.words.compile_c import declare, load_compiled
 
-HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 GRADIENT_BYTES, TRIAD_BYTES = 2, 16
 TRIAD = Path(__file__).with_name("triad.c")
 
@@ -97,7 +97,7 @@ class Layer:
         self.state = state
         state[0].fill_(0.02)
         self.gradient.fill_(1e-3)
-        self.parts = [ParamSlice(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
+        self.parts = [ParamSlice(AdamState(*state), 0, ParamWeighting(1.0, HYPER.weight_decay), 0)]
 
     def kernels(self, num_threads: int) -> Iterator[UpdateKernel]:
         yield open_kernel(num_threads, self.hyper)

@@ -45,8 +45,8 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.host.host_state import Momenta
-from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layer_calls.compiled_call import compiler_options, keep_compiled_graphs
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import LayerKind
@@ -54,9 +54,9 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
-from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.workers.device_layers import DeviceLayers
 from megatrain_ray.workers.open_device import make_device
@@ -73,7 +73,7 @@ class Constant:
         return torch.full((stop - start,), WEIGHT)
 
 
-def prepared(options: argparse.Namespace) -> Prepared:
+def run_spec(options: argparse.Namespace) -> RunSpec:
     heads = options.hidden // 64 or 1
     shape = {
         "model_type": "qwen2", "vocab_size": options.vocab, "hidden_size": options.hidden, "tie_word_embeddings": True,
@@ -101,7 +101,7 @@ def prepared(options: argparse.Namespace) -> Prepared:
 
 def answer(buffer: mmap.mmap, plan: Plan) -> None:
     """Answer each update as a shard's process does, without updating anything."""
-    words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
+    words = SharedUpdateState(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
     for update in itertools.count(1) if plan.layer_order else ():
         for layer in plan.layer_order:
             while not words.gradients.wait_landed(layer, update, 1.0, committed=True):
@@ -121,7 +121,7 @@ class Seconds(NamedTuple):
 class Run:
     """Runs steps of an engine whose optimizer shards another process stands in for, through the shared words."""
 
-    def __init__(self, ready: Prepared, words: HostWords) -> None:
+    def __init__(self, ready: RunSpec, words: SharedUpdateState) -> None:
         self._plan = plan = ready.plan
         self._layout = layout = ready.structure.layout(plan.num_fragments)
         self.device = device = make_device(plan, deterministic=False)
@@ -142,8 +142,8 @@ class Run:
         self._micro_batch = MicroBatch(ids, ids.clone())
         self._num_steps = 0
 
-    async def rehearse(self) -> None:
-        await self._engine.rehearse(Coming())
+    async def run_warm_up(self) -> None:
+        await self._engine.run_warm_up(WarmUpShapes())
 
     async def steps(self, count: int) -> list[Seconds]:
         """Make `count` steps and return the seconds of each. Updates are done on return."""
@@ -172,9 +172,9 @@ class Run:
         await self._engine.close()
 
 
-async def measure(ready: Prepared, words: HostWords) -> dict[str, Any]:
+async def measure(ready: RunSpec, words: SharedUpdateState) -> dict[str, Any]:
     run = Run(ready, words)
-    await run.rehearse()
+    await run.run_warm_up()
     await run.steps(WARMUP_STEPS)
     steps = await run.steps(PLAIN_STEPS)
     spans = await run.traced()
@@ -248,7 +248,7 @@ async def kernels_s(run: Run) -> float:
     return sum(e.self_device_time_total for e in profile.key_averages() if not e.key.startswith("Mem")) / 1e6
 
 
-def layer_alone(ready: Prepared, device: Device) -> dict[str, float]:
+def layer_alone(ready: RunSpec, device: Device) -> dict[str, float]:
     """Return the microseconds of host time that a block's forward and backward take without an engine."""
     torch.manual_seed(0)
     model = ready.source.factory(ready.plan.precision.working_dtype).to(device.torch_device)
@@ -277,19 +277,19 @@ def layer_alone(ready: Prepared, device: Device) -> dict[str, float]:
     return {"forward": 1e6 * statistics.median(forward), "backward": 1e6 * statistics.median(backward)}
 
 
-def compiled(ready: Prepared) -> bool:
+def compiled(ready: RunSpec) -> bool:
     return any(layer.compiled for layer in ready.plan.layers)
 
 
 @contextmanager
-def shard_of(plan: Plan) -> Iterator[HostWords]:
+def shard_of(plan: Plan) -> Iterator[SharedUpdateState]:
     """Yield the words that a process shares which answers as an optimizer shard.
 
     It is forked before anything else runs, and uses nothing but the words.
     """
-    count = HostWords.num_words(len(plan.layers), len(plan.updated_layers))
+    count = SharedUpdateState.num_words(len(plan.layers), len(plan.updated_layers))
     buffer = mmap.mmap(-1, WORD_BYTES * count)
-    words = HostWords(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
+    words = SharedUpdateState(memoryview(buffer), len(plan.layers), len(plan.updated_layers))
     words.reset(0, plan.updated_layers)
     process = multiprocessing.get_context("fork").Process(target=answer, args=(buffer, plan), daemon=True)
     process.start()
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--commit", default=None)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args()
-    ready = prepared(options)
+    ready = run_spec(options)
     with shard_of(ready.plan) as words:
         if options.compiled:
             keep_compiled_graphs()

@@ -33,7 +33,7 @@ from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.machine.environment import commit, hardware, versions
-from megatrain_ray.planning.prepare import Question, question_of
+from megatrain_ray.planning.run_spec import PlanningProblem, question_of
 from tests.support.runs import command, plan_of, rows
 
 CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
@@ -159,7 +159,7 @@ class Runs:
             run.close()
 
 
-def limit_for(question: Question, has: Callable[[Plan], object]) -> int:
+def limit_for(question: PlanningProblem, has: Callable[[Plan], object]) -> int:
     """Return about the most host memory, to within NEAR bytes, with which `has` finds something of a plan on disk.
 
     Plans with more memory may have it on disk, too, where that is faster.
@@ -179,7 +179,7 @@ def limit_for(question: Question, has: Callable[[Plan], object]) -> int:
     return low
 
 
-def _question(settings: Sequence[str]) -> Question:
+def _question(settings: Sequence[str]) -> PlanningProblem:
     return question_of(load_config(CONFIG, settings).resolve())
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from megatrain_ray.engine.device.cuda_info import PeerCopies
-from megatrain_ray.engine.device.rank_group import Meeting, Place, RankGroup
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.device.rank_group import Meeting, RankGroup, Rendezvous
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.machine.environment import commit, hardware, versions
 
 ELEMENTS = 233_057_280  # of a layer of 7.6B, a multiple of 64 × 8
@@ -54,7 +54,7 @@ class Exchanges:
     def __init__(self, ranks: RankGroup) -> None:
         edges = [ELEMENTS * k // ranks.size for k in range(ranks.size + 1)]
         self._ranks = ranks
-        self._parts = [Span(a, b) for a, b in itertools.pairwise(edges)]
+        self._parts = [ElementRange(a, b) for a, b in itertools.pairwise(edges)]
         self._working = torch.randn(ELEMENTS, device="cuda").to(torch.bfloat16)
         self._sums = torch.randn(ELEMENTS, device="cuda")
         self._factor = torch.randn(WIDTH, WIDTH, device="cuda").to(torch.bfloat16)
@@ -91,7 +91,7 @@ def measured(exchanges: Exchanges, size: int) -> dict[str, float]:
     return found
 
 
-def run_rank(rank: int, size: int, place: Place, out: Path) -> None:
+def run_rank(rank: int, size: int, place: Rendezvous, out: Path) -> None:
     """Run one rank in this process. Rank 0 writes what it measured to `out`."""
     torch.cuda.set_device(rank)
     ranks = RankGroup(torch.device("cuda", rank), place, rank, size, 120.0, gathers=True)

@@ -29,7 +29,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.workers.open_device import make_device
 from tests.support.local_host import LocalHost
 
@@ -49,10 +49,10 @@ class Recorder:
 
 
 async def engine_gradients(
-    prepared: Prepared, weights: dict[str, Tensor], batch: Batch, layers: frozenset[int]
+    run_spec: RunSpec, weights: dict[str, Tensor], batch: Batch, layers: frozenset[int]
 ) -> tuple[float, dict[str, Tensor]]:
-    plan = prepared.plan
-    layout = prepared.structure.layout(plan.num_fragments)
+    plan = run_spec.plan
+    layout = run_spec.structure.layout(plan.num_fragments)
     working = torch.full((layout.size,), float("nan"), dtype=plan.precision.working_dtype)
     for flat, start in zip(layout.layers, layout.starts, strict=True):
         for s in flat.owned:
@@ -60,8 +60,8 @@ async def engine_gradients(
     recorder = Recorder(layers)
     device = make_device(plan, deterministic=True)
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
-    engine = build_engine(prepared.source.factory, prepared.structure, plan, device, host, poison=True)
-    step = StepInput(1, micro_batches_of(batch, prepared.plan.step.micro_batch_size), World(batch.num_supervised), 0)
+    engine = build_engine(run_spec.source.factory, run_spec.structure, plan, device, host, poison=True)
+    step = StepInput(1, micro_batches_of(batch, run_spec.plan.step.micro_batch_size), World(batch.num_supervised), 0)
     report = await engine.step(step, UpdateParams(1, 1, 1e-4), 1.0)
     await host.drain(1)
     await host.close()
@@ -76,13 +76,13 @@ async def engine_gradients(
 
 
 def plain_gradients(
-    prepared: Prepared, model: Any, batch: Batch, names: frozenset[str]
+    run_spec: RunSpec, model: Any, batch: Batch, names: frozenset[str]
 ) -> tuple[float, dict[str, Tensor]]:
-    device = make_device(prepared.plan, deterministic=True)
+    device = make_device(run_spec.plan, deterministic=True)
     sums: dict[str, Tensor] = {}
     total = 0.0
     with device.activate():
-        for mb in micro_batches_of(batch, prepared.plan.step.micro_batch_size):
+        for mb in micro_batches_of(batch, run_spec.plan.step.micro_batch_size):
             model.zero_grad(set_to_none=True)
             logits = model(mb.input_ids.to(device.torch_device), use_cache=False).logits.float()
             targets = mb.targets.to(device.torch_device).flatten()
@@ -114,27 +114,27 @@ def main() -> None:
     options.add_argument("overrides", nargs="*")
     arguments = options.parse_intermixed_args()
     config = load_config(arguments.config, arguments.overrides).resolve()
-    prepared = prepare(config)
-    flats = prepared.structure.layout(prepared.plan.num_fragments).layers
+    run_spec = prepare(config)
+    flats = run_spec.structure.layout(run_spec.plan.num_fragments).layers
     chosen = [int(index) for index in arguments.layers.split(",") if index] or range(len(flats))
     layers = frozenset(index % len(flats) for index in chosen)
     names = frozenset(s.name for index in layers for s in flats[index].owned)
-    batch_size = prepared.plan.step.micro_batch_size * prepared.plan.step.num_micro_batches
-    vocab_size = prepared.structure.vocab_size
+    batch_size = run_spec.plan.step.micro_batch_size * run_spec.plan.step.num_micro_batches
+    vocab_size = run_spec.structure.vocab_size
     tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(config.run_dir))
     batch = DataWorker(config.data, tokens, vocab_size, batch_size, 0, None).batch(1)
     torch.manual_seed(0)
-    dtype = prepared.plan.precision.working_dtype
+    dtype = run_spec.plan.precision.working_dtype
     with no_init_weights():  # which takes minutes on the host; buffers are made there, as the engine makes them
-        model = prepared.source.factory(dtype)
+        model = run_spec.source.factory(dtype)
     model.tie_weights()  # which no_init_weights leaves out
-    model = model.to(prepared.plan.device)  # type: ignore[arg-type]
+    model = model.to(run_spec.plan.device)  # type: ignore[arg-type]
     for p in model.parameters():
         p.data.normal_(0.0, 0.02) if p.dim() > 1 else p.data.fill_(1.0)
     weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    plain_loss, plain = plain_gradients(prepared, model.train(), batch, names)
+    plain_loss, plain = plain_gradients(run_spec, model.train(), batch, names)
     del model
-    plan = prepared.plan
+    plan = run_spec.plan
     tokens = plan.step.micro_batch_size * plan.step.seq_len
     report: dict[str, Any] = {
         "config": str(arguments.config),
@@ -150,7 +150,7 @@ def main() -> None:
         "parameters": len(plain),
     }
     for name, chunk in {"one_loss_chunk": tokens, "as_planned": plan.compute.loss_chunk_tokens}.items():
-        chunked = replace(prepared, plan=replace(plan, compute=replace(plan.compute, loss_chunk_tokens=chunk)))
+        chunked = replace(run_spec, plan=replace(plan, compute=replace(plan.compute, loss_chunk_tokens=chunk)))
         loss, ours = asyncio.run(engine_gradients(chunked, weights, batch, layers))
         report[name] = {"chunk_tokens": chunk, "loss": loss, **compare(ours, plain)}
     print(json.dumps(report), flush=True)

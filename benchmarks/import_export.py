@@ -37,7 +37,7 @@ from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.undo_log import Journal
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.weights.export_save import export_save
@@ -169,7 +169,7 @@ def export(root: Path, dtype: ExportDtype) -> Usage:
 
 def make_shard(layout: ShardLayout, working: Tensor) -> AdamShard:
     own = {kind: shared(layout.size, dtype) for kind, dtype in Precision.BF16.state_kinds}
-    hyper = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    hyper = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     journal = memoryview(mmap.mmap(-1, Journal.num_bytes(layout, Precision.BF16, 1)))
     return AdamShard(layout, Precision.BF16, working=working, **own, hyper=hyper, num_threads=1, journal=journal)
 

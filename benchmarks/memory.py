@@ -21,11 +21,11 @@ import ray
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.crew.ray_cluster import cluster
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.machine.process_memory import pss
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.workers.messages import Progress
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ NUM_LAYERS = (6, 20)
 STEPS = 3
 
 
-def prepared(folder: Path, num_layers: int) -> Prepared:
+def run_spec(folder: Path, num_layers: int) -> RunSpec:
     """Prepare a run of a model with 14.2M parameters a layer and 21M in embedding and head."""
     model = {
         "model_type": "llama", "vocab_size": 10240, "hidden_size": 1024, "intermediate_size": 3328,
@@ -51,8 +51,8 @@ def prepared(folder: Path, num_layers: int) -> Prepared:
 
 def measure(num_layers: int) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
-        ready = prepared(Path(folder), num_layers)
-        crew = Crew(ready)
+        ready = run_spec(Path(folder), num_layers)
+        crew = WorkerGroup(ready)
         try:
             crew.start(data_arguments(ready))
             crew.load(None, None)
@@ -73,7 +73,7 @@ def measure(num_layers: int) -> dict[str, Any]:
     }
 
 
-def run_step(crew: Crew, step: int) -> Mapping[str, Any]:
+def run_step(crew: WorkerGroup, step: int) -> Mapping[str, Any]:
     call = crew.step(step, save=False)
     while not crew.wait([call], 1.0):
         time.sleep(0)
@@ -81,7 +81,7 @@ def run_step(crew: Crew, step: int) -> Mapping[str, Any]:
     return row
 
 
-def data_arguments(ready: Prepared) -> dict[str, Any]:
+def data_arguments(ready: RunSpec) -> dict[str, Any]:
     config, vocab_size = ready.config, ready.structure.vocab_size
     return {
         "data": config.data,

@@ -33,11 +33,11 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import config_to_dict, load_config
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.optimizer import update_kernel
-from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction
 from megatrain_ray.machine.environment import commit, hardware, versions
-from megatrain_ray.planning.prepare import prepare
+from megatrain_ray.planning.run_spec import prepare
 
 CONFIG = Path("examples/tiny_llama.yaml")
 LAST = 50
@@ -53,7 +53,7 @@ KINDS = {
 class Nearest(TorchBlocks):
     """Updates moments widened to FP32 with the torch kernel, and then rounds them to nearest bf16."""
 
-    def __init__(self, num_threads: int, hyper: Hyper) -> None:
+    def __init__(self, num_threads: int, hyper: AdamWConstants) -> None:
         super().__init__(num_threads, hyper)
 
     def update(
@@ -78,11 +78,11 @@ def _wide(part: ParamSlice) -> Tensor | None:
 
 def train(config: TrainConfig, *, to_nearest: bool) -> list[dict[str, Any]]:
     """Train, and return the metrics rows of all steps. `to_nearest`: round moments to nearest, not stochastically."""
-    prepared = prepare(config)
-    tokens = tokenize(config.data, config.tokenizer, prepared.structure.vocab_size, Path(config.run_dir))
+    run_spec = prepare(config)
+    tokens = tokenize(config.data, config.tokenizer, run_spec.structure.vocab_size, Path(config.run_dir))
     rounding = patch.object(update_kernel, "_proven", lambda hyper, candidates: Nearest)
     with rounding if to_nearest else nullcontext():
-        return run_in_process(prepared, tokens)
+        return run_in_process(run_spec, tokens)
 
 
 def measure(kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:

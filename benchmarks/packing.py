@@ -26,10 +26,10 @@ from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput, World
-from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
 from megatrain_ray.io.batching.windows import Rows
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.workers.open_device import make_device
 from tests.support.local_host import LocalHost
 
@@ -50,7 +50,7 @@ class Recorder:
             self.gradients[layer] = gradient.clone()
 
 
-def prepared(options: argparse.Namespace, attention: str, num_layers: int, batch: int, precision: str) -> Prepared:
+def run_spec(options: argparse.Namespace, attention: str, num_layers: int, batch: int, precision: str) -> RunSpec:
     heads = options.hidden // 64 or 1
     shape = {
         "model_type": "qwen2", "vocab_size": VOCAB, "hidden_size": options.hidden, "num_hidden_layers": num_layers,
@@ -86,7 +86,7 @@ def documents(seq_len: int, num_rows: int, *, apart: bool) -> Batch:
     return assemble(Rows(ids.numpy(), numbers.numpy(), numbers.numpy() >= 0))
 
 
-async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorder) -> dict[str, Any]:
+async def steps(ready: RunSpec, batch: Batch, num_steps: int, recorder: Recorder) -> dict[str, Any]:
     """Make steps of the engine without an optimizer, on weights that stay as they are; return what was measured."""
     plan, layout = ready.plan, ready.structure.layout(ready.plan.num_fragments)
     generator = torch.Generator().manual_seed(1)
@@ -100,7 +100,7 @@ async def steps(ready: Prepared, batch: Batch, num_steps: int, recorder: Recorde
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = build_engine(ready.source.factory, ready.structure, plan, device, host)
     start_s = time.perf_counter()
-    await engine.rehearse(Coming(packed=True))
+    await engine.run_warm_up(WarmUpShapes(packed=True))
     rehearsal_s = time.perf_counter() - start_s
     reports = []
     for step in range(1, num_steps + 1):
@@ -129,7 +129,7 @@ def gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients by name, of one step on one row of eight documents."""
     batch = documents(options.seq_len, 1, apart=apart)
-    ready = prepared(options, attention, min(4, options.layers), batch.input_ids.shape[0], precision)
+    ready = run_spec(options, attention, min(4, options.layers), batch.input_ids.shape[0], precision)
     recorder = Recorder(keeps=True)
     report = asyncio.run(steps(ready, batch, 1, recorder))
     layers = ready.structure.layout(ready.plan.num_fragments).layers
@@ -174,7 +174,7 @@ def main() -> None:
     result["cost"] = []
     for attention in options.attentions:
         try:
-            ready = prepared(options, attention, options.layers, options.batch, "bf16")
+            ready = run_spec(options, attention, options.layers, options.batch, "bf16")
             row = asyncio.run(steps(ready, batch, 4, Recorder(keeps=False)))
         except Exception as error:  # out of memory is a result, too
             row = {"attention": attention, "error": f"{type(error).__name__}: {error}"[:300]}

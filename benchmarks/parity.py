@@ -52,7 +52,7 @@ from megatrain_ray.engine.step import captured_step
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.machine.environment import commit, hardware, versions
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.workers.open_device import make_device
 
 CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
@@ -89,24 +89,24 @@ class Parity:
     def tolerance(self) -> float:
         return TOLERANCES[self.common.config.train.precision]
 
-    def plain(self, prepared: Prepared, *, compiled: bool = False) -> Numbers:
+    def plain(self, run_spec: RunSpec, *, compiled: bool = False) -> Numbers:
         """Return the plain training with the micro-batches and the clipping of such a run.
 
         It is made on the first call.
         """
-        grouping = Grouping(prepared.plan.step.micro_batch_size, compiled)
-        key = grouping, prepared.config.train.clip
+        grouping = Grouping(run_spec.plan.step.micro_batch_size, compiled)
+        key = grouping, run_spec.config.train.clip
         if key not in self.made:
             forget()
-            device = make_device(prepared.plan, deterministic=prepared.config.train.deterministic)
-            arguments = prepared.config, self.common.source, self.common.structure, self.common.source.drawn
+            device = make_device(run_spec.plan, deterministic=run_spec.config.train.deterministic)
+            arguments = run_spec.config, self.common.source, self.common.structure, self.common.source.drawn
             self.made[key] = train_plain(*arguments, self.batches, grouping, device)
             device.close()
         return self.made[key]
 
     def yardstick(self, *, compiled: bool) -> dict[str, Any]:
         """Measure how far plain trainings are apart that differ only in how products are grouped."""
-        whole, parts = (self.common.prepared(MODES[name]) for name in ("uncompiled", "recomputed"))
+        whole, parts = (self.common.run_spec(MODES[name]) for name in ("uncompiled", "recomputed"))
         plain = self.plain(whole)
         found = {"micro_batches": compare(self.plain(parts), plain, self.tolerance)}
         if compiled:
@@ -114,20 +114,20 @@ class Parity:
         return {"plain": asdict(plain), **found}
 
     def mode(self, mode: Mode) -> dict[str, Any]:
-        prepared = self.common.prepared(mode)
-        plain = self.plain(prepared)
+        run_spec = self.common.run_spec(mode)
+        plain = self.plain(run_spec)
         forget()
         start_s = time.perf_counter()
         with what_is_given_up() as given_up:
-            rows = run_in_process(prepared, self.tokens)
+            rows = run_in_process(run_spec, self.tokens)
         seconds = time.perf_counter() - start_s
         ours = Numbers(tuple(row["loss"] for row in rows), tuple(row["grad_norm"] for row in rows))
         skipped = [f"step {row['step']} was skipped" for row in rows if row["skipped"]]
         return {
             "about": mode.about,
-            "problems": [*self.common.problems(mode, prepared.plan), *given_up, *skipped],
+            "problems": [*self.common.problems(mode, run_spec.plan), *given_up, *skipped],
             **compare(ours, plain, self.tolerance),
-            "plan": summary(prepared.plan, self.common.structure),
+            "plan": summary(run_spec.plan, self.common.structure),
             "hbm_peak_bytes": rows[-1]["hbm_peak_bytes"],
             "seconds": seconds,
             "step_s": statistics.median(row["step_s"] for row in rows),

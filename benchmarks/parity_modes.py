@@ -31,7 +31,7 @@ from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.model.model_source import ModelSource, open_model
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.profiling.profiles import with_profile
 
 SEVERAL = 4  # micro-batches
@@ -168,13 +168,13 @@ class Common:
         machine = with_profile(machine, hardware.profile)
         return Common(config, DrawnSource(**vars(source), drawn=drawn), structure, activations, machine)
 
-    def prepared(self, mode: Mode) -> Prepared:
+    def run_spec(self, mode: Mode) -> RunSpec:
         """Return a run in this mode. Raises CapacityError if the mode is limited and no plan fits."""
         batch_size = self.config.train.batch_size or 0
         config = self.config.with_split(batch_size // mode.num_micro_batches, mode.num_micro_batches)
         if not mode.clips:
             config = config.model_copy(update={"train": config.train.model_copy(update={"clip": None})})
-        return Prepared(config, self.source, self.structure, self._plan(config, mode))
+        return RunSpec(config, self.source, self.structure, self._plan(config, mode))
 
     def _plan(self, config: TrainConfig, mode: Mode) -> Plan:
         """Build the plan of the product's first candidate that matches; if the mode is limited, make_plan chooses."""

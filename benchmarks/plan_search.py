@@ -31,7 +31,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.prepare import Question, question_of
+from megatrain_ray.planning.run_spec import PlanningProblem, question_of
 
 HBM = "hardware.hbm_limit=141GB"
 DEPTHS = 28, 80, 180
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def cases(only: str) -> Iterator[tuple[str, Question]]:
+def cases(only: str) -> Iterator[tuple[str, PlanningProblem]]:
     """Yield the cases whose names contain `only`."""
     for row, (config, *settings) in ROWS.items():
         if only in f"row {row}":
@@ -95,7 +95,7 @@ def cases(only: str) -> Iterator[tuple[str, Question]]:
                     yield from ((each, of) for each, of in zip(names, _of_ram(question), strict=True) if only in each)
 
 
-def asked(config: str, *settings: str) -> Question:
+def asked(config: str, *settings: str) -> PlanningProblem:
     """Return the planning question of a configuration on an imagined machine."""
     path = CONFIGS / config
     device = () if "hbm_limit" in path.read_text() else (HBM,)
@@ -104,7 +104,7 @@ def asked(config: str, *settings: str) -> Question:
     return replace(question, machine=replace(machine, spill=machine.spill and SPILL))
 
 
-def _of_ram(question: Question) -> Iterator[Question]:
+def _of_ram(question: PlanningProblem) -> Iterator[PlanningProblem]:
     """Yield the question with all the host memory that it takes and no disk, then with each share of it and a disk."""
     roomy = replace(question.machine, ram_bytes=PLENTY, spill=None)
     yield replace(question, machine=roomy)
@@ -119,7 +119,7 @@ def _of_ram(question: Question) -> Iterator[Question]:
         yield replace(question, machine=replace(roomy, ram_bytes=fixed + int(share * of_model), spill=SPILL))
 
 
-def measured(case: str, question: Question, repeat: int) -> tuple[Result, Plan | None]:
+def measured(case: str, question: PlanningProblem, repeat: int) -> tuple[Result, Plan | None]:
     """Plan `repeat` times; return the result with the shortest time, and the plan, or None if nothing fits."""
     seconds, plan = math.inf, None
     for _ in range(repeat):

@@ -10,13 +10,13 @@ import math
 
 
 class MegatrainError(Exception):
-    """A run failed while running (exit code 1)."""
+    """Reports that a run failed while running (exit code 1)."""
 
     exit_code = 1
 
 
 class ConfigError(MegatrainError):
-    """A setting or an input is wrong: fix it and start again (exit code 2)."""
+    """Reports that a setting or an input is wrong: fix it and start again (exit code 2)."""
 
     exit_code = 2
 
@@ -32,29 +32,29 @@ class CapacityError(MegatrainError):
 
 
 class InterruptedRunError(MegatrainError):
-    """The run was interrupted, after a save unless `save_every: null` (exit code 130)."""
+    """Reports that the run was interrupted, after a save unless `save_every: null` (exit code 130)."""
 
     exit_code = 130
 
 
 class DamagedSaveError(MegatrainError):
-    """A save is not what was written. The save before it may be intact."""
+    """Reports that a save is not what was written. The save before it may be intact."""
 
 
 class ShardFailedError(MegatrainError):
-    """An optimizer shard failed. The error of the shard's own call says why."""
+    """Reports that an optimizer shard failed. The error of the shard's own call says why."""
 
 
 class LostProcessError(MegatrainError):
-    """A process died that cannot be replaced while the others go on: its state, or that of a step, died with it."""
+    """Reports a death that cannot be made good while the others go on: state, or a step, died with the process."""
 
 
 class LostDeviceError(MegatrainError):
-    """The device failed, and the process that uses it can compute nothing more."""
+    """Reports that the device failed, so that its process can compute nothing more."""
 
 
 class LostPeerError(LostDeviceError):
-    """Another GPU worker does not answer, so the device of this one can compute nothing more of the step either."""
+    """Reports that another GPU worker does not answer, so this one cannot compute the rest of the step either."""
 
 
 class CaptureError(MegatrainError):
@@ -62,4 +62,4 @@ class CaptureError(MegatrainError):
 
 
 class DeadlineError(MegatrainError):
-    """A stage did not finish within its stated bound. The message names the stage."""
+    """Reports that a stage did not finish within its stated bound. The message names the stage."""

@@ -16,12 +16,12 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.convert.training_arguments import with_arguments
 from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.data.tokenize_data import check_there
 from megatrain_ray.driver.attempts import Trained, train
-from megatrain_ray.driver.job import Job, check_inputs
 from megatrain_ray.driver.policy import RunPolicy
+from megatrain_ray.driver.run_context import RunContext, check_inputs
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
@@ -33,7 +33,7 @@ from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.model.model_source import ModelSource, read_model
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
-from megatrain_ray.planning.prepare import Prepared, check_length, prepare
+from megatrain_ray.planning.run_spec import RunSpec, check_length, prepare
 from megatrain_ray.profiling.profiles import measured
 from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.report.html_report import report_behind
@@ -101,7 +101,7 @@ class Trainer:
             tree = with_arguments(args, tree, self._objects.num_records)
         self.config = TrainConfig.model_validate(tree)
 
-    def fit(self, at_end: Callable[[Job, Crew], None] = lambda job, crew: None) -> TrainSummary:
+    def fit(self, at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None) -> TrainSummary:
         """Train until `train.steps` updates are made, and return a summary.
 
         at_end: called when all steps are made, as in Job.
@@ -128,25 +128,27 @@ class Trainer:
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
-                prepared = self._prepare(run.config, machine, source)
-            run.config = prepared.config
+                run_spec = self._prepare(run.config, machine, source)
+            run.config = run_spec.config
             if run.has_begun:
-                check_model(run.path, prepared.source.config, prepared.structure)
+                check_model(run.path, run_spec.source.config, run_spec.structure)
             _tell_of_moments(run.config.train.moments, manifest)
             if manifest is not None:
                 tell_of_resume(run, manifest.step)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            inputs = check_inputs(prepared, run.path, manifest, startup)
+            inputs = check_inputs(run_spec, run.path, manifest, startup)
             with held(inputs.folders):
                 after.callback(clean_after_end, run)
-                _begin(prepared, run, manifest)
+                _begin(run_spec, run, manifest)
                 budget = FailureBudget(run.config.max_failures)
-                job = Job(prepared, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end)
+                job = RunContext(
+                    run_spec, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end
+                )
                 with report_behind(run.path):
                     return TrainSummary(**vars(train(job, manifest, placement)))
 
-    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
+    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
 
 
@@ -167,14 +169,14 @@ def _machine(config: TrainConfig, startup: Startup) -> Machine:
     return with_spill(measured(machine_of(hardware), hardware.profile, startup, num_gpus), config.spill)
 
 
-def _begin(prepared: Prepared, run: RunDir, manifest: Manifest | None) -> None:
+def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None) -> None:
     """Make the directory hold the run."""
     run.claim()
     left = run.clean()
-    record_model(run.path, prepared.source.config, prepared.structure)
+    record_model(run.path, run_spec.source.config, run_spec.structure)
     before = run.read_plan() if run.has_begun else None
-    run.begin(prepared.plan.to_json(), manifest.step if manifest else 0)
-    _tell_of_plan(before, prepared.plan)
+    run.begin(run_spec.plan.to_json(), manifest.step if manifest else 0)
+    _tell_of_plan(before, run_spec.plan)
     run.keep_tokenizer()
     for path in left:
         log.info("deleted what a dead run left: %s", path)

@@ -181,7 +181,7 @@ def _of_starts(case: Callable[..., Case]) -> Iterator[Case]:
         yield case(actor, at=RESTORING, needs=Needs.A_SAVE)
     for actor in (GPU, DRIVER, OWNER, SHARD_1):
         yield case(actor, at=STARTING, needs=Needs.A_SAVE)
-    yield case(DRIVER, at=by_stack("planning", "prepare.py", "prepare", early=True), needs=Needs.A_SAVE)
+    yield case(DRIVER, at=by_stack("planning", "run_spec.py", "prepare", early=True), needs=Needs.A_SAVE)
     yield case(DRIVER, at=by_stack("starting Ray", "ray_cluster.py", "_init", early=True), needs=Needs.A_SAVE)
     yield case(DRIVER, at=by_stack("starting actors", "worker_group.py", "start", early=True), needs=Needs.A_SAVE)
     yield case(NEW_SHARD, at=attaching(), needs=Needs.A_SAVE)
@@ -205,7 +205,7 @@ def _of_steps(case: Callable[..., Case], source: random.Random, num_layers: int)
     yield case(GPU, at=by_stack("loss", "chunked_loss.py", "chunked_loss", near=IN_STEP))
     yield case(GPU, at=by_stack("backward", "step_runner.py", "_backward", near=IN_STEP))
     yield case(GPU, at=by_stack("adding up gradients", "gradient_store.py", "add", near=IN_STEP))
-    yield case(GPU, at=by_stack("norms", "gradient_store.py", "finish", near=BACKWARD))
+    yield case(GPU, at=by_stack("norms", "gradient_store.py", "finalize", near=BACKWARD))
     yield case(GPU, at=by_stack("copy to the device", "cpu_device.py", "work", thread="h2d", near=IN_STEP))
     yield case(GPU, at=by_stack("copy to the host", "cpu_device.py", "work", thread="d2h", near=IN_STEP))
     for phase in (BACKWARD, LANDED, UPDATE):
@@ -217,7 +217,7 @@ def _of_saves(case: Callable[..., Case], whole_bytes: int) -> Iterator[Case]:
         yield case(DRIVER, at=phase)
     for actor in (SHARD_0, SHARD_1, OWNER, GPU, DATA, GCS, RAYLET):
         yield case(actor, at=SAVING)
-    letting_go = by_stack("letting a layer go that a save wants", "save_gate.py", "_let_go", "_copy", near=SAVING)
+    letting_go = by_stack("letting a layer go that a save wants", "save_gate.py", "_await_change", "_copy", near=SAVING)
     yield case(SHARD_0, at=letting_go)
 
 
@@ -237,7 +237,9 @@ def _of_others(case: Callable[..., Case], num_layers: int) -> Iterator[Case]:
     yield case(GPU, at=under_way, variant=Variant.UNCLIPPED)
     yield case(SHARD_1, at=SAVING, variant=Variant.UNCLIPPED)
     yield case(GPU, at=by_stack("recomputing", "step_runner.py", "_recompute", near=IN_STEP), variant=Variant.TIGHT)
-    waiting = by_stack("sums waiting on the host", "gradient_store.py", "suspend", "fetch", "_total", near=IN_STEP)
+    waiting = by_stack(
+        "sums waiting on the host", "gradient_store.py", "offload_partial", "load_partial", "_accumulator", near=IN_STEP
+    )
     yield case(GPU, at=waiting, variant=Variant.TIGHT)
     yield case(SHARD_0, at=mid_layer(0, num_layers // 2), variant=Variant.TIGHT)
     for actor, phase in ((GPU, BACKWARD), (GPU, LANDED), (SHARD_0, middle), (OWNER, UPDATE), (DRIVER, BACKWARD)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.kill_campaign.processes import MARK, Actor, Processes, Role, arenas, state
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arenas.arena import ArenaHandle
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
@@ -50,7 +50,7 @@ class Moment:
         return f"committed {self.committed}, landed {list(self.landed)}, {shards}"
 
 
-def moment_of(words: HostWords) -> Moment:
+def moment_of(words: SharedUpdateState) -> Moment:
     layers, shards, generations = range(words.num_layers), range(words.num_shards), words.generations
     return Moment(
         words.updates.committed,
@@ -93,7 +93,7 @@ class LiveRun:
     def __init__(self, command: Sequence[str], run_dir: Path, output: Path) -> None:
         self.run_dir = run_dir
         self.output = output
-        self._words: HostWords | None = None
+        self._words: SharedUpdateState | None = None
         self._words_pid = 0  # pid of the process whose words these are
         self.start_s = time.monotonic()
         with output.open("wb") as file:
@@ -146,7 +146,7 @@ class LiveRun:
         self.process.wait()
         self._words = None
 
-    def _attach(self) -> HostWords | None:
+    def _attach(self) -> SharedUpdateState | None:
         for actor in (Actor(Role.OWNER), Actor(Role.GPU)):
             pid = self.processes.find(actor)
             fd = arenas(pid, mapped=False).get(WORDS) if pid else None
@@ -155,9 +155,9 @@ class LiveRun:
             with suppress(MegatrainError, OSError):
                 plan = plan_of(self.run_dir)
                 sizes = (len(plan.layers), plan.shards.num_shards, plan.hosts.gpus_per_host)
-                nbytes = 8 * HostWords.num_words(*sizes)
+                nbytes = 8 * SharedUpdateState.num_words(*sizes)
                 name = Path(f"/proc/{pid}/fd/{fd}").readlink().as_posix().removeprefix("/memfd:").split(" ")[0]
                 self._words_pid = pid
                 with closing(ArenaHolder.adopt([{WORDS: ArenaHandle(pid, fd, nbytes, name)}])) as holder:
-                    return HostWords(holder.map(WORDS).buffer, *sizes)
+                    return SharedUpdateState(holder.map(WORDS).buffer, *sizes)
         return None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain_ray.engine.activations.disk_activations import ActivationFile, OnDisk
+from megatrain_ray.engine.activations.disk_activations import DiskActivations, OffloadedToDisk
 from megatrain_ray.engine.activations.host_activations import HostBuffer, OnHost
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -51,7 +51,7 @@ def held_activation_bytes(plan: Plan, layout: ModelLayout) -> int:
 class ActivationStore:
     """Tracks activations offloaded to host memory or disk, by layer and micro-batch, and reloads them."""
 
-    def __init__(self, plan: Plan, device: Device, held_bytes: int, file: ActivationFile | None = None) -> None:
+    def __init__(self, plan: Plan, device: Device, held_bytes: int, file: DiskActivations | None = None) -> None:
         """Allocate the host memory for offloaded activations.
 
         held_bytes: host memory to allocate. If the plan has more, activations reuse this memory in turn.
@@ -62,8 +62,8 @@ class ActivationStore:
         self._buffer = HostBuffer(device, plan.host_activation_bytes, held_bytes)
         self._file = file
         self._next: dict[Stop, Stop] = {}
-        self._offloaded: dict[Entry, OnHost | OnDisk] = {}
-        self._in_transit: list[OnHost | OnDisk] = []
+        self._offloaded: dict[Entry, OnHost | OffloadedToDisk] = {}
+        self._in_transit: list[OnHost | OffloadedToDisk] = []
         self._unread: list[Entry] = []  # entries on disk, offloaded since the last reload
         self._numbers: dict[Stop, int] = {}
         self._storage_ids: dict[Entry, set[int]] = {}  # of the storages that are offloaded now
@@ -106,7 +106,7 @@ class ActivationStore:
         if plan.boundary is None:
             for storage in _storages(entered):
                 storage.resize_(0)  # work that is submitted next may use the memory
-        sent: list[OnHost | OnDisk] = []
+        sent: list[OnHost | OffloadedToDisk] = []
         for kind in away(plan):
             storages = _storages(entered)
             if kind is Activations.KEPT:
@@ -159,7 +159,7 @@ class ActivationStore:
     def _is_on_disk(self, entry: Entry) -> bool:
         return is_on_disk(self._plan.layers[entry.layer], entry.kind)
 
-    def _send(self, entry: Entry, storages: list[torch.UntypedStorage]) -> OnHost | OnDisk:
+    def _send(self, entry: Entry, storages: list[torch.UntypedStorage]) -> OnHost | OffloadedToDisk:
         num_bytes = sum(storage.nbytes() for storage in storages)
         self._storage_ids[entry] = {storage._cdata for storage in storages}
         op = Op(entry.kind.value, entry.layer, entry.micro_batch, num_bytes=num_bytes)
@@ -178,7 +178,7 @@ class ActivationStore:
         self._release_in_transit()
         assert self._file is not None
         coming = (self._offloaded[entry] for entry in sorted(self._unread, key=lambda entry: self._wanted[entry]))
-        self._file.expect([each for each in coming if isinstance(each, OnDisk)])
+        self._file.expect([each for each in coming if isinstance(each, OffloadedToDisk)])
         self._unread.clear()
 
     def _release_in_transit(self) -> None:

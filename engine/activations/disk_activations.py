@@ -26,7 +26,7 @@ from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.layer_calls.layer_call import bytes_of
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.activation_disk_clock import SimulatedFile
-from megatrain_ray.engine.plan.activation_windows import Block, Places, windows_of
+from megatrain_ray.engine.plan.activation_staging import ActivationBlock, DiskAllocator, windows_of
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.spill.spill_transfers import Checksums, SpillTransfers
 from megatrain_ray.io.storage import blob_store
@@ -46,16 +46,16 @@ class _Copying(NamedTuple):
 
 
 @dataclass(eq=False)
-class OnDisk:
+class OffloadedToDisk:
     """Tracks what one layer left of one micro-batch, from its offload until it is reloaded.
 
     memory: 1-D uint8 view of each storage, as long as copies of it are still to be submitted.
     """
 
-    file: ActivationFile
+    file: DiskActivations
     op: Op
     storages: list[torch.UntypedStorage]
-    blocks: Sequence[Block]
+    blocks: Sequence[ActivationBlock]
     memory: list[torch.Tensor]
     last_out: Event | None = None  # last copy out of the device, once all are submitted
     last_in: Event | None = None  # last copy back, once all are submitted
@@ -93,7 +93,7 @@ class OnDisk:
         return sizes
 
 
-class ActivationFile:
+class DiskActivations:
     """Offloads activations of one plan to a blob on disk and reloads them.
 
     `send`, `expect`, `want`, `wait` and `clear` are for the compute thread only.
@@ -116,7 +116,7 @@ class ActivationFile:
         for i in range(count):
             self._free.put_nowait(i)
         self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # serialize who takes windows
-        self._places = Places(plan)
+        self._places = DiskAllocator(plan)
         account = device.timeline.account
         self._clock = SimulatedFile(count * size, lambda stage, op, *after: account(stage, op, after))
         self._changed = threading.Condition()
@@ -135,25 +135,25 @@ class ActivationFile:
         """Reset the allocator of disk space. Call only when nothing is offloaded."""
         self._places.clear()
 
-    def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnDisk:
+    def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OffloadedToDisk:
         """Offload `storages` to disk.
 
         The device copies are ordered after all work submitted to the compute stream so far.
         """
         blocks = self._places.take(op.layer, [storage.nbytes() for storage in storages])
-        sent = OnDisk(self, op, storages, blocks, [bytes_of(storage) for storage in storages])
+        sent = OffloadedToDisk(self, op, storages, blocks, [bytes_of(storage) for storage in storages])
         after = self._device.record()
         copying = _Copying((after,), self._clock.leave(op, after.at_s))
         self._transfers.submit(self._send(sent, copying))
         return sent
 
-    def expect(self, coming: Sequence[OnDisk]) -> None:
+    def expect(self, coming: Sequence[OffloadedToDisk]) -> None:
         """Start to read these entries back, in this order. All of them have been sent."""
         self._clock.expect([each.op for each in coming], self._device.timeline.now(Stage.COMPUTE))
         for each in coming:
             self._transfers.submit(self._read(each))
 
-    def want(self, coming: OnDisk) -> None:
+    def want(self, coming: OffloadedToDisk) -> None:
         """Copy blocks of an entry, whose storages have memory again, to the device after all work submitted so far."""
         after = self._device.record()
         assert coming.last_out is not None  # it was offloaded
@@ -187,7 +187,7 @@ class ActivationFile:
 
     # All methods below run on the event loop of SpillTransfers.
 
-    async def _send(self, sent: OnDisk, copying: _Copying) -> None:
+    async def _send(self, sent: OffloadedToDisk, copying: _Copying) -> None:
         async with self._leaving:
             for block in sent.blocks:
                 window = await self._free.get()
@@ -197,7 +197,7 @@ class ActivationFile:
             sent.last_out = event
         self._wake()
 
-    async def _write(self, sent: OnDisk, block: Block, window: int, copied: Event) -> None:
+    async def _write(self, sent: OffloadedToDisk, block: ActivationBlock, window: int, copied: Event) -> None:
         await self._reached(Stage.D2H, copied)
         with self._span("write", sent, block):
             await self._transfers.write(block.extent, self._block(block, window))
@@ -206,14 +206,14 @@ class ActivationFile:
         if sent.num_written == len(sent.blocks):
             sent.is_written.set()
 
-    async def _read(self, coming: OnDisk) -> None:
+    async def _read(self, coming: OffloadedToDisk) -> None:
         async with self._reading:
             await coming.is_written.wait()
             for block in coming.blocks:
                 window = await self._free.get()
                 self._transfers.submit(self._bring(coming, block, window))
 
-    async def _bring(self, coming: OnDisk, block: Block, window: int) -> None:
+    async def _bring(self, coming: OffloadedToDisk, block: ActivationBlock, window: int) -> None:
         with self._span("read", coming, block):
             await self._transfers.read(block.extent, self._block(block, window))
         await coming.is_wanted.wait()
@@ -227,18 +227,20 @@ class ActivationFile:
         await self._reached(Stage.H2D, event)
         await self._free_window(window, Stage.H2D, coming.op, event)
 
-    def _span(self, name: str, moved: OnDisk, block: Block) -> AbstractContextManager[None]:
+    def _span(self, name: str, moved: OffloadedToDisk, block: ActivationBlock) -> AbstractContextManager[None]:
         op = moved.op
         return self._device.spans.span(Row.DISK, f"{name} {op.name}", op.layer, op.micro_batch, block.extent.nbytes)
 
-    async def _want(self, coming: OnDisk) -> None:
+    async def _want(self, coming: OffloadedToDisk) -> None:
         coming.is_wanted.set()
 
     async def _reached(self, stage: Stage, event: Event) -> None:
         """Wait for the event in the stage's one thread: copies of a stage end one after the other."""
         await asyncio.get_running_loop().run_in_executor(self._waiters[stage], event.synchronize)
 
-    def _copy(self, stage: Stage, moved: OnDisk, block: Block, window: int, copying: _Copying) -> Event:
+    def _copy(
+        self, stage: Stage, moved: OffloadedToDisk, block: ActivationBlock, window: int, copying: _Copying
+    ) -> Event:
         pairs = []
         for part in block.parts:
             there = self._windows[window][part.start : part.start + part.span.size]
@@ -246,7 +248,7 @@ class ActivationFile:
             pairs.append((there, here) if stage is Stage.D2H else (here, there))
         return self._device.copy_part(stage, pairs, moved.op, copying.after, copying.end_s)
 
-    def _block(self, block: Block, window: int) -> blob_store.Block:
+    def _block(self, block: ActivationBlock, window: int) -> blob_store.Block:
         return self._windows[window][: block.extent.nbytes].numpy().data
 
     async def _free_window(self, window: int, stage: Stage, op: Op, copied: Event) -> None:

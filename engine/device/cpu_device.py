@@ -18,7 +18,7 @@ import torch
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import Capture, Device, Event, MemoryStatistics
-from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, open_kernel
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
@@ -147,7 +147,7 @@ class CpuDevice(Device):
         event.run(lambda: None)  # done at once: the compute thread has already run everything submitted to the stage
         return event
 
-    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+    def open_update_kernel(self, hyper: AdamWConstants) -> UpdateKernel:
         return open_kernel(self._num_threads, hyper)
 
     @contextmanager

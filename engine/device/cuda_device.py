@@ -18,7 +18,7 @@ from megatrain_ray.engine.device.cuda_graph import CudaCapture
 from megatrain_ray.engine.device.cuda_info import expand_segments, total_memory_bytes
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
-from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.spans import MAX_SPANS, Row, Span
@@ -220,7 +220,7 @@ class CudaDevice(Device):
             SDPBackend.MATH,
         ]
 
-    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+    def open_update_kernel(self, hyper: AdamWConstants) -> UpdateKernel:
         from megatrain_ray.engine.optimizer.triton_kernel import open_triton  # torch without CUDA has no Triton
 
         return open_triton(hyper, self.torch_device)

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
-from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
@@ -229,7 +229,7 @@ class Device(ABC):
         """Make the calling thread the compute thread for the block (current stream, SDPA selection)."""
 
     @abstractmethod
-    def open_update_kernel(self, hyper: Hyper) -> UpdateKernel:
+    def open_update_kernel(self, hyper: AdamWConstants) -> UpdateKernel:
         """Open the kernel that updates optimizer state in device memory. It supports no transactions."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.errors import LostPeerError, MegatrainError
 
 LOOPBACK = "127.0.0.1"
@@ -32,7 +32,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Place(NamedTuple):
+class Rendezvous(NamedTuple):
     """Holds the address and port at which ranks meet."""
 
     address: str
@@ -48,7 +48,7 @@ class Meeting:
         address: address of this host at which the other ranks reach it.
         """
         listening = socket.create_server((address, 0))
-        self.place = Place(address, listening.getsockname()[1])
+        self.place = Rendezvous(address, listening.getsockname()[1])
         self._store = TCPStore(*self.place, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
@@ -71,7 +71,7 @@ def _connections(interface: str | None) -> dict[str, str]:
     return {"NCCL_SOCKET_IFNAME": of_nccl, "GLOO_SOCKET_IFNAME": interface}
 
 
-def _reach(place: Place) -> TCPStore:
+def _reach(place: Rendezvous) -> TCPStore:
     try:
         return TCPStore(*place, is_master=False, timeout=timedelta(seconds=REACH_S))
     except RuntimeError as error:
@@ -88,7 +88,7 @@ class RankGroup:
     """
 
     def __init__(
-        self, device: torch.device, place: Place, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
+        self, device: torch.device, place: Rendezvous, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
         *, gathers: bool = False,
     ) -> None:  # fmt: skip
         """Join the group and wait for the other ranks.
@@ -122,7 +122,7 @@ class RankGroup:
             # All-gathers that fill slots run concurrently with sums of gradients, so each needs a group of its own.
             self._gathering = dist.new_group(timeout=bound) if gathers else None
 
-    def sum_part(self, flat: torch.Tensor, part: Span) -> None:
+    def sum_part(self, flat: torch.Tensor, part: ElementRange) -> None:
         if part.size * self.size == flat.numel():
             own = flat[part.start : part.stop]
             self._exchange(lambda: _reduce_scatter(own, flat))
@@ -132,7 +132,7 @@ class RankGroup:
     def sum(self, values: torch.Tensor) -> None:
         self._exchange(lambda: dist.all_reduce(values))
 
-    def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+    def all_gather(self, flat: torch.Tensor, parts: Sequence[ElementRange]) -> None:
         flat = flat.data  # own version counter: autograd may be working on other slots of the same allocation
         own = flat[slice(*parts[self.rank])]
         first, last = parts[0], parts[-1]

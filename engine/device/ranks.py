@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import PART_ELEMENTS, ModelLayout
 from megatrain_ray.engine.optimizer.matrix_parts import matrix_spans
 
@@ -31,7 +31,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def sum_part(self, flat: torch.Tensor, part: Span) -> None:
+    def sum_part(self, flat: torch.Tensor, part: ElementRange) -> None:
         """Replace `part` of the 1-D tensor `flat` with the sum over all ranks.
 
         Elements outside `part` are undefined afterwards.
@@ -40,7 +40,7 @@ class Ranks(Protocol):
     def sum(self, values: torch.Tensor) -> None:
         """Replace `values` with the sum over all ranks, which has the same bits on every rank."""
 
-    def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+    def all_gather(self, flat: torch.Tensor, parts: Sequence[ElementRange]) -> None:
         """Fill the parts of the 1-D tensor `flat` that the other ranks hold.
 
         parts: the part of each rank, by rank.
@@ -56,13 +56,13 @@ class Ranks(Protocol):
 class OneRank:
     rank, size = 0, 1
 
-    def sum_part(self, flat: torch.Tensor, part: Span) -> None:
+    def sum_part(self, flat: torch.Tensor, part: ElementRange) -> None:
         pass
 
     def sum(self, values: torch.Tensor) -> None:
         pass
 
-    def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+    def all_gather(self, flat: torch.Tensor, parts: Sequence[ElementRange]) -> None:
         pass
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -85,10 +85,10 @@ class RankParts:
         self._layout = layout
         self._rank = rank
         self._size = size
-        self._parts: dict[int, tuple[tuple[Span, ...], tuple[Span, ...]]] = {}
+        self._parts: dict[int, tuple[tuple[ElementRange, ...], tuple[ElementRange, ...]]] = {}
         self._of_matrices = matrix_spans(layout, size)
 
-    def gradient_span(self, layer: int) -> Span:
+    def gradient_span(self, layer: int) -> ElementRange:
         """Return this rank's part of the layer's gradient, which it completes and hands on to the host.
 
         The parts of all ranks cover the gradient. The part is empty if the layer has matrices for Muon and none is this
@@ -98,7 +98,7 @@ class RankParts:
             return self._of_matrices[layer][self._rank]
         return self.upload_spans_of_all(layer)[0][self._rank]
 
-    def upload_spans(self, layer: int) -> tuple[Span, ...]:
+    def upload_spans(self, layer: int) -> tuple[ElementRange, ...]:
         """Return this rank's parts of the layer's working copy: of trained and of frozen elements, without empty parts.
 
         If both are empty, return one empty span. That happens if a layer has fewer than 64 elements for each rank.
@@ -106,7 +106,7 @@ class RankParts:
         of_rank = [of_ranks[self._rank] for of_ranks in self.upload_spans_of_all(layer)]
         return tuple(span for span in of_rank if span.size) or (of_rank[0],)
 
-    def upload_spans_of_all(self, layer: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    def upload_spans_of_all(self, layer: int) -> tuple[tuple[ElementRange, ...], tuple[ElementRange, ...]]:
         """Return every rank's part of the layer's working copy: a tuple of trained parts and one of frozen parts.
 
         Both tuples are ordered by rank. Gradients of layers without Muon are divided in the same way.

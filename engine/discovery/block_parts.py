@@ -66,7 +66,7 @@ def with_departures(
     Raises ConfigError if the block's own forward saves something for its backward that a later part reads.
     """
     shared = storages_of(returned_tensors(trial, base.path))
-    of_block = _Block(trial, block, parts, storages_of(model.parameters()), storages_of(model.buffers()), shared)
+    of_block = _BlockTrace(trial, block, parts, storages_of(model.parameters()), storages_of(model.buffers()), shared)
     of_block.check()
     return [replace(part, part=of_block.part(k)) for k, part in enumerate(parts)]
 
@@ -83,7 +83,7 @@ def glue_saved(trial: Trial, parts: Sequence[LayerSpec], k: int) -> list[torch.T
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockTrace:
     """Determines what enters and leaves the parts of a block.
 
     Tensors are compared by the identity of their storages.

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import LayerCall
-from megatrain_ray.engine.layer_calls.skeleton import Skeleton
+from megatrain_ray.engine.layer_calls.proxied_model import ProxiedModel
 from megatrain_ray.engine.model.structure import LayerKind, ModelFactory, ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
 
@@ -33,7 +33,7 @@ def check_packing(factory: ModelFactory, structure: ModelStructure) -> None:
     masks.
     """
     layers = {path: layer for layer in structure.layers if layer.kind is LayerKind.BLOCK for path in layer.modules}
-    skeleton = Skeleton(build_empty(factory, torch.float32), structure, torch.device("cpu"))
+    skeleton = ProxiedModel(build_empty(factory, torch.float32), structure, torch.device("cpu"))
     keep_apart: dict[str, bool] = {}  # blocks, by path
     for call in _calls(skeleton, _trial(factory)):
         if call.path not in layers:
@@ -52,7 +52,7 @@ def _refusal(reason: str) -> ConfigError:
     return ConfigError(f"data.packing: true: {reason}; set data.packing: false, which cuts each document alone")
 
 
-def _calls(skeleton: Skeleton, trial: Trial) -> Iterator[LayerCall]:
+def _calls(skeleton: ProxiedModel, trial: Trial) -> Iterator[LayerCall]:
     """Yield the layer calls of a forward in which each layer returns zeros."""
     positions = torch.tensor([POSITIONS])
     forward_pass = ForwardPass(lambda: skeleton.forward(torch.zeros_like(positions), positions))

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatrain_ray.engine.layer_calls.call_containers import Stores
+from megatrain_ray.engine.layer_calls.call_containers import MutableContainers
 from megatrain_ray.engine.model.attention import attention_width, packed_arguments
 
 # Largest tensor whose true values are followed. Larger ones are not positions but intermediates of masks; for a long
@@ -24,7 +24,7 @@ class Arguments:
     """Holds the arguments of a module call, with containers as they were at that time."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._stores = Stores(args, kwargs)
+        self._stores = MutableContainers(args, kwargs)
         self.contents = self._stores.contents()
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatrain_ray.engine.host.generations import Generations
-from megatrain_ray.engine.host.signal_words import Placed, PlaceWord, ShardWord, SignalWords, Word
+from megatrain_ray.engine.host.signal_words import PlaceWord, ShardWord, SignalWords, SlabRegion, Word
 from megatrain_ray.errors import MegatrainError
 
 
@@ -14,7 +14,7 @@ class GradientMailbox:
         self._words = words
         self._generations = generations
 
-    def place(self, what: Placed, layer: int, update: int, start: int) -> None:
+    def place(self, what: SlabRegion, layer: int, update: int, start: int) -> None:
         """Publish at which byte of the slab the gradient or the directions of an update will begin.
 
         The first rank calls it for the others.
@@ -23,7 +23,7 @@ class GradientMailbox:
         self._words.store(self._words.place(what, layer, PlaceWord.UPDATE), update)
         self._words.ring()
 
-    def placed_at(self, what: Placed, layer: int, update: int) -> int | None:
+    def placed_at(self, what: SlabRegion, layer: int, update: int) -> int | None:
         """Return the byte that `place` published, or None while it has not for this update."""
         if self._words.load(self._words.place(what, layer, PlaceWord.UPDATE)) < update:
             return None
@@ -44,12 +44,12 @@ class GradientMailbox:
                 f"{generation}, expected {update - 1}"
             )
         if rank == 0:
-            self._words.store(self._words.place(Placed.GRADIENT, layer, PlaceWord.START), gradient_start)
-            self._words.store(self._words.place(Placed.DIRECTIONS, layer, PlaceWord.START), direction_start)
+            self._words.store(self._words.place(SlabRegion.GRADIENT, layer, PlaceWord.START), gradient_start)
+            self._words.store(self._words.place(SlabRegion.DIRECTIONS, layer, PlaceWord.START), direction_start)
         self._words.store(self._words.landed(layer, rank), update)
         self._words.ring(Word.LANDED_BELL)
 
-    def start(self, what: Placed, layer: int) -> int:
+    def start(self, what: SlabRegion, layer: int) -> int:
         """Return the byte of the slab at which the gradient or the directions begin that landed last."""
         return self._words.load(self._words.place(what, layer, PlaceWord.START))
 
@@ -85,7 +85,7 @@ class GradientMailbox:
 
     def forget(self, layer: int, update: int) -> None:
         """Record `update` as the last one for which the layer's gradient has landed or been given a place."""
-        for what in Placed:
+        for what in SlabRegion:
             self._words.store(self._words.place(what, layer, PlaceWord.UPDATE), update)
         for rank in range(self._words.num_ranks):
             self._words.store(self._words.landed(layer, rank), update)

@@ -25,7 +25,7 @@ def held_slab_bytes(plan: Plan, layout: ModelLayout) -> int:
     return min(plan.gradients.slab_bytes, layout.aliased_size * plan.gradients.slab_itemsize)
 
 
-class SlabPool:
+class GradientSlab:
     """Allocates leases in a slab.
 
     Layers that stay in the slab have fixed places. Behind these, each layer that only passes through gets the first gap
@@ -109,7 +109,7 @@ class SlabPool:
         return end if self._slab.nbytes - end >= size else None
 
 
-class FollowedSlab:
+class FollowerSlab:
     """Returns the leases of a rank that is not the first of its host.
 
     The first rank chooses where leases lie, publishes it in signal words, and releases them. Event loop only.
@@ -125,7 +125,7 @@ class FollowedSlab:
         """Follow the first rank's leases in `slab`.
 
         slab: everything in which leases count, 1-D uint8.
-        sizes, check: as for the first rank's SlabPool.
+        sizes, check: as for the first rank's GradientSlab.
         placed_at: returns where a layer's lease of an update begins, or None while that is not published.
         """
         self._slab = slab

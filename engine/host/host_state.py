@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout, WeightPart
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.plan.plan import Plan
@@ -37,7 +37,7 @@ class WorkingArena:
         """Return a fragment as one part. Requires a single host, which has all of it."""
         return self.of_span(fragment.layer, self._layout.layers[fragment.layer].fragments[fragment.index])
 
-    def of_span(self, layer: int, span: Span) -> WeightPart:
+    def of_span(self, layer: int, span: ElementRange) -> WeightPart:
         """Return a span (padded) of what the host has of a layer.
 
         If the host does not have the whole layer, the span must be all trained or all frozen.
@@ -67,7 +67,7 @@ class Momenta:
         """
         self._shards = tuple(zip(layouts, tensors, strict=True))
 
-    def of(self, layer: int, span: Span) -> list[MomentumPart]:
+    def of(self, layer: int, span: ElementRange) -> list[MomentumPart]:
         """Return parts that together hold the first moments of a span of the layer.
 
         span: in padded coordinates of the layer. An empty span gives one part without elements, since a fetch waits for

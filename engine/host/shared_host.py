@@ -16,11 +16,11 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.host.gradient_slab import FollowedSlab, SlabPool, held_slab_bytes
+from megatrain_ray.engine.host.gradient_slab import FollowerSlab, GradientSlab, held_slab_bytes
 from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
-from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.interfaces import HostWeights, Lease
-from megatrain_ray.engine.host.signal_words import Placed
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
+from megatrain_ray.engine.host.signal_words import SlabRegion
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
@@ -44,7 +44,7 @@ class SharedHost:
         layout: ModelLayout,
         working: torch.Tensor,
         slab: torch.Tensor,
-        words: HostWords,
+        words: SharedUpdateState,
         momenta: Momenta,
         disk: DiskWeights | None = None,
         rank: int = 0,
@@ -73,13 +73,13 @@ class SharedHost:
             layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab),
         )
         passing, aliased = plan.slab_transit_layers, held < plan.gradients.slab_bytes
-        self._slab = SlabPool(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
+        self._slab = GradientSlab(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
         self._stored = frozenset(plan.gradients_on_disk)
-        self._directions = SlabPool(slab[held:], layout.direction_bytes, self._check, start=held)
-        self._pools = {Placed.GRADIENT: self._slab, Placed.DIRECTIONS: self._directions}
+        self._directions = GradientSlab(slab[held:], layout.direction_bytes, self._check, start=held)
+        self._pools = {SlabRegion.GRADIENT: self._slab, SlabRegion.DIRECTIONS: self._directions}
         self._followed = {  # used if this rank is not the first of its host
-            what: FollowedSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
-            for what, of_layers in ((Placed.GRADIENT, sizes), (Placed.DIRECTIONS, layout.direction_bytes))
+            what: FollowerSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
+            for what, of_layers in ((SlabRegion.GRADIENT, sizes), (SlabRegion.DIRECTIONS, layout.direction_bytes))
         }
         self._held: dict[int, int] = {}
         self._changed = asyncio.Condition()
@@ -117,12 +117,12 @@ class SharedHost:
         return self._momenta.of(layer, self._parts.gradient_span(layer))
 
     async def lease(self, layer: int, update: int) -> Lease:
-        return self._own_part(await self._lease(Placed.GRADIENT, layer, update), self._itemsize)
+        return self._own_part(await self._lease(SlabRegion.GRADIENT, layer, update), self._itemsize)
 
     async def lease_direction(self, layer: int, update: int) -> Lease:
-        return self._own_part(await self._lease(Placed.DIRECTIONS, layer, update), DIRECTION_BYTES)
+        return self._own_part(await self._lease(SlabRegion.DIRECTIONS, layer, update), DIRECTION_BYTES)
 
-    async def _lease(self, what: Placed, layer: int, update: int) -> Lease:
+    async def _lease(self, what: SlabRegion, layer: int, update: int) -> Lease:
         """Wait for a lease on the part of the slab that all ranks of the host share for this layer."""
         is_first = self._host_rank == 0
         try:
@@ -209,7 +209,7 @@ class SharedHost:
             await self._wake()
 
     async def _wake(self) -> None:
-        for what in Placed:
+        for what in SlabRegion:
             await self._pools[what].wake()
             await self._followed[what].wake()
         async with self._changed:

@@ -34,7 +34,7 @@ class Word(IntEnum):
     GENERATION_BELL = 4  # counts generations, stored gradients, working copies on disk, places, failures and stop
 
 
-class Placed(IntEnum):
+class SlabRegion(IntEnum):
     """Names what waits in the slab for a layer. The value is the index of its first word among the layer's words."""
 
     GRADIENT = 0
@@ -76,14 +76,14 @@ class SignalWords:
         """
         self.num_layers, self.num_shards, self.num_ranks = num_layers, num_shards, num_ranks
         self._first_shard = first_shard
-        self._words_of_layer = len(Placed) * len(PlaceWord) + num_ranks
+        self._words_of_layer = len(SlabRegion) * len(PlaceWord) + num_ranks
         words = Words(buffer, self.num_words(num_layers, num_shards, num_ranks))
         self.load, self.store = words.load, words.store
         self._words = words
 
     @staticmethod
     def num_words(num_layers: int, num_shards: int, num_ranks: int = 1) -> int:
-        of_layer = len(Placed) * len(PlaceWord) + num_ranks + len(ShardWord) * num_shards
+        of_layer = len(SlabRegion) * len(PlaceWord) + num_ranks + len(ShardWord) * num_shards
         return _FIRST_LAYER + num_layers * of_layer
 
     def logged(self, update: int) -> range:
@@ -91,12 +91,12 @@ class SignalWords:
         first = len(Word) + update % NUM_LOGGED * UPDATE_WORDS
         return range(first, first + UPDATE_WORDS)
 
-    def place(self, what: Placed, layer: int, word: PlaceWord) -> int:
+    def place(self, what: SlabRegion, layer: int, word: PlaceWord) -> int:
         return _FIRST_LAYER + self._words_of_layer * layer + what + word
 
     def landed(self, layer: int, rank: int) -> int:
         """Return the word for the last update for which the rank has landed its part of the layer's gradient."""
-        return _FIRST_LAYER + self._words_of_layer * layer + len(Placed) * len(PlaceWord) + rank
+        return _FIRST_LAYER + self._words_of_layer * layer + len(SlabRegion) * len(PlaceWord) + rank
 
     def of_shard(self, shard: int, layer: int, word: ShardWord) -> int:
         first = _FIRST_LAYER + self._words_of_layer * self.num_layers

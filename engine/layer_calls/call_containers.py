@@ -14,7 +14,7 @@ from typing import Any
 Key = int | str  # position among the positional arguments, or keyword
 
 
-class Stores:
+class MutableContainers:
     """Holds a call's arguments, and the mappings among them (not those nested inside other arguments)."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

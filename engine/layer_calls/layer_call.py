@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatrain_ray.engine.layer_calls.call_containers import Stores
+from megatrain_ray.engine.layer_calls.call_containers import MutableContainers
 from megatrain_ray.errors import MegatrainError
 
 Function = Callable[..., tuple[Any, dict[str, list[torch.Tensor]]]]
@@ -61,7 +61,7 @@ class LayerCall:
         """
         self.index = index
         self.path = path
-        self.stores = Stores(args, kwargs)
+        self.stores = MutableContainers(args, kwargs)
         self.arguments, self._spec = tree_flatten(self.stores.contents())
         ports: dict[int, Port] = {}
         for i, value in enumerate(self.arguments):

@@ -48,8 +48,8 @@ def starts_of(sizes: Iterable[int], aliased_size: int | None = None) -> tuple[in
     return tuple(starts)
 
 
-class Span(NamedTuple):
-    """A half-open range of elements."""
+class ElementRange(NamedTuple):
+    """Represents a half-open range of elements."""
 
     start: int
     stop: int
@@ -90,8 +90,8 @@ class Segment(ParameterSpec):
         return self.start + self.numel
 
 
-class Run(NamedTuple):
-    """A run of consecutive elements of one parameter.
+class ParamRun(NamedTuple):
+    """Represents consecutive elements of one parameter.
 
     padded, logical: its first element in the two coordinate systems of the flat.
     in_segment: its first element, counted from the parameter's first.
@@ -124,10 +124,10 @@ class FlatLayout:
 
     name: str
     segments: tuple[Segment, ...]
-    fragments: tuple[Span, ...]
-    adamw: Span
-    trained: Span
-    frozen: Span
+    fragments: tuple[ElementRange, ...]
+    adamw: ElementRange
+    trained: ElementRange
+    frozen: ElementRange
 
     @staticmethod
     def build(name: str, parameters: Sequence[ParameterSpec], num_fragments: int = 1) -> FlatLayout:
@@ -140,14 +140,16 @@ class FlatLayout:
         size = _end(frozen, cut)
         segments = (*adamw, *muon, *frozen)
         fragments = _fragments(segments, size, num_fragments)
-        return FlatLayout(name, segments, fragments, Span(0, first_muon), Span(0, cut), Span(cut, size))
+        return FlatLayout(
+            name, segments, fragments, ElementRange(0, first_muon), ElementRange(0, cut), ElementRange(cut, size)
+        )
 
     @cached_property
     def size(self) -> int:
         return self.fragments[-1].stop
 
     @property
-    def parts(self) -> tuple[Span, Span]:
+    def parts(self) -> tuple[ElementRange, ElementRange]:
         return self.trained, self.frozen
 
     @cached_property
@@ -203,7 +205,7 @@ class FlatLayout:
         """Return name, (shape, strides) and first element of each trained segment."""
         return tuple((s.name, (s.shape, _strides(s.shape)), s.start) for s in self.trained_segments)
 
-    def cuts(self, part: Span, num_shards: int, granularity: int = CUT_ELEMENTS) -> tuple[Span, ...]:
+    def cuts(self, part: ElementRange, num_shards: int, granularity: int = CUT_ELEMENTS) -> tuple[ElementRange, ...]:
         """Return one contiguous span per shard; together they cover `part`.
 
         Cuts are multiples of 64 elements from the start of every parameter, so that torch's vectorised AdamW rounds
@@ -214,19 +216,19 @@ class FlatLayout:
         """
         units = math.ceil(part.size / granularity)
         offsets = [min(part.size, units * k // num_shards * granularity) for k in range(num_shards)] + [part.size]
-        return tuple(Span(part.start + a, part.start + b) for a, b in itertools.pairwise(offsets))
+        return tuple(ElementRange(part.start + a, part.start + b) for a, b in itertools.pairwise(offsets))
 
-    def runs(self, span: Span) -> Iterator[Run]:
+    def runs(self, span: ElementRange) -> Iterator[ParamRun]:
         """Yield the runs of parameters inside a padded span, in order. Padding is left out."""
         logical = 0
         for s in self.owned:
             start, stop = max(s.start, span.start), min(s.stop, span.stop)
             if start < stop:
-                yield Run(s, start, logical + start - s.start, start - s.start, stop - start)
+                yield ParamRun(s, start, logical + start - s.start, start - s.start, stop - start)
             logical += s.numel
 
-    def logical(self, span: Span) -> Span:
-        return Span(self._logical_position(span.start), self._logical_position(span.stop))
+    def logical(self, span: ElementRange) -> ElementRange:
+        return ElementRange(self._logical_position(span.start), self._logical_position(span.stop))
 
     def _logical_position(self, padded: int) -> int:
         return sum(max(0, min(s.stop, padded) - s.start) for s in self.owned)
@@ -249,7 +251,7 @@ def _end(segments: Sequence[Segment], start: int) -> int:
     return round_up(max((s.stop for s in segments), default=start), CUT_ELEMENTS)
 
 
-def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tuple[Span, ...]:
+def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tuple[ElementRange, ...]:
     """Return fragments that are cut at the parameter boundaries nearest to equal parts.
 
     There are fewer than `num_fragments` if there are fewer parameters.
@@ -261,7 +263,7 @@ def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tu
         if later:
             edges.append(min(later, key=lambda s, k=k: abs(s - size * k // num_fragments)))  # type: ignore[misc]
     edges.append(size)
-    return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
+    return tuple(ElementRange(a, b) for a, b in itertools.pairwise(edges))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, Span, starts_of
+from megatrain_ray.engine.layout.flat_layout import ElementRange, FlatLayout, starts_of
 
 DIRECTION_BYTES = 2  # of an element of Muon's directions (orthogonalized momentum)
 # Parts of hosts and of ranks are cut at multiples of this. If 64 × ranks divides a flat, all parts are equal.
@@ -31,8 +31,8 @@ class HostShare(NamedTuple):
     Both are in padded coordinates of the layer. In the host's arena the frozen one lies directly after the trained one.
     """
 
-    trained: Span
-    frozen: Span
+    trained: ElementRange
+    frozen: ElementRange
 
     @property
     def size(self) -> int:

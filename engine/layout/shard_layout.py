@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.layout.flat_layout import CUT_ELEMENTS, Span, round_up, starts_of
+from megatrain_ray.engine.layout.flat_layout import CUT_ELEMENTS, ElementRange, round_up, starts_of
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 
 
@@ -40,18 +40,18 @@ class ShardLayout:
         return self.model.host * self.num_shards + self.index
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[ElementRange, ...]:
         """Return what the shard owns of each layer's trained part, in padded coordinates of that layer."""
         return tuple(self._cut(i, share.trained) for i, share in enumerate(self.model.shares))
 
     @cached_property
-    def frozen_spans(self) -> tuple[Span, ...]:
+    def frozen_spans(self) -> tuple[ElementRange, ...]:
         """Return what the shard owns of each layer's frozen part. It loads and saves it, and has no state for it."""
         return tuple(self._cut(i, share.frozen) for i, share in enumerate(self.model.shares))
 
-    def _cut(self, layer: int, part: Span) -> Span:
+    def _cut(self, layer: int, part: ElementRange) -> ElementRange:
         if self.layers is not None and layer not in self.layers:
-            return Span(part.start, part.start)
+            return ElementRange(part.start, part.start)
         return self.model.layers[layer].cuts(part, self.num_shards, self.granularity)[self.index]
 
     @cached_property
@@ -83,11 +83,12 @@ class ShardLayout:
         return starts_of(self._in_memory(self.spans), self._aliased_size)
 
     @cached_property
-    def v_spans(self) -> tuple[Span, ...]:
+    def v_spans(self) -> tuple[ElementRange, ...]:
         """Return the part of each of `spans` that has a second moment: what AdamW trains."""
         stops = [layer.adamw.stop for layer in self.model.layers]
         return tuple(
-            Span(min(span.start, stop), min(span.stop, stop)) for span, stop in zip(self.spans, stops, strict=True)
+            ElementRange(min(span.start, stop), min(span.stop, stop))
+            for span, stop in zip(self.spans, stops, strict=True)
         )
 
     @cached_property
@@ -95,11 +96,11 @@ class ShardLayout:
         """Return the first element of each layer's part in the arena of second moments. Spilled layers take no room."""
         return starts_of(self._in_memory(self.v_spans), self._aliased_size)
 
-    def _in_memory(self, spans: Sequence[Span]) -> list[int]:
+    def _in_memory(self, spans: Sequence[ElementRange]) -> list[int]:
         """Return the elements that each layer's span takes in the state arenas; 0 if the layer spills."""
         return [0 if i in self.spilled else span.size for i, span in enumerate(spans)]
 
-    def _held(self, spans: Sequence[Span]) -> int:
+    def _held(self, spans: Sequence[ElementRange]) -> int:
         size = sum(self._in_memory(spans))
         return size if self._aliased_size is None else min(size, self._aliased_size)
 
@@ -111,7 +112,7 @@ class ShardLayout:
         share = round_up(self.model.aliased_size // self.num_shards, CUT_ELEMENTS)
         return max(share, *(span.size for span in self.spans))
 
-    def span_of(self, layer: int, kind: str) -> Span:
+    def span_of(self, layer: int, kind: str) -> ElementRange:
         """Return the span of a layer's state of one kind that the shard owns, in padded coordinates of the layer."""
         return (self.v_spans if kind == "v" else self.spans)[layer]
 

@@ -19,7 +19,7 @@ from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
@@ -31,7 +31,7 @@ SMALL_BYTES = 4096  # size of a copy that takes only the fixed cost of every cop
 ATTENDED = 8192  # tokens of all sequences in one call of attention together
 HEADS, HEAD_DIM = 16, 128
 COMPUTED = tuple(Precision(name) for name in ("bf16", "fp32", "tf32"))
-HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 _DIRECTIONS = (Stage.H2D,), (Stage.D2H,), (Stage.H2D, Stage.D2H)
 # Types of working copy, residual, both moments, and gradient.
 STATE = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
@@ -134,7 +134,7 @@ class _Measurement:
         shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)
         room = memoryview(bytearray(Journal.num_bytes(shard, Precision.BF16, self._num_threads)))
         journal = Journal(room, shard, Precision.BF16, self._num_threads)
-        parts = [ParamSlice(AdamState(*state), 0, Weighting(1.0, HYPER.weight_decay), 0)]
+        parts = [ParamSlice(AdamState(*state), 0, ParamWeighting(1.0, HYPER.weight_decay), 0)]
         serials = itertools.count(1)
         with closing(open_kernel(self._num_threads, HYPER)) as kernel:
 

@@ -21,7 +21,7 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.step.step_loss import StepLoss
 from megatrain_ray.engine.step.step_runner import StepRunner
-from megatrain_ray.engine.step.warm_up import Coming, WarmUp
+from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.engine.weights_stream.layer_streamer import AllResidentSource
 
@@ -61,7 +61,7 @@ class ResidentModel:
         """
         plan, gradients = _resident_plan(self._plan, size), NoGradients(self.device)
         step_loss = StepLoss(plan, self.device, self._model, gradients)
-        WarmUp(plan, self._memory, self._model, step_loss).run(Coming(objective))  # runs on weights of zeros
+        WarmUp(plan, self._memory, self._model, step_loss).run(WarmUpShapes(objective))  # runs on weights of zeros
         _fill(self._memory.view(plan.precision.working_dtype), self._layout)
         return StepRunner(plan, self.device, self._model, AllResidentSource(), step_loss, gradients, OneRank())
 

@@ -7,7 +7,7 @@ import time
 
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.shards.adam_shard import AdamShard
-from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 
 
 def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_bytes_per_s: float) -> float:
@@ -23,7 +23,7 @@ def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_by
     return copied / copy_bytes_per_s + (late - copied) / write_bytes_per_s
 
 
-def measure_copy(shard: AdamShard, spare: SpareMemory) -> float:
+def measure_copy(shard: AdamShard, spare: SnapshotBuffers) -> float:
     """Return the bytes per second at which a shard copies the largest layer that fits into spare RAM.
 
     It copies as a save does: with the shard's threads, from its arenas into pages that are already allocated. Returns

@@ -48,7 +48,7 @@ class Objective:
 
 
 class OpenSum(NamedTuple):
-    """A parameter's FP32 gradient sum over the step, to accumulate into.
+    """Holds a parameter's FP32 gradient sum over the step, to accumulate into.
 
     empty: the sum begins here; its current values are meaningless.
     """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.optimizer.muon import Muon
 
 BLOCK_ELEMENTS = 1 << 18  # a multiple of 64; what a block reads and writes is then about 6 MiB
@@ -18,7 +18,7 @@ _FIELDS = "<qqddqq"  # of UpdateParams, as struct packs them: 8 bytes each
 
 
 @dataclass(frozen=True)
-class Hyper:
+class AdamWConstants:
     """Holds AdamW's constants, as `torch.optim.AdamW` takes them.
 
     weight_decay: of parameters that decay and whose group sets none of its own, including those that Muon trains.
@@ -63,7 +63,7 @@ class UpdateParams:
         return cls(update, adam_step, lr, scale, bool(skip), bool(save))
 
 
-class Weighting(NamedTuple):
+class ParamWeighting(NamedTuple):
     """Holds what differs from parameter to parameter.
 
     lr_scale: multiplies the update's learning rate.
@@ -87,7 +87,7 @@ class Coefficients(NamedTuple):
     root: float  # square root of v's bias correction
 
     @classmethod
-    def of(cls, hyper: Hyper, params: UpdateParams) -> Coefficients:
+    def of(cls, hyper: AdamWConstants, params: UpdateParams) -> Coefficients:
         root = math.sqrt(1 - hyper.beta2**params.adam_step)
         return cls(1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, root)
 
@@ -102,12 +102,12 @@ class ParamCoefficients(NamedTuple):
     step_size: float
 
     @classmethod
-    def of_adamw(cls, hyper: Hyper, params: UpdateParams, weighting: Weighting) -> ParamCoefficients:
+    def of_adamw(cls, hyper: AdamWConstants, params: UpdateParams, weighting: ParamWeighting) -> ParamCoefficients:
         lr = params.lr * weighting.lr_scale
         return cls(1 - lr * weighting.weight_decay, -(lr / (1 - hyper.beta1**params.adam_step)))
 
     @classmethod
-    def of_muon(cls, params: UpdateParams, weighting: Weighting) -> ParamCoefficients:
+    def of_muon(cls, params: UpdateParams, weighting: ParamWeighting) -> ParamCoefficients:
         lr = params.lr * weighting.lr_scale
         return cls(1 - lr * weighting.weight_decay, -(lr * weighting.lr_ratio))
 
@@ -125,7 +125,7 @@ class AdamState(NamedTuple):
     m: Tensor
     v: Tensor | None
 
-    def cut(self, span: Span) -> AdamState:
+    def cut(self, span: ElementRange) -> AdamState:
         part = slice(*span)
         residual = None if self.residual is None else self.residual[part]
         return AdamState(self.working[part], residual, self.m[part], None if self.v is None else self.v[part])

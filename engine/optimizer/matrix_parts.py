@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange, FlatLayout
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.optimizer.muon import step_flops
 
@@ -23,11 +23,11 @@ class MatrixPart(NamedTuple):
     flops: of one Newton-Schulz step of its matrices.
     """
 
-    span: Span
+    span: ElementRange
     flops: int
 
 
-class _Cut(NamedTuple):
+class _CutPoint(NamedTuple):
     """Describes where a part may end."""
 
     padded: int
@@ -47,28 +47,28 @@ def matrix_parts(layer: FlatLayout, num_ranks: int) -> tuple[MatrixPart, ...]:
 def _parts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int, num_ranks: int) -> tuple[MatrixPart, ...]:
     cuts = list(_cuts(matrices, size))
     total = cuts[-1].flops
-    edges = [_Cut(0, 0)]
+    edges = [_CutPoint(0, 0)]
     for k in range(1, num_ranks):
         edges.append(min(cuts, key=lambda cut, k=k: abs(cut.flops * num_ranks - total * k)))  # type: ignore[misc]
     edges.append(cuts[-1])
-    return tuple(MatrixPart(Span(a.padded, b.padded), b.flops - a.flops) for a, b in itertools.pairwise(edges))
+    return tuple(MatrixPart(ElementRange(a.padded, b.padded), b.flops - a.flops) for a, b in itertools.pairwise(edges))
 
 
 def largest_part(layer: FlatLayout, num_ranks: int) -> int:
     return max(part.span.size for part in matrix_parts(layer, num_ranks))
 
 
-def _cuts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int) -> Iterator[_Cut]:
+def _cuts(matrices: tuple[tuple[int, tuple[int, ...]], ...], size: int) -> Iterator[_CutPoint]:
     flops = 0
     for start, shape in matrices:
         rows, columns = shape[-2:]
         for k in range(shape[0] if len(shape) > 2 else 1):
-            yield _Cut(start + k * rows * columns, flops)
+            yield _CutPoint(start + k * rows * columns, flops)
             flops += step_flops(shape)
-    yield _Cut(size, flops)
+    yield _CutPoint(size, flops)
 
 
-def matrix_spans(layout: ModelLayout, num_ranks: int) -> Mapping[int, tuple[Span, ...]]:
+def matrix_spans(layout: ModelLayout, num_ranks: int) -> Mapping[int, tuple[ElementRange, ...]]:
     """Return every rank's part, by rank, of each layer of which Muon trains something.
 
     If the parts of a layer are not equal, the largest goes to the rank that has the least work in the layers before. So
@@ -78,7 +78,7 @@ def matrix_spans(layout: ModelLayout, num_ranks: int) -> Mapping[int, tuple[Span
     found = {}
     for layer in layout.with_muon:
         parts = sorted(matrix_parts(layout.layers[layer], num_ranks), key=lambda part: -part.flops)
-        spans = [Span(0, 0)] * num_ranks
+        spans = [ElementRange(0, 0)] * num_ranks
         for rank, part in zip(sorted(range(num_ranks), key=lambda rank: had[rank]), parts, strict=True):
             had[rank] += part.flops
             spans[rank] = part.span

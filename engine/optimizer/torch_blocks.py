@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.split_master import join_into, split_into
 from megatrain_ray.engine.optimizer.adamw import (
     BLOCK_ELEMENTS,
     AdamState,
-    Hyper,
+    AdamWConstants,
     ParamCoefficients,
+    ParamWeighting,
     UpdateParams,
-    Weighting,
 )
 from megatrain_ray.engine.optimizer.muon import Muon
 from megatrain_ray.engine.optimizer.stochastic_rounding import random_bits, round_into
@@ -38,8 +38,8 @@ class Scratch:
 
 
 def update_block(
-    part: ParamSlice, elements: Span, gradient: Tensor, directions: Tensor | None, hyper: Hyper, params: UpdateParams,
-    scratch: Scratch,
+    part: ParamSlice, elements: ElementRange, gradient: Tensor, directions: Tensor | None, hyper: AdamWConstants,
+    params: UpdateParams, scratch: Scratch,
 ) -> None:  # fmt: skip
     """Update a block of a part's elements in place: with Muon if it trains the part, else with AdamW.
 
@@ -56,8 +56,8 @@ def update_block(
 
 
 def adamw_block(
-    state: AdamState, gradient: Tensor, hyper: Hyper, params: UpdateParams, weighting: Weighting, scratch: Scratch,
-    counter: int = 0,
+    state: AdamState, gradient: Tensor, hyper: AdamWConstants, params: UpdateParams, weighting: ParamWeighting,
+    scratch: Scratch, counter: int = 0,
 ) -> None:  # fmt: skip
     """Update at most BLOCK_ELEMENTS elements of a parameter in place.
 
@@ -95,7 +95,7 @@ def adamw_block(
 
 
 def muon_block(
-    state: AdamState, gradient: Tensor, directions: Tensor, muon: Muon, params: UpdateParams, weighting: Weighting,
+    state: AdamState, gradient: Tensor, directions: Tensor, muon: Muon, params: UpdateParams, weighting: ParamWeighting,
     scratch: Scratch,
 ) -> None:  # fmt: skip
     """Update at most BLOCK_ELEMENTS elements of a parameter that Muon trains in place.

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
-from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
+from megatrain_ray.engine.layout.flat_layout import ElementRange
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams
 from megatrain_ray.engine.optimizer.torch_blocks import Scratch, update_block
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction, blocks_of
 
@@ -83,7 +83,7 @@ class TorchBlocks:
 
     name = "torch blocks"
 
-    def __init__(self, num_threads: int, hyper: Hyper) -> None:
+    def __init__(self, num_threads: int, hyper: AdamWConstants) -> None:
         self._hyper = hyper
         self._pool = BlockPool(num_threads)
 
@@ -95,7 +95,7 @@ class TorchBlocks:
         transaction: Transaction | None,
         directions: Tensor | None = None,
     ) -> None:
-        def job(part: ParamSlice, units: Span, scratch: Scratch) -> None:
+        def job(part: ParamSlice, units: ElementRange, scratch: Scratch) -> None:
             # Cut here, by the thread that works on the block: if only the caller cut, the others would wait for it.
             elements = part.elements(units)
             if transaction:
@@ -113,7 +113,7 @@ class TorchBlocks:
         self._pool.close()
 
 
-def _blocks(part: ParamSlice, transaction: Transaction | None) -> Iterator[Span]:
+def _blocks(part: ParamSlice, transaction: Transaction | None) -> Iterator[ElementRange]:
     return transaction.journal.unmarked_blocks(part, transaction.serial) if transaction else blocks_of(part.units)
 
 

@@ -16,8 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
-from megatrain_ray.engine.optimizer.adamw import AdamState, Coefficients, Hyper, ParamCoefficients, UpdateParams
+from megatrain_ray.engine.layout.flat_layout import ElementRange
+from megatrain_ray.engine.optimizer.adamw import (
+    AdamState,
+    AdamWConstants,
+    Coefficients,
+    ParamCoefficients,
+    UpdateParams,
+)
 from megatrain_ray.engine.optimizer.stochastic_rounding import as_int32
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, check_kernel
@@ -107,7 +113,7 @@ class TritonAdamW:
 
     name = "Triton"
 
-    def __init__(self, num_threads: int, hyper: Hyper) -> None:
+    def __init__(self, num_threads: int, hyper: AdamWConstants) -> None:
         """Create the kernel. `num_threads` is ignored."""
         self._hyper = hyper
 
@@ -131,7 +137,7 @@ class TritonAdamW:
         if whole in (0, length):  # most parameters: cutting costs the host more than a launch
             self._launch(part.state, gradient, body, counter, params, coefficients, move)
             return
-        for span in (Span(0, whole), Span(whole, length)):
+        for span in (ElementRange(0, whole), ElementRange(whole, length)):
             cut, of_span, first = part.state.cut(span), gradient[slice(*span)], span.start
             self._launch(cut, of_span, body - first, counter + first, params, coefficients, move)
 
@@ -178,7 +184,7 @@ class TritonAdamW:
         pass
 
 
-def open_triton(hyper: Hyper, device: torch.device) -> UpdateKernel:
+def open_triton(hyper: AdamWConstants, device: torch.device) -> UpdateKernel:
     """Open the kernel, after it has proved equal to torch on the CPU. Raises MegatrainError if it does not."""
     check_kernel(partial(_FromHost, device=device), replace(hyper, muon=None))
     return TritonAdamW(1, hyper)
@@ -187,7 +193,7 @@ def open_triton(hyper: Hyper, device: torch.device) -> UpdateKernel:
 class _FromHost(TritonAdamW):
     """Runs the kernel on host tensors, which it copies to the device and back, for the check."""
 
-    def __init__(self, num_threads: int, hyper: Hyper, *, device: torch.device) -> None:
+    def __init__(self, num_threads: int, hyper: AdamWConstants, *, device: torch.device) -> None:
         super().__init__(num_threads, hyper)
         self._device = device
 

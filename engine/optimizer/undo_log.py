@@ -24,16 +24,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatrain_ray.engine.layout.flat_layout import Span, round_up
+from megatrain_ray.engine.layout.flat_layout import ElementRange, round_up
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import (
     BLOCK_ELEMENTS,
     AdamState,
-    Hyper,
+    AdamWConstants,
     ParamCoefficients,
+    ParamWeighting,
     UpdateParams,
-    Weighting,
 )
 from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
 from megatrain_ray.errors import MegatrainError
@@ -57,7 +57,7 @@ class ParamSlice(NamedTuple):
 
     state: AdamState
     gradient_start: int
-    weighting: Weighting
+    weighting: ParamWeighting
     first_unit: int
     parameter: str = ""
     in_parameter: int = 0
@@ -67,15 +67,15 @@ class ParamSlice(NamedTuple):
         return self.state.m.numel()
 
     @property
-    def units(self) -> Span:
-        return Span(self.first_unit, self.first_unit + num_units(self.length))
+    def units(self) -> ElementRange:
+        return ElementRange(self.first_unit, self.first_unit + num_units(self.length))
 
-    def coefficients(self, hyper: Hyper, params: UpdateParams) -> ParamCoefficients:
+    def coefficients(self, hyper: AdamWConstants, params: UpdateParams) -> ParamCoefficients:
         if self.by_muon:
             return ParamCoefficients.of_muon(params, self.weighting)
         return ParamCoefficients.of_adamw(hyper, params, self.weighting)
 
-    def counter(self, hyper: Hyper, params: UpdateParams) -> int:
+    def counter(self, hyper: AdamWConstants, params: UpdateParams) -> int:
         """Return the counter of the first element's random bits in an update, or 0 if moments are FP32."""
         if hyper.moments_seed is None:
             return 0
@@ -85,10 +85,10 @@ class ParamSlice(NamedTuple):
     def by_muon(self) -> bool:
         return self.state.v is None
 
-    def elements(self, units: Span) -> Span:
+    def elements(self, units: ElementRange) -> ElementRange:
         """Return the elements of some of the part's units, counted from the run's first element."""
         start, stop = (UNIT_ELEMENTS * (unit - self.first_unit) for unit in units)
-        return Span(start, min(stop, self.length))
+        return ElementRange(start, min(stop, self.length))
 
 
 def num_units(length: int) -> int:
@@ -141,14 +141,14 @@ class Journal:
         records, marks = WORD_BYTES * RECORD_WORDS, WORD_BYTES * self._first_mark
         return start + records, start + marks, start + self._first_room, self._room_bytes
 
-    def unmarked_blocks(self, part: ParamSlice, serial: int) -> Iterator[Span]:
+    def unmarked_blocks(self, part: ParamSlice, serial: int) -> Iterator[ElementRange]:
         """Yield the part's units that a transaction has still to do, in blocks of at most BLOCK_UNITS units."""
         unmarked = self._marks[slice(*part.units)] != serial
         edges = np.flatnonzero(np.diff(unmarked, prepend=False, append=False)).tolist()
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            yield from blocks_of(Span(part.first_unit + start, part.first_unit + stop))
+            yield from blocks_of(ElementRange(part.first_unit + start, part.first_unit + stop))
 
-    def save(self, thread: int, units: Span, state: AdamState, serial: int) -> None:
+    def save(self, thread: int, units: ElementRange, state: AdamState, serial: int) -> None:
         """Save a whole block as one strip. Call it before the block is overwritten.
 
         state: what the block holds now.
@@ -162,7 +162,7 @@ class Journal:
         self._words.store(record + _SAVED, state.m.numel())
         self._words.store(record + _SERIAL, serial)
 
-    def mark(self, units: Span, serial: int) -> None:
+    def mark(self, units: ElementRange, serial: int) -> None:
         """Mark a block's units as done. Call it after the block was overwritten.
 
         units: at least one.
@@ -180,7 +180,7 @@ class Journal:
             if self._words.load(record + _SERIAL) != serial:
                 continue
             first = self._words.load(record + _FIRST)
-            units = Span(first, first + self._words.load(record + _COUNT))
+            units = ElementRange(first, first + self._words.load(record + _COUNT))
             part = next((part for part in parts if part.units.start <= first < part.units.stop), None)
             if part is None:
                 continue
@@ -214,9 +214,9 @@ class Transaction(NamedTuple):
     serial: int
 
 
-def blocks_of(units: Span) -> Iterator[Span]:
+def blocks_of(units: ElementRange) -> Iterator[ElementRange]:
     for start in range(units.start, units.stop, BLOCK_UNITS):
-        yield Span(start, min(start + BLOCK_UNITS, units.stop))
+        yield ElementRange(start, min(start + BLOCK_UNITS, units.stop))
 
 
 def _num_marks(layout: ShardLayout) -> int:

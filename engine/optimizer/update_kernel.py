@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.split_master import split
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.native.native_kernel import NativeAdamW
 from megatrain_ray.engine.optimizer.torch_blocks import Scratch, update_block
 from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, TorchBlocks
@@ -67,14 +67,14 @@ class UpdateKernel(Protocol):
         """Stop the threads. Idempotent."""
 
 
-Build = Callable[[int, Hyper], UpdateKernel]  # (number of threads, constants) → kernel
+Build = Callable[[int, AdamWConstants], UpdateKernel]  # (number of threads, constants) → kernel
 
 
 # Possible lengths of torch's vectors, in elements. torch 2.13 has 8 in fused AdamW on AVX-512 too; 4 is NEON's.
 NATIVE: tuple[Build, ...] = tuple(partial(NativeAdamW, vector=vector) for vector in (8, 16, 4))
 
 
-def open_kernel(num_threads: int, hyper: Hyper, candidates: tuple[Build, ...] = NATIVE) -> UpdateKernel:
+def open_kernel(num_threads: int, hyper: AdamWConstants, candidates: tuple[Build, ...] = NATIVE) -> UpdateKernel:
     """Open the first candidate that equals torch on this machine, or torch in blocks if none does.
 
     In the second case it logs a warning, once, that says why.
@@ -83,7 +83,7 @@ def open_kernel(num_threads: int, hyper: Hyper, candidates: tuple[Build, ...] = 
 
 
 @functools.cache
-def _proven(hyper: Hyper, candidates: tuple[Build, ...]) -> Build:
+def _proven(hyper: AdamWConstants, candidates: tuple[Build, ...]) -> Build:
     reasons = []
     for build in candidates:
         try:
@@ -96,7 +96,7 @@ def _proven(hyper: Hyper, candidates: tuple[Build, ...]) -> Build:
     return TorchBlocks
 
 
-def check_kernel(build: Build, hyper: Hyper) -> None:
+def check_kernel(build: Build, hyper: AdamWConstants) -> None:
     """Raise MegatrainError with the first difference between a kernel and torch.
 
     The kernel is compared with torch's fused AdamW, and with torch's operations of Muon if `hyper` has Muon's
@@ -107,7 +107,7 @@ def check_kernel(build: Build, hyper: Hyper) -> None:
         pool.run([partial(_check, kernel, hyper)])
 
 
-def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
+def _check(kernel: UpdateKernel, hyper: AdamWConstants, scratch: Scratch) -> None:
     modes = itertools.product((True, False), (torch.bfloat16, torch.float32), (1.0, 0.3), (1, 1000))
     for is_split, dtype, scale, step in modes:
         params = UpdateParams(step, step, 1e-3, float(torch.tensor(scale)))
@@ -115,7 +115,7 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
         got, want = list(_parts(is_split, hyper)), list(_parts(is_split, hyper))
         kernel.update(got, gradient, params, None, directions)
         for part, expected in zip(got, want, strict=True):
-            update_block(expected, Span(0, expected.length), gradient, directions, hyper, params, scratch)
+            update_block(expected, ElementRange(0, expected.length), gradient, directions, hyper, params, scratch)
             if names := _different(part.state, expected.state):
                 raise MegatrainError(
                     f"{kernel.name} differs from torch {torch.__version__} in {', '.join(names)} of a parameter of "
@@ -124,7 +124,7 @@ def _check(kernel: UpdateKernel, hyper: Hyper, scratch: Scratch) -> None:
                 )
 
 
-def _parts(is_split: bool, hyper: Hyper) -> Iterator[ParamSlice]:
+def _parts(is_split: bool, hyper: AdamWConstants) -> Iterator[ParamSlice]:
     """Yield one parameter of each size, with values that are the same in every call.
 
     Every second one decays, and every third one has another learning rate. With Muon there is one more of each size,
@@ -136,8 +136,8 @@ def _parts(is_split: bool, hyper: Hyper) -> Iterator[ParamSlice]:
     whole, start, unit = AdamState(working, residual, m, v), 0, 0
     for index, size in enumerate(SIZES * (2 if hyper.muon else 1)):
         lr_ratio = 1.7 if index >= len(SIZES) else 1.0
-        weighting = Weighting(0.3 if index % 3 == 2 else 1.0, hyper.weight_decay * (index % 2), lr_ratio)
-        state = whole.cut(Span(start, start + size))
+        weighting = ParamWeighting(0.3 if index % 3 == 2 else 1.0, hyper.weight_decay * (index % 2), lr_ratio)
+        state = whole.cut(ElementRange(start, start + size))
         if index >= len(SIZES):
             state = state._replace(v=None)
         yield ParamSlice(state, start, weighting, unit, f"of {size}", start)

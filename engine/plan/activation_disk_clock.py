@@ -14,7 +14,7 @@ Run = Callable[..., float]
 
 @dataclass
 class _Coming:
-    """An activation that comes back from disk: how many of its bytes have been read, and when that was done."""
+    """Tracks an activation that is read back from disk: how many of its bytes are read, and since when all of them."""
 
     op: Op
     num_bytes: int = 0

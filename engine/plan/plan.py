@@ -84,7 +84,7 @@ CONTEXT, EXCHANGE = "context", "exchange"
 
 
 @dataclass(frozen=True)
-class ByteCount:
+class MemoryItem:
     """Holds one row of the memory arithmetic: what some item takes in a tier, and how that was computed."""
 
     tier: Tier
@@ -116,7 +116,7 @@ class Plan:
     hosts: HostSettings
     saves: SaveSettings
     limits: MemoryLimits
-    memory_items: tuple[ByteCount, ...] = ()
+    memory_items: tuple[MemoryItem, ...] = ()
     prediction: Prediction | None = None
 
     @property

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from megatrain_ray.engine.layout.flat_layout import CUT_ELEMENTS, FlatLayout, Span
+from megatrain_ray.engine.layout.flat_layout import CUT_ELEMENTS, ElementRange, FlatLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS
@@ -50,10 +50,10 @@ class Extent:
     """
 
     layer: int
-    span: Span
+    span: ElementRange
     start: int
     nbytes: int
-    kinds: Mapping[str, Span]
+    kinds: Mapping[str, ElementRange]
     first_block: int
 
     @property
@@ -61,18 +61,18 @@ class Extent:
         return GRADIENT in self.kinds
 
     @cached_property
-    def blocks(self) -> list[Span]:
+    def blocks(self) -> list[ElementRange]:
         """Return the byte range of each block within the extent."""
         return [block for _, block in self.kinds_and_blocks]
 
     @property
-    def kinds_and_blocks(self) -> list[tuple[str, Span]]:
+    def kinds_and_blocks(self) -> list[tuple[str, ElementRange]]:
         """Return each block with its kind. A block holds one kind only, with the alignment padding after it."""
-        filled = ((kind, Span(span.start, aligned(span.stop))) for kind, span in self.kinds.items())
+        filled = ((kind, ElementRange(span.start, aligned(span.stop))) for kind, span in self.kinds.items())
         return [(kind, block) for kind, span in filled for block in _blocks(span)]
 
     @property
-    def working_blocks(self) -> list[Span]:
+    def working_blocks(self) -> list[ElementRange]:
         """Return the blocks of the working copy. They come first, because the working copy is also read by itself."""
         return [block for kind, block in self.kinds_and_blocks if kind == WORKING]
 
@@ -134,7 +134,7 @@ class SpillLayout:
         """Return the indices in `extents` of the layer's gradient. Empty if it does not wait on disk."""
         return self._numbers[True].get(layer, ())
 
-    def working_of(self, layer: int, span: Span) -> Iterator[tuple[int, Span]]:
+    def working_of(self, layer: int, span: ElementRange) -> Iterator[tuple[int, ElementRange]]:
         """Yield the extents that must be read for some elements of a layer whose working copy is on disk.
 
         Each comes as its index in `extents`, with the elements of `span` that it holds. An extent's working copy is
@@ -144,7 +144,7 @@ class SpillLayout:
         """
         for number in self.state_of(layer):
             of_extent = self.extents[number].span
-            inside = Span(max(span.start, of_extent.start), min(span.stop, of_extent.stop))
+            inside = ElementRange(max(span.start, of_extent.start), min(span.stop, of_extent.stop))
             if inside.start < inside.stop:
                 yield number, inside
 
@@ -213,12 +213,12 @@ class SpillLayout:
         return self.num_slots * self.slot_bytes + aligned(WORD_BYTES * self.num_words)
 
 
-def _blocks(span: Span) -> list[Span]:
+def _blocks(span: ElementRange) -> list[ElementRange]:
     starts = range(span.start, span.stop, BLOCK_BYTES)
-    return [Span(start, min(start + BLOCK_BYTES, span.stop)) for start in starts]
+    return [ElementRange(start, min(start + BLOCK_BYTES, span.stop)) for start in starts]
 
 
-def _cut(layer: FlatLayout, span: Span, most: int) -> Iterator[Span]:
+def _cut(layer: FlatLayout, span: ElementRange, most: int) -> Iterator[ElementRange]:
     """Yield parts of the span of at most `most` elements.
 
     Cuts are where units of the journal begin, so that a part can be updated independently of the others.
@@ -228,9 +228,9 @@ def _cut(layer: FlatLayout, span: Span, most: int) -> Iterator[Span]:
         run = next(run for run in reversed(runs) if run.padded <= start + most)
         inside = min(start + most - run.padded, run.length - 1)
         stop = run.padded + inside // UNIT_ELEMENTS * UNIT_ELEMENTS
-        yield Span(start, stop)
+        yield ElementRange(start, stop)
         start = stop
-    yield Span(start, span.stop)
+    yield ElementRange(start, span.stop)
 
 
 Kinds = Sequence[tuple[str, torch.dtype]]
@@ -243,7 +243,7 @@ def _parts(
     extent_elements: int,
     stored: Set[int],
     offload_dtype: torch.dtype,
-) -> Iterator[tuple[Span, Kinds]]:
+) -> Iterator[tuple[ElementRange, Kinds]]:
     """Yield the elements and the kinds of each extent of a layer, in the order of an update."""
     if not part.spans[layer].size or layer not in part.spilled | stored:
         return
@@ -253,7 +253,7 @@ def _parts(
     for first in range(0, len(spans), together):
         of_gradient = spans[first : first + together]
         if layer in stored:
-            yield Span(of_gradient[0].start, of_gradient[-1].stop), ((GRADIENT, offload_dtype),)
+            yield ElementRange(of_gradient[0].start, of_gradient[-1].stop), ((GRADIENT, offload_dtype),)
         if layer in part.spilled:
             yield from ((span, kinds) for span in of_gradient)
 
@@ -271,11 +271,11 @@ def parts_per_gradient(precision: Precision, offload_dtype: torch.dtype) -> int:
     return max(1, precision.state_bytes // offload_dtype.itemsize)
 
 
-def _placed(kinds: Kinds, size: int) -> tuple[dict[str, Span], int]:
+def _placed(kinds: Kinds, size: int) -> tuple[dict[str, ElementRange], int]:
     """Return the bytes of each kind within an extent of `size` elements, and the size of the extent in bytes."""
-    placed: dict[str, Span] = {}
+    placed: dict[str, ElementRange] = {}
     start = 0
     for kind, dtype in kinds:
-        placed[kind] = Span(start, start + size * dtype.itemsize)
+        placed[kind] = ElementRange(start, start + size * dtype.itemsize)
         start += aligned(size * dtype.itemsize)
     return placed, start

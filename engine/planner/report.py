@@ -10,7 +10,7 @@ from megatrain_ray.engine.device.numa_homes import Home, slab_nodes
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan
+from megatrain_ray.engine.plan.plan import ActivationPolicy, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.limits import beyond_device, beyond_disk, host_bytes, spare_ram
@@ -185,7 +185,7 @@ def _tier_lines(plan: Plan) -> list[str]:
     for tier in dict.fromkeys(row.tier for row in plan.memory_items):
         rows = [row for row in plan.memory_items if row.tier is tier]
         if tier is Tier.HOST and plan.device == "cpu":
-            rows.append(ByteCount(tier, "device memory", plan.total_bytes(Tier.HBM), "the rows above"))
+            rows.append(MemoryItem(tier, "device memory", plan.total_bytes(Tier.HBM), "the rows above"))
         lines += ["", f"{tier.value:<10}{format_bytes(sum(r.num_bytes for r in rows)):>12}   {_limit(plan, tier)}"]
         lines += [f"  {r.name:<22}{format_bytes(r.num_bytes):>12}   {r.formula}" for r in rows]
     return lines

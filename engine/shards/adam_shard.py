@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import NATIVE, Build, open_kernel
 from megatrain_ray.engine.shards.shard_state import ShardState
@@ -50,7 +50,7 @@ class AdamShard(ShardState):
         residual: Tensor | None,
         m: Tensor,
         v: Tensor,
-        hyper: Hyper,
+        hyper: AdamWConstants,
         num_threads: int,
         journal: memoryview,
         saves_frozen: bool = True,
@@ -128,7 +128,7 @@ class AdamShard(ShardState):
             self._update(layer, Gradient(gradient, directions, start), params, serial)
 
     def _update(
-        self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: Span | None = None
+        self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: ElementRange | None = None
     ) -> None:
         """Update the shard's part of a layer, or the span `within` of it. What is updated must be in memory."""
         assert gradient.values is not None

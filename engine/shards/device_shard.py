@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.device.device import Device, Event
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
@@ -40,7 +40,7 @@ class DeviceShard(ShardState):
     The compute thread calls `update`; everything else may be called from any other thread.
     """
 
-    def __init__(self, plan: Plan, layout: ModelLayout, device: Device, hyper: Hyper) -> None:
+    def __init__(self, plan: Plan, layout: ModelLayout, device: Device, hyper: AdamWConstants) -> None:
         whole = replace(layout.on_host(0, 1), aliased_size=None)  # every device holds these layers whole
         of_device = ShardLayout(whole, 0, 1, layers=plan.hbm_layers)
         kinds = {"working": plan.precision.working_dtype, **dict(plan.precision.state_kinds)}
@@ -121,7 +121,7 @@ class DeviceGate:
     Compute thread only, except for `close`.
     """
 
-    def __init__(self, shard: DeviceShard, words: HostWords, index: int, gate: SaveGate) -> None:
+    def __init__(self, shard: DeviceShard, words: SharedUpdateState, index: int, gate: SaveGate) -> None:
         """Prepare to publish the updates of the layers that `shard` updates.
 
         index: number under which `words` keeps the device's generations.

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.shards.shard_state import ShardState
-from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.saves.save_writer import STORED_BYTES, Piece
 from megatrain_ray.spans import Row
@@ -91,10 +91,10 @@ class SaveGate:
     def __init__(
         self,
         shard: ShardState,
-        words: HostWords,
+        words: SharedUpdateState,
         index: int,
         order: Sequence[int],
-        spare: SpareMemory,
+        spare: SnapshotBuffers,
         timeout_s: float,
     ) -> None:
         """Create the gate, with no save running.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.host_words import HostWords
-from megatrain_ray.engine.host.signal_words import Placed
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
+from megatrain_ray.engine.host.signal_words import SlabRegion
 from megatrain_ray.engine.optimizer.undo_log import serial_of
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.save_gate import SaveGate
@@ -30,7 +30,7 @@ class ShardLoop:
     def __init__(
         self,
         shard: AdamShard,
-        words: HostWords,
+        words: SharedUpdateState,
         slab: Tensor,
         gradient_dtype: torch.dtype,
         order: Sequence[int],
@@ -115,7 +115,7 @@ class ShardLoop:
             params = self._words.updates.params(update)
             gradient = None if layer in self._stored else self._gradient(layer)
             with_muon = self._shard.layout.model.layers[layer].num_muon > 0
-            directions = self._landed(Placed.DIRECTIONS, layer, torch.bfloat16) if with_muon else None
+            directions = self._landed(SlabRegion.DIRECTIONS, layer, torch.bfloat16) if with_muon else None
             self._shard.update(layer, gradient, params, self._serial(layer, update), directions)
             self._words.generations.finish(self._index, layer, update)
         self._ended(update)
@@ -144,9 +144,9 @@ class ShardLoop:
         return serial_of(update, layer, len(self._shard.layout.model.layers))
 
     def _gradient(self, layer: int) -> Tensor:
-        return self._landed(Placed.GRADIENT, layer, self._gradient_dtype)
+        return self._landed(SlabRegion.GRADIENT, layer, self._gradient_dtype)
 
-    def _landed(self, what: Placed, layer: int, dtype: torch.dtype) -> Tensor:
+    def _landed(self, what: SlabRegion, layer: int, dtype: torch.dtype) -> Tensor:
         start = self._words.gradients.start(what, layer)
         num_bytes = self._shard.layout.model.shares[layer].trained.size * dtype.itemsize
         return self._slab[start : start + num_bytes].view(dtype)

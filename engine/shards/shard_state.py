@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Run, Segment, Span, round_up
+from megatrain_ray.engine.layout.flat_layout import ElementRange, ParamRun, Segment, round_up
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.layout.split_master import split_into, to_working
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting
 from megatrain_ray.engine.optimizer.torch_blocks import Scratch
 from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Job
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, ParamSlice, num_units
@@ -83,21 +83,21 @@ class ShardState(ABC):
         """
         fill(self._frozen(source), num_threads)
 
-    def _trained(self, source: WeightSource, layer: int) -> list[tuple[Run, Job]]:
+    def _trained(self, source: WeightSource, layer: int) -> list[tuple[ParamRun, Job]]:
         return [(run, partial(self._load, source, layer, run)) for run in self._runs(layer)]
 
-    def _frozen(self, source: WeightSource) -> list[tuple[Run, Job]]:
+    def _frozen(self, source: WeightSource) -> list[tuple[ParamRun, Job]]:
         runs = ((layer, run) for layer in sorted(self.layout.filled) for run in self._frozen_runs(layer))
         return [(run, partial(self._load_frozen, source, layer, run)) for layer, run in runs]
 
-    def _load(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
+    def _load(self, source: WeightSource, layer: int, run: ParamRun, _: Scratch) -> None:
         state = self._state(layer, run)
         state.m.zero_()
         if state.v is not None:
             state.v.zero_()
         load_master(source, run, state.working, state.residual)
 
-    def _load_frozen(self, source: WeightSource, layer: int, run: Run, _: Scratch) -> None:
+    def _load_frozen(self, source: WeightSource, layer: int, run: ParamRun, _: Scratch) -> None:
         working = self._working_of(layer, run)
         for span in _blocks(run):
             master = _read(source, run, span)
@@ -113,7 +113,7 @@ class ShardState(ABC):
         yield from self._frozen_pieces(layer)
 
     def _pieces_of(
-        self, layer: int, buffers: Mapping[str, Sequence[Buffer]], within: Span | None = None
+        self, layer: int, buffers: Mapping[str, Sequence[Buffer]], within: ElementRange | None = None
     ) -> Iterator[Piece]:
         for kind, of_kind in buffers.items():
             yield self._piece(layer, kind, within or self.layout.span_of(layer, kind), [*of_kind])
@@ -123,7 +123,7 @@ class ShardState(ABC):
         if frozen and self._saves_frozen:
             yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
 
-    def _piece(self, layer: int, kind: str, span: Span, buffers: list[Buffer]) -> Piece:
+    def _piece(self, layer: int, kind: str, span: ElementRange, buffers: list[Buffer]) -> Piece:
         flat = self.layout.model.layers[layer]
         return Piece(flat.name, kind, *flat.logical(span), buffers)
 
@@ -156,7 +156,7 @@ class ShardState(ABC):
     def _copy(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy the second tensor of each pair (1-D uint8) over the first, which is on the host."""
 
-    def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
+    def _buffers(self, layer: int, within: ElementRange | None = None) -> dict[str, list[Buffer]]:
         return {kind: [*map(self._buffer, tensors)] for kind, tensors in self._kinds(layer, within).items()}
 
     def _buffer(self, tensor: Tensor) -> Buffer:
@@ -169,7 +169,9 @@ class ShardState(ABC):
         """
         return part
 
-    def parts(self, layer: int, hyper: Hyper, within: Span | None = None, gradient_start: int = 0) -> list[ParamSlice]:
+    def parts(
+        self, layer: int, hyper: AdamWConstants, within: ElementRange | None = None, gradient_start: int = 0
+    ) -> list[ParamSlice]:
         """Return the parts that an update of a layer works on.
 
         within: padded span of the layer that begins and ends with journal units. None: all that the shard owns of the
@@ -188,24 +190,24 @@ class ShardState(ABC):
             parts.append(ParamSlice(self._state(layer, run), in_gradient, weighting, unit, *run.in_whole))
         return parts
 
-    def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
+    def _runs(self, layer: int, within: ElementRange | None = None) -> Iterator[ParamRun]:
         return self.layout.model.layers[layer].runs(within or self.layout.spans[layer])
 
-    def _frozen_runs(self, layer: int) -> Iterator[Run]:
+    def _frozen_runs(self, layer: int) -> Iterator[ParamRun]:
         return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
 
-    def _working_of(self, layer: int, run: Run) -> Tensor:
+    def _working_of(self, layer: int, run: ParamRun) -> Tensor:
         start = self.layout.working_starts[layer] + self.layout.model.shares[layer].position(run.padded)
         return self._working[start : start + run.length]
 
-    def _state(self, layer: int, run: Run) -> AdamState:
+    def _state(self, layer: int, run: ParamRun) -> AdamState:
         tensors, start = self._own_around(layer, run)
         first = run.padded - start  # for v too: parameters that have a second moment come first
         own = {kind: tensor[first : first + run.length] for kind, tensor in tensors.items()}
         v = None if run.segment.muon else own["v"]
         return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
 
-    def _own_around(self, layer: int, run: Run) -> tuple[Mapping[str, Tensor], int]:
+    def _own_around(self, layer: int, run: ParamRun) -> tuple[Mapping[str, Tensor], int]:
         """Return a stretch of the layer that contains the run: the shard's own state of it, and where it begins.
 
         The state is given by kind, the beginning as a padded element of the layer.
@@ -221,7 +223,7 @@ class ShardState(ABC):
     def _working_kind(self) -> str:
         return "working" if "residual" in self._own else "master"
 
-    def _kinds(self, layer: int, within: Span | None = None) -> dict[str, list[Tensor]]:
+    def _kinds(self, layer: int, within: ElementRange | None = None) -> dict[str, list[Tensor]]:
         """Return the layer's trained state by kind, as bytes (1-D uint8), run after run."""
         states = [self._state(layer, run) for run in self._runs(layer, within)]
         named = {self._working_kind: [state.working for state in states]}
@@ -249,14 +251,14 @@ def _check(precision: Precision, layout: ShardLayout, tensors: Mapping[str, Tens
             )
 
 
-def _weighting(segment: Segment, hyper: Hyper) -> Weighting:
+def _weighting(segment: Segment, hyper: AdamWConstants) -> ParamWeighting:
     group = segment.group
     common = hyper.weight_decay if segment.decay else 0.0
     ratio = hyper.muon.adjust_lr.ratio(segment.shape) if hyper.muon and segment.muon else 1.0
-    return Weighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
+    return ParamWeighting(group.lr_scale, common if group.weight_decay is None else group.weight_decay, ratio)
 
 
-def fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
+def fill(jobs: Iterable[tuple[ParamRun, Job]], num_threads: int) -> None:
     """Run the jobs that fill runs of parameters, in `num_threads` threads.
 
     The longest run is started first, so that no thread is left with it at the end.
@@ -265,7 +267,7 @@ def fill(jobs: Iterable[tuple[Run, Job]], num_threads: int) -> None:
         pool.run([job for _, job in sorted(jobs, key=lambda pair: -pair[0].length)])
 
 
-def load_master(source: WeightSource, run: Run, working: Tensor, residual: Tensor | None) -> None:
+def load_master(source: WeightSource, run: ParamRun, working: Tensor, residual: Tensor | None) -> None:
     """Fill a run's working copy and residual from a source.
 
     residual: None if the working copy is the FP32 master itself.
@@ -281,12 +283,12 @@ def load_master(source: WeightSource, run: Run, working: Tensor, residual: Tenso
             split_into(master, working[at], residual[at], scratch[: span.size])
 
 
-def _blocks(run: Run) -> Iterator[Span]:
+def _blocks(run: ParamRun) -> Iterator[ElementRange]:
     for start in range(0, run.length, LOAD_ELEMENTS):
-        yield Span(start, min(start + LOAD_ELEMENTS, run.length))
+        yield ElementRange(start, min(start + LOAD_ELEMENTS, run.length))
 
 
-def _read(source: WeightSource, run: Run, span: Span) -> Tensor:
+def _read(source: WeightSource, run: ParamRun, span: ElementRange) -> Tensor:
     name, first = run.in_whole
     master = source.read(name, first + span.start, first + span.stop)
     if not math.isfinite(master.sum().item()):  # also if finite values overflow: then no bad value is found

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Run, Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange, ParamRun
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.torch_kernel import Job
 from megatrain_ray.engine.plan.spill_layout import GRADIENT, WORKING, Extent
@@ -82,7 +82,7 @@ class SpillingShard(AdamShard):
         if layer in self.layout.on_disk:
             whole[WORKING] = torch.zeros(span.size, dtype=self._working.dtype)
 
-        def job(run: Run) -> Job:
+        def job(run: ParamRun) -> Job:
             at = slice(run.padded - span.start, run.padded - span.start + run.length)
             of_run = {kind: tensor[at] for kind, tensor in whole.items()}
             working = of_run[WORKING] if WORKING in of_run else self._working_of(layer, run)
@@ -120,13 +120,13 @@ class SpillingShard(AdamShard):
             super()._check_gradient(layer, gradient)
 
     def _update(
-        self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: Span | None = None
+        self, layer: int, gradient: Gradient, params: UpdateParams, serial: int, within: ElementRange | None = None
     ) -> None:
         for of_part, part in self._arriving(layer, gradient):
             for span in self._changed(layer, part) if self._on_disk.state_of(layer) else (part,):
                 super()._update(layer, of_part, params, serial, span)
 
-    def _arriving(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, Span | None]]:
+    def _arriving(self, layer: int, gradient: Gradient) -> Iterator[tuple[Gradient, ElementRange | None]]:
         """Yield the gradient of the whole layer and None; if it was stored, each part's gradient and span instead.
 
         A stored part is in memory until the next one is asked for.
@@ -150,7 +150,7 @@ class SpillingShard(AdamShard):
         for span in self._changed(layer):
             self._journal.roll_back(self.parts(layer, self.hyper, span), serial)
 
-    def _changed(self, layer: int, within: Span | None = None) -> Iterator[Span]:
+    def _changed(self, layer: int, within: ElementRange | None = None) -> Iterator[ElementRange]:
         """Yield the span of each extent of a layer's state while that is in memory and may be changed.
 
         within: only extents that begin in this padded span of the layer.
@@ -183,7 +183,7 @@ class SpillingShard(AdamShard):
     def _in_memory(self, buffer: Buffer) -> Buffer:
         if not isinstance(buffer, DiskRange):
             return buffer
-        return self._ring.read(buffer.extent, Span(buffer.start, buffer.stop))
+        return self._ring.read(buffer.extent, ElementRange(buffer.start, buffer.stop))
 
     def close(self) -> None:
         super().close()
@@ -204,7 +204,7 @@ class SpillingShard(AdamShard):
     def _in_slot(self, number: int) -> dict[str, Tensor]:
         return {kind: in_slot.view(self._by_kind[kind].dtype) for kind, in_slot in self._ring.bytes_of(number).items()}
 
-    def _buffers(self, layer: int, within: Span | None = None) -> dict[str, list[Buffer]]:
+    def _buffers(self, layer: int, within: ElementRange | None = None) -> dict[str, list[Buffer]]:
         """Return the buffers of a layer's pieces. State on disk is read only when it is written to a save."""
         if not self._on_disk.state_of(layer):
             return super()._buffers(layer, within)
@@ -219,13 +219,13 @@ class SpillingShard(AdamShard):
             buffers[kind] = [self._disk_range(layer, run, kind) for run in runs]
         return buffers
 
-    def _disk_range(self, layer: int, run: Run, kind: str) -> DiskRange:
+    def _disk_range(self, layer: int, run: ParamRun, kind: str) -> DiskRange:
         number = self._number(layer, run)
         extent, itemsize = self._on_disk.extents[number], self._by_kind[kind].itemsize
         start = extent.kinds[kind].start + (run.padded - extent.span.start) * itemsize
         return DiskRange(number, start, start + run.length * itemsize)
 
-    def _runs(self, layer: int, within: Span | None = None) -> Iterator[Run]:
+    def _runs(self, layer: int, within: ElementRange | None = None) -> Iterator[ParamRun]:
         """Yield the layer's runs. Those of a layer that spills are cut so that each lies in one extent."""
         numbers = self._on_disk.state_of(layer)
         if within or not numbers:
@@ -234,7 +234,7 @@ class SpillingShard(AdamShard):
             for number in numbers:
                 yield from super()._runs(layer, self._on_disk.extents[number].span)
 
-    def _working_of(self, layer: int, run: Run) -> Tensor:
+    def _working_of(self, layer: int, run: ParamRun) -> Tensor:
         """Return a run's working copy. If it is on disk, its extent must be in a slot."""
         if layer not in self.layout.on_disk:
             return super()._working_of(layer, run)
@@ -242,12 +242,12 @@ class SpillingShard(AdamShard):
         first = run.padded - self._on_disk.extents[number].span.start
         return self._in_slot(number)[WORKING][first : first + run.length]
 
-    def _own_around(self, layer: int, run: Run) -> tuple[Mapping[str, Tensor], int]:
+    def _own_around(self, layer: int, run: ParamRun) -> tuple[Mapping[str, Tensor], int]:
         if not self._on_disk.state_of(layer):
             return super()._own_around(layer, run)
         number = self._number(layer, run)
         return self._in_slot(number), self._on_disk.extents[number].span.start
 
-    def _number(self, layer: int, run: Run) -> int:
+    def _number(self, layer: int, run: ParamRun) -> int:
         numbers = self._on_disk.state_of(layer)
         return numbers[bisect_right(numbers, run.padded, key=lambda i: self._on_disk.extents[i].span.start) - 1]

@@ -19,7 +19,7 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.task_failures import first_failure
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout, WeightPart
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
@@ -198,7 +198,7 @@ class DiskWeights:
             with self._spans.span(Row.DISK, "read weights", extent.layer, num_bytes=len(content)):
                 await read_block(blob, where, file.table.checksums, extent, index, block, content)
 
-    def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, Span]]:
+    def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, ElementRange]]:
         """Yield each extent that has elements of the fragment: shard of its file, extent, and which elements."""
         span = self._layout.layers[fragment.layer].fragments[fragment.index]
         for shard, file in enumerate(self._files):

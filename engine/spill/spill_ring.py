@@ -23,7 +23,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.plan.spill_layout import WORKING, SpillLayout
 from megatrain_ray.engine.spill.spill_table import SpillTable
 from megatrain_ray.engine.spill.spill_transfers import SpillTransfers
@@ -162,7 +162,7 @@ class SpillRing:
             what = f"{self._described(extent)} to be written"
             self._transfers.wait_for(self._changed, lambda: not self._is_on_its_way(extent), what)
 
-    def read(self, extent: int, span: Span) -> memoryview:
+    def read(self, extent: int, span: ElementRange) -> memoryview:
         """Return bytes of an extent, once the blob has everything that updates made of it.
 
         span: which bytes of the extent.

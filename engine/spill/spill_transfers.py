@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.plan.spill_layout import Extent
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block, aligned_block
@@ -53,7 +53,7 @@ class Checksums(NamedTuple):
         self.words.store(self.first + extent.first_block + index, checksum)
 
 
-class _Block(NamedTuple):
+class _ReadBlock(NamedTuple):
     number: int
     checksum: int
     content: memoryview
@@ -86,7 +86,7 @@ class SpillTransfers:
         self._failed = failed
         self.error: Exception | None = None  # the first error
         self._submitting = threading.Lock()
-        self._last = _Block(-1, 0, memoryview(b""))  # the one that `block` read last
+        self._last = _ReadBlock(-1, 0, memoryview(b""))  # the one that `block` read last
         self._blob: Blob
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
@@ -126,7 +126,7 @@ class SpillTransfers:
             block = extent.blocks[index]
             memory = aligned_block(block.size)
             self._finish(self._read_block(extent, index, block, memory), f"block {number} to be read")
-            last = self._last = _Block(number, checksum, memory)
+            last = self._last = _ReadBlock(number, checksum, memory)
         return last.content
 
     def wait_for(self, changed: threading.Condition, condition: Callable[[], Found | None], what: str) -> Found:
@@ -210,12 +210,12 @@ class SpillTransfers:
         if isinstance(error, Exception):
             self.fail(error)
 
-    async def _read_block(self, extent: Extent, index: int, block: Span, memory: Block) -> None:
+    async def _read_block(self, extent: Extent, index: int, block: ElementRange, memory: Block) -> None:
         async with self._room:
             where = self._store.describe(self._name)
             await read_block(self._blob, where, self._checksums, extent, index, block, memory)
 
-    async def _write_block(self, extent: Extent, index: int, block: Span, memory: Block) -> None:
+    async def _write_block(self, extent: Extent, index: int, block: ElementRange, memory: Block) -> None:
         async with self._room:
             self._checksums.store(extent, index, await asyncio.to_thread(checksum_of, memory))
             await self._blob.write_at(extent.start + block.start, memory)
@@ -227,7 +227,7 @@ async def read_block(
     checksums: Checksums,
     extent: Extent,
     index: int,
-    block: Span,
+    block: ElementRange,
     memory: Block,
 ) -> None:
     """Read block `index` of the extent into `memory` and compare its checksum.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatrain_ray.engine.activations.activation_store import ActivationStore, held_activation_bytes
-from megatrain_ray.engine.activations.disk_activations import ActivationFile
+from megatrain_ray.engine.activations.disk_activations import DiskActivations
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.ranks import OneRank, Ranks
 from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.gradients.interfaces import StepHooks
-from megatrain_ray.engine.gradients.muon_directions import Orthogonalizer
+from megatrain_ray.engine.gradients.muon_updates import MuonUpdates
 from megatrain_ray.engine.host.interfaces import Host
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
@@ -66,7 +66,7 @@ def build_engine(
     offloader = GradientOffloader(device, host)
     activations = None
     if plan.moves_activations:
-        file = ActivationFile(plan, device, *spill, poison=poison) if spill else None
+        file = DiskActivations(plan, device, *spill, poison=poison) if spill else None
         activations = ActivationStore(plan, device, held_activation_bytes(plan, layout), file)
 
     def hooks() -> Iterator[StepHooks]:
@@ -78,7 +78,7 @@ def build_engine(
         if device_shard:
             yield DeviceUpdates(device_shard, store, device, gate)
         if muon:
-            yield Orthogonalizer(plan, layout, device, store, muon, offloader.submit, rank=ranks.rank, poison=poison)
+            yield MuonUpdates(plan, layout, device, store, muon, offloader.submit, rank=ranks.rank, poison=poison)
 
     step_loss = StepLoss(plan, device, model, store)
     source = streamer if plan.host_layers else AllResidentSource()

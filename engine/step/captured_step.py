@@ -23,7 +23,7 @@ from megatrain_ray.engine.model.attention import as_uncaptured
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner, Submitted, World
-from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.errors import CaptureError
 from megatrain_ray.virtual_clock import Op
 
@@ -48,7 +48,7 @@ class _StaticInput(MicroBatch):
             self.positions.copy_(upload(micro_batch.positions))
 
 
-class _Graph(NamedTuple):
+class _CapturedGraph(NamedTuple):
     """Holds a captured step: the inputs it reads, the capture itself, and the results it writes."""
 
     inputs: tuple[_StaticInput, ...]
@@ -72,10 +72,12 @@ class CapturedStep:
         self._device = device
         self._runner = runner
         self._store = store
-        self._graphs: dict[bool, _Graph] = {}  # key: whether rows have positions (in a step all rows have, or none has)
+        self._graphs: dict[
+            bool, _CapturedGraph
+        ] = {}  # key: whether rows have positions (in a step all rows have, or none has)
         self._num_supervised = torch.ones((), dtype=torch.float32, device=device.torch_device)
 
-    def capture(self, coming: Coming) -> None:
+    def capture(self, coming: WarmUpShapes) -> None:
         """Capture a step of each kind described by `coming`, or none if one of them cannot be captured.
 
         The plan counts memory for captured steps or for uncaptured ones, not for both. Raises torch.OutOfMemoryError.
@@ -95,7 +97,7 @@ class CapturedStep:
         graph = self._graphs.get(step.micro_batches[0].positions is not None)
         if graph is None or step.world.size > 1:
             return self._runner.read(self._runner.submit(step))
-        self._runner.whereabouts = f"step {step.step}, captured"
+        self._runner.current_phase = f"step {step.step}, captured"
         for static, micro_batch in zip(graph.inputs, step.micro_batches, strict=True):
             static.fill(micro_batch, self._device.upload)
         self._num_supervised.fill_(step.world.num_supervised)
@@ -110,7 +112,7 @@ class CapturedStep:
             graph.capture.close()
         self._graphs.clear()
 
-    def _graph_of(self, coming: Coming, *, packed: bool) -> _Graph:
+    def _graph_of(self, coming: WarmUpShapes, *, packed: bool) -> _CapturedGraph:
         """Capture one step, after running the same step uncaptured.
 
         The uncaptured run creates whatever is made on first use. Raises CaptureError if the step cannot be captured.
@@ -128,7 +130,7 @@ class CapturedStep:
             return submitted.values, *completed.norms.values()
 
         capture = self._device.capture(run)
-        return _Graph(inputs, capture, *found[0])
+        return _CapturedGraph(inputs, capture, *found[0])
 
     def _static_input(self, *, packed: bool) -> _StaticInput:
         """Return a micro-batch of zero tokens for the capture to read, with two documents a row if `packed`."""

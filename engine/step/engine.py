@@ -30,7 +30,7 @@ from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
 from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner
-from megatrain_ray.engine.step.warm_up import Coming, WarmUp
+from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
 from megatrain_ray.errors import MegatrainError
@@ -82,7 +82,7 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._residency = self._residency_of(self.plan.visits(self.model.layout.lowest_trained))
 
-    async def rehearse(self, coming: Coming) -> None:
+    async def run_warm_up(self, coming: WarmUpShapes) -> None:
         """Compile what steps like `coming` need, and capture them if the plan says so. Call before the first step."""
         await self.on_compute_thread(lambda: self.warm_up.run(coming))
         if self.captured_step:
@@ -212,9 +212,9 @@ class Engine:
             await self.streamer.cancel()
 
     @property
-    def whereabouts(self) -> str:
+    def current_phase(self) -> str:
         """Return what the compute thread is doing, for the message about a step that does not end."""
-        return self.evaluator.whereabouts or self.runner.whereabouts
+        return self.evaluator.current_phase or self.runner.current_phase
 
     async def on_compute_thread(self, function: Callable[[], T]) -> T:
         """Run `function` on the compute thread, where every torch call that computes runs; return its result."""

@@ -29,7 +29,7 @@ class Evaluator:
         self._model = model
         self._streamer = streamer
         self._chunk_tokens = chunk_tokens
-        self.whereabouts = ""  # empty while nothing is evaluated; read by other threads
+        self.current_phase = ""  # empty while nothing is evaluated; read by other threads
 
     def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit]) -> float:
         """Return the cross-entropy summed over the supervised tokens of all micro-batches.
@@ -41,7 +41,7 @@ class Evaluator:
         sums: list[torch.Tensor] = []
         with self._model.proxied.evaluating(), torch.no_grad():
             for visit in visits:
-                self.whereabouts = (
+                self.current_phase = (
                     f"evaluation, {visit.phase.value} of {self._model.structure.layers[visit.layer].name}"
                 )
                 with self._streamer.layer(visit.index) as regions, self._model.weights.bound(regions):
@@ -51,7 +51,7 @@ class Evaluator:
                         self._forward(visit.layer, j, passes[j])
                         if visit.phase is Phase.HEAD:
                             sums += self._loss(j, passes[j], targets[j])
-        self.whereabouts = ""
+        self.current_phase = ""
         of_chunks: list[float] = torch.stack(sums).tolist()
         return sum(of_chunks)
 

@@ -83,7 +83,7 @@ class StepLoss:
         gradients = {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
-    def rehearse(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
+    def run_warm_up(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
         """Compute the loss of a step's first micro-batch in the same memory, leaving nothing in the gradient store.
 
         hidden: `[B, T, D]`.

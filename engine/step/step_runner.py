@@ -126,7 +126,7 @@ class StepRunner:
         self._layout = model.layout
         self._visits = plan.visits(self._layout.lowest_trained)
         self._closed: set[str] = set()  # paths of modules whose graphs were seen to end at their arguments and weights
-        self.whereabouts = "between steps"  # read by other threads
+        self.current_phase = "between steps"  # read by other threads
 
     def submit(self, step: StepInput, params: UpdateParams | None = None) -> Submitted:
         """Submit all visits of a step. None of the results is on the host yet on return: `read` waits for them.
@@ -140,7 +140,7 @@ class StepRunner:
         passes = self._model.forward_passes(step.micro_batches)
         state = _StepState(step, passes, [self._device.upload(batch.targets) for batch in step.micro_batches])
         for visit in self._visits:
-            self.whereabouts = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
+            self.current_phase = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
             with self._source.layer(visit.index) as regions, self._model.weights.bound(regions):
                 for hook in self._hooks:
                     hook.before_visit(visit)
@@ -150,7 +150,7 @@ class StepRunner:
                     self._finalize(visit, params)
             for hook in self._hooks:
                 hook.after_visit(visit)
-        self.whereabouts = f"after the backward of step {step.step}"
+        self.current_phase = f"after the backward of step {step.step}"
         has_terms = len(state.losses) > len(state.cross_entropies) or not step.objective.is_cross_entropy
         # Of all ranks, in the order of the whole step's micro-batches.
         plain, losses = (self._ranks.gather(torch.stack(values)) for values in (state.cross_entropies, state.losses))

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Coming:
+class WarmUpShapes:
     """Describes the steps to come, as far as the plan does not.
 
     packed: whether some of their rows hold several documents.
@@ -54,7 +54,7 @@ class WarmUp:
         self._proxied = model.proxied
         self._step_loss = step_loss
 
-    def run(self, coming: Coming) -> None:
+    def run(self, coming: WarmUpShapes) -> None:
         """Run one micro-batch of each kind of which some part is compiled. Do nothing if no part is."""
         plan = self._plan
         compiled = plan.compute.compiled_loss or any(layer.compiled for layer in plan.layers)
@@ -124,7 +124,7 @@ class WarmUp:
         return outcome
 
     def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        run = partial(self._step_loss.rehearse, hidden, targets, objective)
+        run = partial(self._step_loss.run_warm_up, hidden, targets, objective)
         with self._model.weights.bound(self._placed(self._model.structure.layers[-1].modules[-1])):
             if self._step_loss.compiled is not None:
                 _compile(self._step_loss.compiled, run)

@@ -14,7 +14,7 @@ from megatrain_ray.engine.layer_calls.chunked_mlp import ChunkedMlp, install
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import Function
-from megatrain_ray.engine.layer_calls.skeleton import Skeleton
+from megatrain_ray.engine.layer_calls.proxied_model import ProxiedModel
 from megatrain_ray.engine.layer_calls.template import Positions, Template
 from megatrain_ray.engine.layer_calls.template import structure as structure_of
 from megatrain_ray.engine.layout.flat_layout import Segment
@@ -74,7 +74,7 @@ class BoundModel:
         self._plan = plan
         self._device = device
         dtype = plan.precision.working_dtype
-        self.proxied = Skeleton(build_empty(factory, dtype), structure, device.torch_device)
+        self.proxied = ProxiedModel(build_empty(factory, dtype), structure, device.torch_device)
         self.weights = WeightBindings(layout, dtype, memory)
         self.chunk_sums: ChunkSums = partial(chunk_sums, self.proxied.logits)
         if plan.compute.compiled_loss:

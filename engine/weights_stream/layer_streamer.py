@@ -22,7 +22,7 @@ from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.device.ranks import RankParts, Ranks
 from megatrain_ray.engine.host.interfaces import HostWeights, ParamSource
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.residency import FragmentId, Load, Residency
 from megatrain_ray.engine.weights_stream.slot_ring import SlotRing, SlotState
@@ -254,5 +254,5 @@ class SlotGather:
         op = Op("all-gather", layer, num_bytes=flat.nbytes)
         return self._device.all_gather(work, op, loaded, self._timeout_s)
 
-    def _in_bytes(self, part: Span) -> Span:
-        return Span(part.start * self._itemsize, part.stop * self._itemsize)
+    def _in_bytes(self, part: ElementRange) -> ElementRange:
+        return ElementRange(part.start * self._itemsize, part.stop * self._itemsize)

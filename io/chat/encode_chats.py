@@ -17,7 +17,7 @@ from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation,
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.process_map import map_in_order
 from megatrain_ray.io.records.read_records import RecordError, RecordLocation, check_unicode, read_records
-from megatrain_ray.io.records.record_tally import BadRecords, Fate, RecordTally
+from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.tokens.token_block import Mask, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
@@ -112,7 +112,7 @@ class EncodedRecord(NamedTuple):
     """
 
     kept: list[tuple[TokenArray, Mask]]
-    fates: list[Fate]
+    fates: list[RecordOutcome]
     problem: str | None = None
 
 
@@ -132,11 +132,11 @@ class RecordEncoder:
             chats = self.encoder.encode(conversation)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
-        fates = [] if chats else [Fate.NO_ANSWER]
+        fates = [] if chats else [RecordOutcome.NO_ANSWER]
         if chats and conversation.messages[-1]["role"] != "assistant":
-            fates.append(Fate.TRAILING)
+            fates.append(RecordOutcome.TRAILING)
         if len(chats) > 1:
-            fates.append(Fate.SPLIT)
+            fates.append(RecordOutcome.SPLIT)
         cuts = [_length(chat, self.max_tokens, self.truncation) for chat in chats]
         kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
         return EncodedRecord(kept, fates + [fate for _, fate in cuts if fate])
@@ -185,13 +185,13 @@ def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[RecordLocation, t
             yield location, (number, record)
 
 
-def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, Fate | None]:
+def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
     """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
     if not chat.supervised[1:].any():  # the first token is never a target
-        return 0, Fate.NOTHING
+        return 0, RecordOutcome.NOTHING
     if chat.ids.size <= max_tokens:
         return chat.ids.size, None
     if truncation == "drop" or not chat.supervised[1:max_tokens].any():
-        return 0, Fate.TOO_LONG
+        return 0, RecordOutcome.TOO_LONG
     whole = chat.answer_ends[chat.answer_ends <= max_tokens]
-    return (int(whole[-1]), Fate.CUT_AT_TURN) if whole.size else (max_tokens, Fate.CUT_INSIDE)
+    return (int(whole[-1]), RecordOutcome.CUT_AT_TURN) if whole.size else (max_tokens, RecordOutcome.CUT_INSIDE)

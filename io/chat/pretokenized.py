@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatrain_ray.io.chat.encode_chats import EncodedRecord, Truncation, tallied
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key, read_records
-from megatrain_ray.io.records.record_tally import BadRecords, Fate, RecordTally
+from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.tokens.token_block import IGNORED, Mask, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
@@ -47,16 +47,16 @@ class PretokenizedRecipe:
         length, fate = self._length(supervised)
         return EncodedRecord([(ids[:length], supervised[:length])] if length else [], [fate] if fate else [])
 
-    def _length(self, supervised: Mask) -> tuple[int, Fate | None]:
+    def _length(self, supervised: Mask) -> tuple[int, RecordOutcome | None]:
         """Return how many tokens are kept, and the reason if not all are. The first token is never a target."""
         width = self.seq_len + 1
         if not supervised[1:].any():
-            return 0, Fate.NOTHING_LABELLED
+            return 0, RecordOutcome.NOTHING_LABELLED
         if supervised.size <= width:
             return supervised.size, None
         if self.truncation == "drop" or not supervised[1:width].any():
-            return 0, Fate.TOO_LONG
-        return width, Fate.CUT
+            return 0, RecordOutcome.TOO_LONG
+        return width, RecordOutcome.CUT
 
 
 def read_token_record(record: Any) -> tuple[TokenArray, Mask]:

@@ -21,7 +21,7 @@ from megatrain_ray.io.records.read_records import (
     read_records,
     unreadable,
 )
-from megatrain_ray.io.records.record_tally import Fate, RecordTally
+from megatrain_ray.io.records.record_tally import RecordOutcome, RecordTally
 
 BLOCK_BYTES = 1 << 20  # bytes of a .txt file read at a time
 
@@ -58,7 +58,7 @@ def read_texts(file: Path, text_field: str, tally: RecordTally) -> Iterator[Text
         if text:
             yield TextBlock(text, True, location)
         else:
-            tally.note(Fate.EMPTY, location)
+            tally.note(RecordOutcome.EMPTY, location)
 
 
 def _read_plain(file: Path, tally: RecordTally) -> Iterator[TextBlock]:
@@ -79,7 +79,7 @@ def _read_plain(file: Path, tally: RecordTally) -> Iterator[TextBlock]:
     if held:
         yield TextBlock(held, True, location)
     else:
-        tally.note(Fate.EMPTY, location)
+        tally.note(RecordOutcome.EMPTY, location)
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, data: bytes, file: Path, end: int) -> str:

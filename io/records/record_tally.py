@@ -17,7 +17,7 @@ REMEMBERED = 5  # locations of each fate
 NUM_SHOWN = 3  # of these, locations that a line of the report names
 
 
-class Fate(Enum):
+class RecordOutcome(Enum):
     """Names what can happen to a record other than being used whole. One conversation may have several fates."""
 
     BAD = "bad, skipped"
@@ -38,8 +38,8 @@ class RecordTally:
 
     def __init__(self, bad_records: BadRecords = "error") -> None:
         self._bad_records = bad_records
-        self._locations: dict[Fate, list[str]] = defaultdict(list)
-        self.counts: Counter[Fate] = Counter()
+        self._locations: dict[RecordOutcome, list[str]] = defaultdict(list)
+        self.counts: Counter[RecordOutcome] = Counter()
         self.num_records = 0
         self.num_sequences = 0
         self.num_tokens = 0
@@ -49,15 +49,15 @@ class RecordTally:
         """Count a bad record, or raise ConfigError with its location and problem if bad records are errors."""
         if self._bad_records == "error":
             raise ConfigError(f"data.path: {location}: {problem}. Fix the record, or set data.bad_records: skip")
-        self.note(Fate.BAD, f"{location}: {problem}")
+        self.note(RecordOutcome.BAD, f"{location}: {problem}")
 
-    def note(self, fate: Fate, location: RecordLocation | str) -> None:
+    def note(self, fate: RecordOutcome, location: RecordLocation | str) -> None:
         """Count a fate, and remember the locations of the first few records that met it."""
         self.counts[fate] += 1
         if len(self._locations[fate]) < REMEMBERED:
             self._locations[fate].append(str(location))
 
-    def locations(self, fate: Fate) -> tuple[str, ...]:
+    def locations(self, fate: RecordOutcome) -> tuple[str, ...]:
         """Return the locations of the first records that met a fate, those of bad ones with the problem."""
         return tuple(self._locations[fate])
 
@@ -78,7 +78,7 @@ class RecordTally:
             f"{self.num_records} records: {self.num_sequences} sequences, {self.num_tokens} tokens, "
             f"{self.num_supervised} of them learned"
         ]
-        for fate in Fate:
+        for fate in RecordOutcome:
             if count := self.counts[fate]:
                 more = "; …" if count > NUM_SHOWN else ""
                 lines.append(f"{count} {fate.value} ({'; '.join(self._locations[fate][:NUM_SHOWN])}{more})")

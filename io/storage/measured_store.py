@@ -19,14 +19,14 @@ MAX_TIMES = 4096  # kept at most; a step that waits for the disk has few of them
 METER = np.dtype([("moved", "i8", 2), ("busy", "f8", (MAX_TIMES, 2))])
 
 
-class Moved(NamedTuple):
+class IoBytes(NamedTuple):
     """Counts bytes read and written."""
 
     read: int = 0
     written: int = 0
 
 
-class Time(NamedTuple):
+class BusyInterval(NamedTuple):
     """Holds the start and end of a time, in seconds of CLOCK_MONOTONIC: one clock for all processes of a machine."""
 
     start_s: float
@@ -49,18 +49,18 @@ class DiskMeter:
         self._num_times = 0
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> IoBytes:
         """Return the bytes moved up to now by transfers that have ended."""
         with self._lock:
-            return Moved(*self._moved.tolist())
+            return IoBytes(*self._moved.tolist())
 
     @property
-    def busy(self) -> list[Time]:
+    def busy(self) -> list[BusyInterval]:
         """Return the newest busy times, oldest first."""
-        return [Time(*time) for time in sorted(self._busy.tolist()) if time[1]]
+        return [BusyInterval(*time) for time in sorted(self._busy.tolist()) if time[1]]
 
     @contextmanager
-    def transfer(self, num_bytes: Moved) -> Iterator[None]:
+    def transfer(self, num_bytes: IoBytes) -> Iterator[None]:
         """Measure the block as one transfer of so many bytes."""
         with self._lock:
             if not self._under_way:
@@ -77,7 +77,7 @@ class DiskMeter:
                     self._num_times += 1
 
 
-def busy_s(busy: np.ndarray[Any, np.dtype[np.float64]], within: Time) -> float:
+def busy_s(busy: np.ndarray[Any, np.dtype[np.float64]], within: BusyInterval) -> float:
     """Return for how many seconds of a time at least one of several meters had a transfer in flight.
 
     busy: the counter of that name of each meter, [meters, MAX_TIMES, 2].
@@ -110,9 +110,9 @@ class _MeasuredBlob:
         self._meter = meter
 
     async def read_into(self, offset: int, block: Block) -> None:
-        with self._meter.transfer(Moved(read=len(block))):
+        with self._meter.transfer(IoBytes(read=len(block))):
             await self._blob.read_into(offset, block)
 
     async def write_at(self, offset: int, block: Block) -> None:
-        with self._meter.transfer(Moved(written=len(block))):
+        with self._meter.transfer(IoBytes(written=len(block))):
             await self._blob.write_at(offset, block)

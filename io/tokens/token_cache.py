@@ -23,7 +23,7 @@ from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_fr
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
 from megatrain_ray.io.records.read_records import RecordLocation
 from megatrain_ray.io.records.read_texts import read_texts
-from megatrain_ray.io.records.record_tally import BadRecords, Fate, RecordTally
+from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.tokens.token_block import TokenBlock
 from megatrain_ray.io.tokens.token_writer import (
     ID_TYPES,
@@ -242,9 +242,9 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         itemsize=itemsize,
         num_tokens=writer.num_tokens,
         num_documents=writer.num_documents,
-        num_empty=tally.counts[Fate.EMPTY],
-        num_bad=tally.counts[Fate.BAD],
-        places=tally.locations(Fate.BAD),
+        num_empty=tally.counts[RecordOutcome.EMPTY],
+        num_bad=tally.counts[RecordOutcome.BAD],
+        places=tally.locations(RecordOutcome.BAD),
         highest_id=writer.highest_id,
         highest_file=writer.highest_file,
         end_of_document=tokenizer.end_of_document if tokenizer else None,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_ray.accounting.trace_file import Event
-from megatrain_ray.io.storage.measured_store import Time, busy_s
+from megatrain_ray.io.storage.measured_store import BusyInterval, busy_s
 from megatrain_ray.spans import Row
 
 
@@ -26,7 +26,7 @@ def busy_share(events: Iterable[Event]) -> float:
     steps = _times(event for event in _of(found, Row.STEPS) if event["name"].startswith("step "))
     if not steps.size:
         raise ValueError("the trace holds no step")
-    window = Time(steps.min(), steps.max())
+    window = BusyInterval(steps.min(), steps.max())
     compute = list(_of(found, Row.COMPUTE))
     waits_s = busy_s(_times(event for event in compute if event["cat"] == "wait"), window)
     # A wait may lie inside the work span that needs its result, so its time is subtracted from the work.

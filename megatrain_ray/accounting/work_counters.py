@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.io.storage.measured_store import METER, Time, busy_s
+from megatrain_ray.io.storage.measured_store import METER, BusyInterval, busy_s
 from megatrain_ray.io.storage.spill_file import taken_bytes
 
 # Counters of an optimizer shard: updates of all layers, seconds in which the kernel worked, bytes that its spill file
@@ -59,7 +59,7 @@ class WorkColumns:
         """Leave out what this GPU worker has moved since its last row. Call it when an evaluation has ended."""
         self._newest = self._now_moved()
 
-    def columns(self, step: int, time: Time) -> dict[str, Any]:
+    def columns(self, step: int, time: BusyInterval) -> dict[str, Any]:
         """Return the columns of the step that has just ended (docs/metrics.md).
 
         The step has waited for the update of the step before; its own may go on.
@@ -73,7 +73,7 @@ class WorkColumns:
             **(self._disk(step, time) if self._uses_disk else {}),
         }
 
-    def _disk(self, step: int, time: Time) -> dict[str, Any]:
+    def _disk(self, step: int, time: BusyInterval) -> dict[str, Any]:
         if self._file is not None:
             self._own["spill_bytes"] = taken_bytes(self._file)
         before, self._newest = self._newest, self._now_moved()

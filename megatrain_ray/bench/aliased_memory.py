@@ -13,7 +13,7 @@ from megatrain_ray.engine.activations.activation_store import held_activation_by
 from megatrain_ray.engine.layout.flat_layout import CUT_ELEMENTS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.units import format_bytes
 from megatrain_ray.workers.arenas import arena_sizes
 
@@ -33,22 +33,22 @@ class HostMemory:
     held_bytes: int
 
     @staticmethod
-    def of(prepared: Prepared) -> HostMemory:
-        plain = replace(prepared, structure=replace(prepared.structure, aliased_size=None))
-        return HostMemory(_host_bytes(plain), _host_bytes(prepared))
+    def of(run_spec: RunSpec) -> HostMemory:
+        plain = replace(run_spec, structure=replace(run_spec.structure, aliased_size=None))
+        return HostMemory(_host_bytes(plain), _host_bytes(run_spec))
 
 
-def with_aliases(prepared: Prepared, num_bytes: int) -> Prepared:
-    """Return `prepared` with the same plan, but host memory that all layers on the host share in turn.
+def with_aliases(run_spec: RunSpec, num_bytes: int) -> RunSpec:
+    """Return `run_spec` with the same plan, but host memory that all layers on the host share in turn.
 
     num_bytes: bytes of that memory; slightly less may be used.
 
     Raises ConfigError if one layer needs more than `num_bytes`, if the plan puts anything on disk (only memory can be
     aliased), or if `save_every` is set: a save of such a run would be meaningless.
     """
-    if prepared.config.save_every is not None:
-        raise ConfigError(f"{OPTION}: save_every is {prepared.config.save_every}: nothing of such a run can be saved")
-    plan, layout = prepared.plan, prepared.structure.layout(prepared.plan.num_fragments)
+    if run_spec.config.save_every is not None:
+        raise ConfigError(f"{OPTION}: save_every is {run_spec.config.save_every}: nothing of such a run can be saved")
+    plan, layout = run_spec.plan, run_spec.structure.layout(run_spec.plan.num_fragments)
     if plan.uses_disk or plan.disk_activations:
         count = len(plan.spilled_layers.union(plan.gradients_on_disk)) or len(plan.disk_activations)
         raise ConfigError(
@@ -63,7 +63,7 @@ def with_aliases(prepared: Prepared, num_bytes: int) -> Prepared:
             f"{OPTION} {format_bytes(num_bytes)}: the largest layer alone takes {alone}; give more, and so much that "
             "layers do not meet in the caches"
         )
-    return replace(prepared, structure=replace(prepared.structure, aliased_size=size))
+    return replace(run_spec, structure=replace(run_spec.structure, aliased_size=size))
 
 
 def _element_bytes(plan: Plan) -> int:
@@ -72,6 +72,6 @@ def _element_bytes(plan: Plan) -> int:
     return plan.precision.element_bytes + plan.gradients.slab_itemsize + (working if plan.host_activation_bytes else 0)
 
 
-def _host_bytes(prepared: Prepared) -> int:
-    plan, layout = prepared.plan, prepared.structure.layout(prepared.plan.num_fragments)
+def _host_bytes(run_spec: RunSpec) -> int:
+    plan, layout = run_spec.plan, run_spec.structure.layout(run_spec.plan.num_fragments)
     return sum(arena_sizes(plan, layout).values()) + held_activation_bytes(plan, layout)

@@ -23,14 +23,14 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.job import Job
+from megatrain_ray.crew.worker_group import WorkerGroup
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.machine.process_memory import GpuMemoryUse, device_memory, pss_of_run
 from megatrain_ray.machine.subprocess_call import in_own_process
 from megatrain_ray.model.model_source import ModelSource
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.trainer import Trainer, TrainSummary
@@ -47,7 +47,7 @@ class Observed:
     pss_bytes: proportional set size by process and kind of memory.
     """
 
-    prepared: Prepared
+    run_spec: RunSpec
     tokens: tuple[Path, ...]
     kernel_names: tuple[str, ...]
     update_times: Sequence[tuple[int, float]]
@@ -92,13 +92,13 @@ def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
         ceiling = in_process = None
         if options.with_ceiling:
             with startup.phase("measuring the resident ceiling"):
-                ceiling = in_own_process("the process of the resident ceiling", measure_ceiling, observed.prepared)
+                ceiling = in_own_process("the process of the resident ceiling", measure_ceiling, observed.run_spec)
         if options.compare_in_process:
             with startup.phase("making the same steps in one process"):
-                arguments = observed.prepared, observed.tokens
+                arguments = observed.run_spec, observed.tokens
                 in_process = in_own_process("the process without Ray", run_in_process, *arguments)
     comparison = compared[-1] if compared else None
-    return BenchResult(observed.prepared.config, observed, summary.rows, busy, comparison, ceiling, in_process)
+    return BenchResult(observed.run_spec.config, observed, summary.rows, busy, comparison, ceiling, in_process)
 
 
 class _AliasingTrainer(Trainer):
@@ -108,12 +108,12 @@ class _AliasingTrainer(Trainer):
         super().__init__(config)
         self._num_bytes = num_bytes
 
-    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> Prepared:
-        prepared = with_aliases(super()._prepare(config, machine, source), self._num_bytes)
-        memory = HostMemory.of(prepared)
+    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
+        run_spec = with_aliases(super()._prepare(config, machine, source), self._num_bytes)
+        memory = HostMemory.of(run_spec)
         held, planned = format_bytes(memory.held_bytes), format_bytes(memory.planned_bytes)
         say(f"{NOTE}; host memory takes {held} where the plan has {planned}")
-        return prepared
+        return run_spec
 
 
 def _check_updates(summary: TrainSummary) -> None:
@@ -125,11 +125,11 @@ def _check_updates(summary: TrainSummary) -> None:
         )
 
 
-def _observe(job: Job, crew: Crew) -> Observed:
-    plan = job.prepared.plan
+def _observe(job: RunContext, crew: WorkerGroup) -> Observed:
+    plan = job.run_spec.plan
     on_gpu = plan.device == "cuda"
     return Observed(
-        prepared=job.prepared,
+        run_spec=job.run_spec,
         tokens=job.tokens,
         kernel_names=tuple(crew.kernel_names),
         update_times=crew.update_times(),

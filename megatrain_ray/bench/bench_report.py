@@ -35,11 +35,11 @@ ABOVE_CEILING = 1.02  # a run faster than this share of its ceiling: more than t
 
 def to_report(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
     """Return the results as plain data that can be written as JSON."""
-    prepared = result.observed.prepared
+    run_spec = result.observed.run_spec
     rows = result.rows[options.measured]
     step_s = _distribution(row["step_s"] for row in rows)
     tflops = _median(rows, "model_tflops")
-    plan = _plan(prepared.plan)
+    plan = _plan(run_spec.plan)
     return {
         "version": VERSION,
         "warmup": options.warmup,
@@ -52,22 +52,22 @@ def to_report(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
         },
         "busy_share": result.busy_share,
         "prediction": plan.pop("prediction", None),
-        "plan_sha256": prepared.plan.sha256,
+        "plan_sha256": run_spec.plan.sha256,
         "comparison": result.comparison and TypeAdapter(Comparison).dump_python(result.comparison, mode="json"),
         "ceiling": _ceiling(result, tflops),
         "in_process": _in_process(result, options, step_s["median"]),
         "memory": _memory(result),
-        "aliased": {"note": NOTE, **asdict(HostMemory.of(prepared))} if prepared.is_aliased else None,
-        "state_share": state_share(prepared.plan),
+        "aliased": {"note": NOTE, **asdict(HostMemory.of(run_spec))} if run_spec.is_aliased else None,
+        "state_share": state_share(run_spec.plan),
         "optimizer": _optimizer(result),
         "bytes_per_parameter": {
-            direction: num_bytes / prepared.plan.num_parameters
-            for direction, num_bytes in moved_bytes(prepared.plan, prepared.structure).items()
+            direction: num_bytes / run_spec.plan.num_parameters
+            for direction, num_bytes in moved_bytes(run_spec.plan, run_spec.structure).items()
         },
         "plan": plan,
         "losses": _losses(result.rows),
         "all_step_s": [row["step_s"] for row in result.rows],
-        "hardware": hardware(prepared.plan.device),
+        "hardware": hardware(run_spec.plan.device),
         "versions": versions(),
         "commit": options.commit or commit(),
         "config": config_to_dict(result.config),
@@ -134,7 +134,7 @@ def _memory(result: BenchResult) -> dict[str, Any]:
 
 
 def _optimizer(result: BenchResult) -> dict[str, Any]:
-    plan = result.observed.prepared.plan
+    plan = result.observed.run_spec.plan
     return {
         "kernels": list(result.observed.kernel_names),
         "num_shards": plan.shards.num_shards,
@@ -149,9 +149,9 @@ def _shards(result: BenchResult) -> Iterator[dict[str, Any]]:
 
     The speed is parameters updated per second in which the kernel worked; None if the shard made no updates.
     """
-    prepared = result.observed.prepared
-    plan = prepared.plan
-    layout = prepared.structure.layout(plan.num_fragments).on_host(0, plan.hosts.num_hosts)
+    run_spec = result.observed.run_spec
+    plan = run_spec.plan
+    layout = run_spec.structure.layout(plan.num_fragments).on_host(0, plan.hosts.num_hosts)
     for k, (updates, update_s) in enumerate(result.observed.update_times):
         part = shard_layout(plan, layout, k)
         count = sum(layout.layers[i].logical(part.spans[i]).size for i in plan.layer_order)

@@ -16,7 +16,7 @@ from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.workers.arenas import arena_sizes, spill_files
 from megatrain_ray.workers.gpu_steps import FetchBatch
 from megatrain_ray.workers.gpu_worker import GpuWorker
@@ -24,29 +24,29 @@ from megatrain_ray.workers.messages import Progress
 from megatrain_ray.workers.shard_worker import ShardWorker
 
 
-def run_in_process(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
+def run_in_process(run_spec: RunSpec, tokens: Sequence[Path]) -> list[dict[str, Any]]:
     """Run all `train.steps` from the model's initial weights and return their rows of metrics.
 
     tokens: folders of the tokenized data sources.
     """
-    return asyncio.run(_run(prepared, tokens))
+    return asyncio.run(_run(run_spec, tokens))
 
 
-async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
-    plan = prepared.plan
-    layout = prepared.structure.layout(plan.num_fragments)
-    files = spill_files(plan, layout, prepared.config.spill.path)
+async def _run(run_spec: RunSpec, tokens: Sequence[Path]) -> list[dict[str, Any]]:
+    plan = run_spec.plan
+    layout = run_spec.structure.layout(plan.num_fragments)
+    files = spill_files(plan, layout, run_spec.config.spill.path)
     owner = ArenaHolder.create(arena_sizes(plan, layout), files)
-    shards = [_shard(prepared, k, owner.handles) for k in range(plan.shards.num_shards)]
+    shards = [_shard(run_spec, k, owner.handles) for k in range(plan.shards.num_shards)]
     with ThreadPoolExecutor(plan.shards.num_shards, thread_name_prefix="optimizer") as threads:
-        worker = GpuWorker(prepared, [owner.handles], _batches(prepared, tokens), _nothing_held_out)
+        worker = GpuWorker(run_spec, [owner.handles], _batches(run_spec, tokens), _nothing_held_out)
         serving: list[Future[None]] = []
         try:
             await worker.fill(None, None)
             await worker.build()
             await worker.start(Progress(0, 0))
             serving += [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
-            steps = range(1, prepared.config.train.steps + 1)
+            steps = range(1, run_spec.config.train.steps + 1)
             rows = [(await worker.step(step, save=False)).row for step in steps]
             await worker.close()
         except BaseException:
@@ -64,23 +64,23 @@ async def _run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any
     return rows
 
 
-def _shard(prepared: Prepared, index: int, handles: Handles) -> ShardWorker:
+def _shard(run_spec: RunSpec, index: int, handles: Handles) -> ShardWorker:
     """Create and initialize one shard.
 
     Call it for one shard after the other: Transformers imports its modules on first use, and that is not thread-safe.
     """
-    shard = ShardWorker(prepared, index, [handles])
+    shard = ShardWorker(run_spec, index, [handles])
     shard.initialize()
     return shard
 
 
-def _batches(prepared: Prepared, tokens: Sequence[Path]) -> FetchBatch:
+def _batches(run_spec: RunSpec, tokens: Sequence[Path]) -> FetchBatch:
     """Return a function that draws batches in a thread, so that they are drawn while a step runs.
 
     In a run with Ray another process draws them meanwhile.
     """
-    plan, vocab_size = prepared.plan, prepared.structure.vocab_size
-    data = DataWorker(prepared.config.data, tokens, vocab_size, plan.batch_size, 0, None)
+    plan, vocab_size = run_spec.plan, run_spec.structure.vocab_size
+    data = DataWorker(run_spec.config.data, tokens, vocab_size, plan.batch_size, 0, None)
 
     async def fetch(step: int) -> Batch:
         return await asyncio.to_thread(data.batch, step)

@@ -18,7 +18,7 @@ from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.model.flop_count import FlopCount
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.workers.open_device import make_device
 
 WARMUP_STEPS = 2
@@ -51,21 +51,21 @@ class Ceiling:
     hbm_peak_bytes: int
 
 
-def measure_ceiling(prepared: Prepared) -> Ceiling:
+def measure_ceiling(run_spec: RunSpec) -> Ceiling:
     """Measure the ceiling with the best size of micro-batch.
 
     On the CPU the size is at most the batch of a step: nothing else bounds it there.
     """
-    plan = prepared.plan
+    plan = run_spec.plan
     whole = replace(
         plan, limits=replace(plan.limits, hbm_bytes=None)
     )  # the ceiling may use the whole device, whatever the plan's limit
-    device = make_device(whole, deterministic=prepared.config.train.deterministic)
+    device = make_device(whole, deterministic=run_spec.config.train.deterministic)
     limit = plan.step.micro_batch_size * plan.step.num_micro_batches if plan.device == "cpu" else None
     try:
         with device.activate():
-            model = ResidentModel(prepared.source.factory, prepared.structure, plan, device)
-            rate = _Rate(prepared, model, FlopCount.of(prepared.structure, prepared.source))
+            model = ResidentModel(run_spec.source.factory, run_spec.structure, plan, device)
+            rate = _Rate(run_spec, model, FlopCount.of(run_spec.structure, run_spec.source))
             trials = search(rate.of, plan.step.micro_batch_size, limit)
         peak_bytes = device.memory().peak_bytes
     except torch.OutOfMemoryError:  # the weights alone do not fit
@@ -112,12 +112,12 @@ def _attempt(rate: Callable[[int], float], size: int) -> SizeTrial:
 class _Rate:
     """Measures model TFLOPS of micro-batches of whole rows, where each row is one document."""
 
-    prepared: Prepared
+    run_spec: RunSpec
     model: ResidentModel
     flops: FlopCount
 
     def of(self, micro_batch_size: int) -> float:
-        seq_len = self.prepared.plan.step.seq_len
+        seq_len = self.run_spec.plan.step.seq_len
         num_tokens = micro_batch_size * seq_len
         step = self._step(micro_batch_size)
         runner = self.model.with_micro_batch(micro_batch_size, step.objective)
@@ -132,10 +132,10 @@ class _Rate:
 
     def _step(self, micro_batch_size: int) -> StepInput:
         """Return a step of one micro-batch of random token ids."""
-        seq_len, train = self.prepared.plan.step.seq_len, self.prepared.config.train
+        seq_len, train = self.run_spec.plan.step.seq_len, self.run_spec.config.train
         generator = torch.Generator().manual_seed(0)
         shape = (micro_batch_size, seq_len + 1)
-        ids = torch.randint(self.prepared.structure.vocab_size, shape, generator=generator)
+        ids = torch.randint(self.run_spec.structure.vocab_size, shape, generator=generator)
         micro_batch = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         world = World(micro_batch_size * seq_len)
         return StepInput(1, (micro_batch,), world, train.seed, Objective(train.z_loss, train.label_smoothing))

@@ -20,7 +20,7 @@ from megatrain_ray.crew.ray_cluster import session_folders
 from megatrain_ray.data.tokenize_data import token_cache
 from megatrain_ray.driver.running_save import measure_disk
 from megatrain_ray.engine.device.cuda_info import device_name, num_gpus, total_memory_bytes
-from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from megatrain_ray.errors import MegatrainError
@@ -85,7 +85,7 @@ def _rates() -> Finding:
 
 
 def _kernel() -> Finding:
-    kernel = open_kernel(1, Hyper(0.9, 0.95, 1e-8, 0.1))
+    kernel = open_kernel(1, AdamWConstants(0.9, 0.95, 1e-8, 0.1))
     try:
         name = kernel.name
     finally:

@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.prepare import question_of
+from megatrain_ray.planning.run_spec import question_of
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
 
 

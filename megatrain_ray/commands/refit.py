@@ -25,7 +25,7 @@ from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
-from megatrain_ray.planning.prepare import predictor
+from megatrain_ray.planning.run_spec import predictor
 from megatrain_ray.report.measured_starts import compare_start, measured_starts
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_lock import hold_lock

@@ -16,15 +16,15 @@ import ray
 from ray.exceptions import RayActorError
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
-from megatrain_ray.engine.device.rank_group import Meeting, Place
+from megatrain_ray.engine.device.rank_group import Meeting, Rendezvous
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.workers.early_imports import import_first
 from megatrain_ray.workers.gpu_worker import GpuWorker
-from megatrain_ray.workers.messages import Progress, Seat
+from megatrain_ray.workers.messages import Progress, RankInfo
 
 
 def waiting(kind: type) -> type:
@@ -54,7 +54,7 @@ def show_own_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
-class Feed:
+class BatchFeed:
     """Fetches the batches of one GPU worker.
 
     If the data process dies, the batch is requested again from its replacement. That wait has no bound: the caller sets
@@ -114,7 +114,7 @@ class GpuActor(GpuWorker):
         show_own_gpus()
         import_first(modules)
 
-    async def open_meeting(self, address: str) -> Place:
+    async def open_meeting(self, address: str) -> Rendezvous:
         """Open the port at which several GPU workers meet, and return its address. Call it on rank 0 only.
 
         address: of this host, at which the other workers reach it.
@@ -123,7 +123,7 @@ class GpuActor(GpuWorker):
         return self._meeting.place
 
     async def setup(
-        self, prepared: Prepared, holders: Sequence[Handles], data: Any, after_pids: Sequence[int], seat: Seat | None
+        self, run_spec: RunSpec, holders: Sequence[Handles], data: Any, after_pids: Sequence[int], seat: RankInfo | None
     ) -> int:
         """Become the GPU worker and return the process id.
 
@@ -135,8 +135,8 @@ class GpuActor(GpuWorker):
         """
         for pid in after_pids:
             await asyncio.to_thread(wait_gone, pid, DEADLINE_S)
-        self._feed = Feed(data)
-        super().__init__(prepared, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
+        self._feed = BatchFeed(data)
+        super().__init__(run_spec, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
         self._filled = asyncio.Event()
         return os.getpid()
 

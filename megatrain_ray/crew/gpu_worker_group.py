@@ -14,9 +14,9 @@ from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import LostProcessError
 from megatrain_ray.io.arenas.arena_holder import Handles
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import DATA, gpu_name
-from megatrain_ray.workers.messages import Progress, Seat
+from megatrain_ray.workers.messages import Progress, RankInfo
 
 Holders = Callable[[int], Sequence[Handles]]  # returns the processes that hold the arenas of a host
 Until = Callable[[Mapping[Any, str], float], None]  # waits for calls, {call: text if late}, within seconds
@@ -35,17 +35,17 @@ class GpuWorkerGroup:
 
     data_arguments: Callable[[], Mapping[str, Any]]
 
-    def __init__(self, prepared: Prepared, place: Placement, check: Check, until_all: Until) -> None:
+    def __init__(self, run_spec: RunSpec, place: Placement, check: Check, until_all: Until) -> None:
         """Start nothing yet.
 
         check: called in every wait, as in `answer`.
         until_all: Supervisor.until_all.
         """
-        self._prepared = prepared
+        self._run_spec = run_spec
         self._place = place
         self._check = check
         self._until_all = until_all
-        plan = prepared.plan
+        plan = run_spec.plan
         self.workers = [
             ActorRole(
                 ProcessKind.GPU,
@@ -57,7 +57,7 @@ class GpuWorkerGroup:
             for rank in range(plan.hosts.num_gpus)
         ]
         self.data = ActorRole(ProcessKind.DATA, DATA, 0, place.take, lambda holders: self.data_arguments())
-        self._seats: list[Seat | None] = [None]
+        self._seats: list[RankInfo | None] = [None]
         self.asked: list[Any] = []
 
     @property
@@ -83,14 +83,14 @@ class GpuWorkerGroup:
             addresses = self._place.addresses
             meeting = self.gpu.open_meeting.remote(addresses[0])
             place = answer("the GPU workers found no place to meet", meeting, self._check)
-            self._seats = [Seat(rank, place, addresses[worker.host]) for rank, worker in enumerate(self.workers)]
+            self._seats = [RankInfo(rank, place, addresses[worker.host]) for rank, worker in enumerate(self.workers)]
         for worker in self.workers:
             worker.setup(holders(worker.host))
 
     def _arguments(self, rank: int, holders: Sequence[Handles]) -> dict[str, Any]:
         host = self.workers[rank].host
         return {
-            "prepared": self._prepared,
+            "prepared": self._run_spec,
             "holders": holders,
             "data": self.data.actor,
             # All earlier workers of its host: Ray decides whose GPU it gets.

@@ -14,7 +14,7 @@ from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.io.storage.disk_io import DiskIo
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.profiling.spill_folder import OtherHost
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_processes import owner_name, shard_name
@@ -23,16 +23,16 @@ from megatrain_ray.workers.arenas import arena_sizes, spill_files
 SAME_S = 30.0  # seconds within which a file system that hosts share shows them a file that was just replaced
 
 
-def owner_role(prepared: Prepared, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> ActorRole:
+def owner_role(run_spec: RunSpec, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> ActorRole:
     """Return the role of the arena owner of a host.
 
     left: ids of processes that an earlier attempt left on each Ray node, as Crew.elsewhere returns them.
     """
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
-        plan = prepared.plan
-        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
-        files = spill_files(plan, layout, prepared.config.spill.path)
+        plan = run_spec.plan
+        layout = run_spec.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
+        files = spill_files(plan, layout, run_spec.config.spill.path)
         folder = next((file.folder for file in files.values()), None)
         return {
             "sizes": arena_sizes(plan, layout),
@@ -45,26 +45,26 @@ def owner_role(prepared: Prepared, place: Placement, host: int, left: Mapping[st
     return ActorRole(ProcessKind.SHARED_STATE, owner_name(host), host, place.take, arguments)
 
 
-def shard_role(prepared: Prepared, place: Placement, number: int) -> ActorRole:
+def shard_role(run_spec: RunSpec, place: Placement, number: int) -> ActorRole:
     """Return the role of an optimizer shard.
 
     number: of the shard, counted over the shards of all hosts.
     """
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
-        return {"prepared": prepared, "index": number, "holders": holders, "after_pid": role.pid, "pinned": True}
+        return {"prepared": run_spec, "index": number, "holders": holders, "after_pid": role.pid, "pinned": True}
 
-    host = number // prepared.plan.shards.num_shards
+    host = number // run_spec.plan.shards.num_shards
     role = ActorRole(ProcessKind.SHARED_STATE, shard_name(number), host, place.take, arguments)
     return role
 
 
-def check_run_dir(prepared: Prepared, place: Placement, owners: Sequence[ActorRole], check: Check) -> None:
+def check_run_dir(run_spec: RunSpec, place: Placement, owners: Sequence[ActorRole], check: Check) -> None:
     """Raise ConfigError if another host does not see the run directory, into which all hosts save.
 
     Compares the plan file, again and again for at most SAME_S seconds. `check` is called as in `answer`.
     """
-    path, deadline_s = RunFiles(Path(prepared.config.run_dir).absolute()).plan_file, time.monotonic() + SAME_S
+    path, deadline_s = RunFiles(Path(run_spec.config.run_dir).absolute()).plan_file, time.monotonic() + SAME_S
     while others := _hosts_with_another(path, owners, check):
         if time.monotonic() < deadline_s:
             time.sleep(CHECK_S)

@@ -27,7 +27,7 @@ from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import LOOPBACK
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import DATA, GPU, OWNER, gpu_name, owner_name, shard_name
 from megatrain_ray.workers.arena_owner import ArenaOwner
 from megatrain_ray.workers.early_imports import COMPILER, TRANSFORMERS
@@ -92,15 +92,15 @@ class CrewSpec:
         return {owner_name(host): host for host in hosts} | of_shards | of_gpus | {DATA: 0}
 
 
-def crew_spec(prepared: Prepared) -> CrewSpec:
+def crew_spec(run_spec: RunSpec) -> CrewSpec:
     """Return the spec of the processes of a plan."""
-    plan = prepared.plan
+    plan = run_spec.plan
     return CrewSpec(
         plan.shards.num_shards,
         plan.device,
         plan.hosts.num_gpus,
         plan.hosts.num_hosts,
-        draws=prepared.source.folder is None,
+        draws=run_spec.source.folder is None,
         compiles=plan.compute.compiled_loss,
     )
 

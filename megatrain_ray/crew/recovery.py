@@ -34,7 +34,7 @@ class ProcessKind(Enum):
     UNKNOWN = auto()  # one of Ray's own
 
 
-class Recovery(Enum):
+class RecoveryAction(Enum):
     REPLACE_ACTOR = "another process takes its place"
     REPLACE_GPU_WORKERS = "all GPU workers are replaced, and the steps that have not ended are repeated"
     RESTART = "all processes are started again, from the newest save"
@@ -80,7 +80,7 @@ class Decision:
     error: to raise. Set for RESTART (LostProcessError, which the trainer catches) and GIVE_UP.
     """
 
-    action: Recovery
+    action: RecoveryAction
     why: str
     error: MegatrainError | None = None
 
@@ -96,10 +96,10 @@ def decide(failure: Failure, budget: FailureBudget) -> Decision:
     if failure.lost_hosts:
         return _restart(failure.lost_hosts)
     if failure.kind is not ProcessKind.GPU:
-        return Decision(Recovery.REPLACE_ACTOR, f"{name}: its state outlives it or can be made again")
+        return Decision(RecoveryAction.REPLACE_ACTOR, f"{name}: its state outlives it or can be made again")
     if not failure.repeats_steps:
         return _restart("the GPU worker died with what lives on the device, or an update under way")
-    return Decision(Recovery.REPLACE_GPU_WORKERS, f"{name}: no GPU worker can end a step without the others")
+    return Decision(RecoveryAction.REPLACE_GPU_WORKERS, f"{name}: no GPU worker can end a step without the others")
 
 
 def decide_restart(reason: str, budget: FailureBudget, newest_save: int | None) -> Decision:
@@ -113,7 +113,7 @@ def decide_restart(reason: str, budget: FailureBudget, newest_save: int | None) 
     origin = "nothing is saved: beginning again"
     if newest_save is not None:
         origin = f"going on from the save of step {newest_save}"
-    return Decision(Recovery.RESTART, f"{reason}; {origin} ({budget})")
+    return Decision(RecoveryAction.RESTART, f"{reason}; {origin} ({budget})")
 
 
 def describe_death(name: str, reason: str, *, could_not_start: bool) -> str:
@@ -127,11 +127,11 @@ def describe_death(name: str, reason: str, *, could_not_start: bool) -> str:
 
 
 def _give_up(message: str) -> Decision:
-    return Decision(Recovery.GIVE_UP, message, MegatrainError(message))
+    return Decision(RecoveryAction.GIVE_UP, message, MegatrainError(message))
 
 
 def _restart(reason: str) -> Decision:
-    return Decision(Recovery.RESTART, reason, LostProcessError(reason))
+    return Decision(RecoveryAction.RESTART, reason, LostProcessError(reason))
 
 
 def _over_budget(name: str, budget: FailureBudget) -> str:

@@ -15,11 +15,11 @@ from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, ActorRole, actor_id, a
 from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
 from megatrain_ray.crew.host_roles import owner_role, shard_role
 from megatrain_ray.crew.placement import Placement, crew_spec
-from megatrain_ray.crew.recovery import Failure, FailureBudget, ProcessKind, Recovery, decide, describe_death
+from megatrain_ray.crew.recovery import Failure, FailureBudget, ProcessKind, RecoveryAction, decide, describe_death
 from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import Handles
-from megatrain_ray.metrics.deaths import Faults
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.metrics.deaths import DeathRecorder
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import GPU
 from megatrain_ray.workers.messages import Progress
 
@@ -36,12 +36,12 @@ class Supervisor:
 
     def __init__(
         self,
-        prepared: Prepared,
+        run_spec: RunSpec,
         check_cluster: Callable[[], None] = lambda: None,
         record: Callable[[Mapping[str, int]], None] = lambda pids: None,
         placement: Placement | None = None,
         failures: FailureBudget | None = None,
-        faults: Faults | None = None,
+        faults: DeathRecorder | None = None,
         left: Mapping[str, Sequence[int]] = {},
     ) -> None:
         """Request the actors' resources, if no placement has done so.
@@ -53,16 +53,16 @@ class Supervisor:
         faults: records deaths and replacements; None: nobody does.
         left: `elsewhere` of the previous group, whose processes are ending.
         """
-        self._prepared = prepared
+        self._run_spec = run_spec
         self._check_cluster = check_cluster
         self._record = record
-        place = self._place = placement or Placement(crew_spec(prepared), awaits_nodes=True)
-        self._failures = failures or FailureBudget(prepared.config.max_failures)
+        place = self._place = placement or Placement(crew_spec(run_spec), awaits_nodes=True)
+        self._failures = failures or FailureBudget(run_spec.config.max_failures)
         self._faults = faults
-        plan = prepared.plan
-        self._owners = [owner_role(prepared, place, host, left) for host in range(plan.hosts.num_hosts)]
-        self._shards = [shard_role(prepared, place, number) for number in range(plan.num_parts - 1)]
-        self.group = GpuWorkerGroup(prepared, place, self.check, self.until_all)
+        plan = run_spec.plan
+        self._owners = [owner_role(run_spec, place, host, left) for host in range(plan.hosts.num_hosts)]
+        self._shards = [shard_role(run_spec, place, number) for number in range(plan.num_parts - 1)]
+        self.group = GpuWorkerGroup(run_spec, place, self.check, self.until_all)
         self._gone: set[str] = set()  # ids of actors that died, or were replaced
         self._progress: Callable[[], Progress] | None = None  # set once steps can run
         self._own_handles: Handles = {}  # what the driver holds while actors start
@@ -165,7 +165,7 @@ class Supervisor:
             except MegatrainError:
                 self._check_cluster()  # names the process that the node died of, if it died since the first check
                 raise
-            if time.monotonic() >= deadline_s or self._prepared.plan.hosts.num_hosts == 1:
+            if time.monotonic() >= deadline_s or self._run_spec.plan.hosts.num_hosts == 1:
                 return
             time.sleep(CHECK_S)
 
@@ -220,7 +220,7 @@ class Supervisor:
         self._record_death(name)
         self._failures.count += 1
         log.warning("%s died: %s", name, reason)
-        can_step, repeats_steps = self._progress is not None, self._prepared.plan.repeats_steps
+        can_step, repeats_steps = self._progress is not None, self._run_spec.plan.repeats_steps
         failure = Failure(name, kind, reason, could_not_start, can_step, repeats_steps, self._lost_hosts())
         decision = decide(failure, self._failures)
         log.info("%s: %s", decision.action.value, decision.why)
@@ -241,10 +241,10 @@ class Supervisor:
         if self._faults:
             self._faults.died(name)
 
-    def _replace(self, lost: Sequence[ActorRole], action: Recovery) -> None:
+    def _replace(self, lost: Sequence[ActorRole], action: RecoveryAction) -> None:
         for role in lost:
             ray.kill(role.actor)  # one that Ray could not reach for a moment may still live
-        if action is Recovery.REPLACE_GPU_WORKERS:
+        if action is RecoveryAction.REPLACE_GPU_WORKERS:
             assert self._progress is not None
             self.group.replace_gpus(self.holders, self._progress, lambda: self._record(self.pids))
             return

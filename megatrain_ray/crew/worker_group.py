@@ -35,7 +35,7 @@ from megatrain_ray.workers.messages import Progress
 log = logging.getLogger(__name__)
 
 
-class Crew(Supervisor):
+class WorkerGroup(Supervisor):
     """Drives all actors of a run from the driver.
 
     kernel_names: of the kernels that updates run as; set by `start`.
@@ -71,7 +71,7 @@ class Crew(Supervisor):
             self._wait_ready(owner)
             owner.assign(lambda actor: actor.run.remote(), serves=True)
         if len(self._owners) > 1:
-            check_run_dir(self._prepared, self._place, self._owners, self.check)
+            check_run_dir(self._run_spec, self._place, self._owners, self.check)
             warn_of_memory(self._owners, self.check)
         with held(self._owners[0].handles) as self._own_handles:  # so far only their owner holds them
             self._start_others()
@@ -101,7 +101,7 @@ class Crew(Supervisor):
 
     def _warn_of_homes(self) -> None:
         """Print one warning about all threads and memory that are not where the plan put them. Training goes on."""
-        if not self._prepared.plan.shards.homes:
+        if not self._run_spec.plan.shards.homes:
             return
         calls = self.group.ask_each("home_problems")
         of_gpus = [answer("a GPU worker did not start", call, self.check) for call in calls]
@@ -124,15 +124,15 @@ class Crew(Supervisor):
             shard.assign(task, serves=False)
         filling = self.group.ask_each("fill", save_folder, manifest)
         self._building = self.group.ask_each("build")
-        plan = self._prepared.plan
+        plan = self._run_spec.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         self._await_shards([*filling, *self._building], limit_s)
         for call in filling:
             self.until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves.includes_frozen:
-            self.base_checksums = base_checksums(self._prepared, lambda: self._read_base(limit_s))
+            self.base_checksums = base_checksums(self._run_spec, lambda: self._read_base(limit_s))
             if manifest is not None:
-                manifest.check_base(checksums_in(self._prepared, manifest, self.base_checksums))
+                manifest.check_base(checksums_in(self._run_spec, manifest, self.base_checksums))
 
     def _await_shards(self, calls: list[Any], limit_s: float) -> None:
         """Wait until the shards have loaded their weights.
@@ -198,7 +198,7 @@ class Crew(Supervisor):
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
         """Let all processes that hold state write their parts of a step's save; return the calls. Training goes on."""
         attempt = self._newest_save = SaveAttempt(step, self._newest_save.number + 1)
-        writers = [shard.actor for shard in self._shards] + [self.gpu] * bool(self._prepared.plan.hbm_layers)
+        writers = [shard.actor for shard in self._shards] + [self.gpu] * bool(self._run_spec.plan.hbm_layers)
         return [writer.write_part.remote(save_folder, attempt, compression) for writer in writers]
 
     def abandon_save(self) -> None:
@@ -223,12 +223,12 @@ class Crew(Supervisor):
 
     def update_times(self) -> list[tuple[int, float]]:
         """Return for each shard of the first host how many updates it has made, and seconds of its kernel in them."""
-        return self.ask_shards("update_time")[: self._prepared.plan.shards.num_shards]
+        return self.ask_shards("update_time")[: self._run_spec.plan.shards.num_shards]
 
-    def whereabouts(self) -> str:
+    def current_phase(self) -> str:
         """Return what the GPU worker is doing, for the message about a step that does not end."""
         try:
-            where: str = ray.get(self.gpu.whereabouts.remote(), timeout=10.0)
+            where: str = ray.get(self.gpu.current_phase.remote(), timeout=10.0)
         except (GetTimeoutError, RayError):
             return f"the GPU worker (process {self.pids.get(GPU)}) does not answer"
         return f"the GPU worker is at: {where}"
@@ -239,7 +239,7 @@ class Crew(Supervisor):
         assert self._progress is not None
         for closing in self.group.ask_each("close", self._progress().step):
             with suppress(RayActorError, LostProcessError):  # everything is saved
-                self.until(closing, "the GPU worker did not close", self._prepared.plan.update_deadline_s)
+                self.until(closing, "the GPU worker did not close", self._run_spec.plan.update_deadline_s)
         for role in (*self._owners, *self._shards):
             role.serves = False
             with suppress(RayActorError):  # everything is saved: a death does no harm

@@ -12,7 +12,7 @@ from typing import Any
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.recovery import decide_restart
-from megatrain_ray.driver.job import Job
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.session import Session
 from megatrain_ray.errors import DamagedSaveError, LostProcessError
 from megatrain_ray.io.saves.manifest import Manifest
@@ -42,27 +42,27 @@ class Trained:
     evaluations: Sequence[Mapping[str, Any]] = ()
 
 
-def train(job: Job, manifest: Manifest | None, placement: Placement | None) -> Trained:
+def train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> Trained:
     """Train, and record the start and its end in the run's history."""
-    plan, steps = job.prepared.plan, job.run.config.train.steps
+    plan, steps = job.run_spec.plan, job.run.config.train.steps
     here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
     # Recorded before anything of the start can fail.
     with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here):
         return _train(job, manifest, placement)
 
 
-def _train(job: Job, manifest: Manifest | None, placement: Placement | None) -> Trained:
+def _train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> Trained:
     """Train, and start again from a save if one turns out to be damaged or a process cannot be replaced.
 
     After a damaged save an earlier one is used; after a death the newest one.
 
     placement: holds actors that have started already; used in the first attempt only.
     """
-    run, plan = job.run, job.prepared.plan
+    run, plan = job.run, job.run_spec.plan
     step = first = manifest.step if manifest else 0
     num_evaluations = len(run.evaluations())
     while True:
-        aliased = ", host memory aliased" if job.prepared.is_aliased else ""
+        aliased = ", host memory aliased" if job.run_spec.is_aliased else ""
         log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
         num_failures = job.failures.count
         try:

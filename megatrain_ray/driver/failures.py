@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.errors import LostDeviceError, MegatrainError, ShardFailedError
 
 
-def understood(error: RayError, crew: Crew) -> MegatrainError:
+def understood(error: RayError, crew: WorkerGroup) -> MegatrainError:
     """Return the error that the user should read.
 
     This is our own error if an actor raised one. The error of a shard's own task comes before those that followed from

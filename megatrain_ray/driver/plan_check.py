@@ -12,7 +12,7 @@ from typing import Any
 from megatrain_ray.accounting.prediction_check import MIN_STEPS, NEWEST, compare, warning
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.actor_role import CLOSE_S, await_thread
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.machine.process_memory import pss_of_run
@@ -39,7 +39,7 @@ class PlanCheck:
         self._told: frozenset[str] = frozenset()  # names of the terms that were off at the last comparison
         self._thread: threading.Thread | None = None
 
-    def ended(self, crew: Crew, row: Mapping[str, Any]) -> None:
+    def ended(self, crew: WorkerGroup, row: Mapping[str, Any]) -> None:
         """Note the row of a step that has ended, and compare if it is time."""
         if self._first is None:
             self._first = row
@@ -55,7 +55,7 @@ class PlanCheck:
             self._next = 2 * self._num_usual
             self._compare(at_end=False)
 
-    def finish(self, crew: Crew) -> None:
+    def finish(self, crew: WorkerGroup) -> None:
         """Make the last comparison. Call it after the last step, while the processes still live."""
         if self._thread is not None:
             await_thread(self._thread, crew.check, DEADLINE_S)

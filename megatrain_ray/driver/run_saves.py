@@ -9,8 +9,8 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from megatrain_ray.console.logs import say
-from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.job import Job
+from megatrain_ray.crew.worker_group import WorkerGroup
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.running_save import RunningSave
 from megatrain_ray.driver.start_processes import SaveRates
 from megatrain_ray.engine.measure.save_cost import predict_stall_s
@@ -33,7 +33,7 @@ class RunSaves:
     rates: from which the stall of a save is predicted; set before the first save.
     """
 
-    def __init__(self, job: Job, crew: Crew, manifest: Manifest | None, spans: SpanLog) -> None:
+    def __init__(self, job: RunContext, crew: WorkerGroup, manifest: Manifest | None, spans: SpanLog) -> None:
         """Prepare to save. `manifest`: of the save that the attempt goes on from; None: there is none."""
         self._job = job
         self._crew = crew
@@ -50,9 +50,9 @@ class RunSaves:
 
         last_row: of metrics; empty: no step has ended.
         """
-        prepared, predicted_s = self._job.prepared, 0.0
-        if completed < step < prepared.config.train.steps and last_row:
-            predicted_s = predict_stall_s(prepared.plan, last_row["step_s"], *self.rates)
+        run_spec, predicted_s = self._job.run_spec, 0.0
+        if completed < step < run_spec.config.train.steps and last_row:
+            predicted_s = predict_stall_s(run_spec.plan, last_row["step_s"], *self.rates)
         try:
             self.running = RunningSave(self._job, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault
@@ -107,7 +107,7 @@ class RunSaves:
             timing = save.commit()
         self.step, self.num_applied, self.running = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
-        if save.held_up_s and completed < self._job.prepared.config.train.steps:
+        if save.held_up_s and completed < self._job.run_spec.config.train.steps:
             tell = log.info if self._has_told_of_waiting else say
             tell(
                 f"the next save was due before that of step {save.step} was written ({timing.write_s:.1f} s): training "
@@ -124,7 +124,7 @@ class RunSaves:
         """Return what a run that is interrupted after so many steps leaves, for the message."""
         if self.step == completed:
             return f"saved at step {self.step}; the same command resumes"
-        if self._job.prepared.config.save_every is None:
+        if self._job.run_spec.config.save_every is None:
             return "nothing saved (save_every: null)"
         if self.step >= 0:
             return f"all steps since the save of step {self.step} were skipped; the same command resumes from it"

@@ -15,8 +15,8 @@ import ray
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.config.yaml_file import config_to_dict
-from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.job import Job
+from megatrain_ray.crew.worker_group import WorkerGroup
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.plan.plan import Plan
@@ -41,7 +41,7 @@ from megatrain_ray.io.saves.save_folder import (
     prune,
 )
 from megatrain_ray.io.saves.save_writer import Piece
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 from megatrain_ray.workers.messages import Progress
 
@@ -51,19 +51,19 @@ ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every:
 ABANDON_S = 60.0  # seconds to wait for the writers of an abandoned save
 
 
-def check_save_room(prepared: Prepared, saves: Path, step: int, run: str | None = None) -> None:
+def check_save_room(run_spec: RunSpec, saves: Path, step: int, run: str | None = None) -> None:
     """Raise CapacityError unless all saves that will exist at the same time have room.
 
     Call it before the first step after `step`. `run`: the token of the run; other saves are never deleted.
     """
-    config = prepared.config
+    config = run_spec.config
     every = config.save_every or config.train.steps
     to_come = 1 + (config.train.steps - 1) // every - step // every
     # One more than is kept, since the newest is written before the oldest is deleted.
     num_there = sum(save_folder.why_kept(saves, saved, run) is None for saved in list_saves(saves))
     together = min(to_come, max(1, config.save_keep + 1 - num_there))
     what = "the save" if together == 1 else f"{together} saves"
-    check_room(saves, together * room_of_one(prepared.plan), what, ADVICE)
+    check_room(saves, together * room_of_one(run_spec.plan), what, ADVICE)
 
 
 def room_of_one(plan: Plan) -> int:
@@ -95,10 +95,10 @@ class RunningSave:
     Raises what a shard raised; then call `abandon`.
     """
 
-    def __init__(self, job: Job, crew: Crew, step: int, predicted_stall_s: float) -> None:
+    def __init__(self, job: RunContext, crew: WorkerGroup, step: int, predicted_stall_s: float) -> None:
         """Begin to write the save. Raises CapacityError, with nothing written, if there is no room for it."""
         run = job.run
-        check_room(run.saves, room_of_one(job.prepared.plan), f"the save of step {step}", ADVICE)
+        check_room(run.saves, room_of_one(job.run_spec.plan), f"the save of step {step}", ADVICE)
         self.step = step
         self._job = job
         self._crew = crew
@@ -108,7 +108,7 @@ class RunningSave:
         self._parts: list[WrittenPart] = []
         self._progress: Progress | None = None
         folder = prepare_save(run.saves, step, run.token)
-        self.calls = crew.write_parts(folder, step, job.prepared.config.save_compress)
+        self.calls = crew.write_parts(folder, step, job.run_spec.config.save_compress)
 
     def reached(self, progress: Progress) -> None:
         """Note where training stands at the end of the saved step. It may be further when the last part is written."""
@@ -141,7 +141,7 @@ class RunningSave:
 
     def check_deadline(self) -> None:
         """Raise DeadlineError if the save takes longer than the steps before it and the slowest disk would."""
-        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._job.prepared.plan.save_bytes)
+        limit_s = STEPS_AHEAD * STEP_DEADLINE_S + transfer_deadline_s(self._job.run_spec.plan.save_bytes)
         if time.monotonic() - self._start_s > limit_s:
             raise DeadlineError(
                 f"the save of step {self.step} was not written within {limit_s:.0f} s: is the disk stuck?"
@@ -157,11 +157,11 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        prepared, run, crew = self._job.prepared, self._job.run, self._crew
+        run_spec, run, crew = self._job.run_spec, self._job.run, self._crew
         position = crew.position_after(self.step)
-        manifest = _manifest(prepared, self._progress, position, parts, timing, crew.base_checksums)
+        manifest = _manifest(run_spec, self._progress, position, parts, timing, crew.base_checksums)
         commit_save(run.saves, self.step, replace(manifest, run=run.token))
-        prune(run.saves, prepared.config.save_keep, run.token)
+        prune(run.saves, run_spec.config.save_keep, run.token)
         return timing
 
     def abandon(self) -> None:
@@ -173,16 +173,16 @@ class RunningSave:
 
 
 def _manifest(
-    prepared: Prepared, progress: Progress, position: Mapping[str, Any], parts: tuple[PartManifest, ...],
+    run_spec: RunSpec, progress: Progress, position: Mapping[str, Any], parts: tuple[PartManifest, ...],
     timing: SaveTiming, checksums: Sequence[int | None],
 ) -> Manifest:  # fmt: skip
     """Return the manifest of a save.
 
     checksums: of each layer's frozen part if the save leaves that out, else empty.
     """
-    precision = prepared.plan.precision
+    precision = run_spec.plan.precision
     working = "working" if precision.is_split else "master"
-    layout = prepared.structure.layout(prepared.plan.num_fragments)
+    layout = run_spec.structure.layout(run_spec.plan.num_fragments)
     return Manifest(
         version=FORMAT_VERSION,
         step=progress.step,
@@ -195,10 +195,10 @@ def _manifest(
         },
         layers=tuple(map(_layer, layout.layers, checksums or [None] * len(layout.layers))),
         data=dict(position),
-        model=dict(prepared.source.config),
-        config=config_to_dict(prepared.config),
+        model=dict(run_spec.source.config),
+        config=config_to_dict(run_spec.config),
         parts=parts,
-        generation_config=dict(generation) if (generation := prepared.source.generation_config) else None,
+        generation_config=dict(generation) if (generation := run_spec.source.generation_config) else None,
         timing=timing,
         moments=precision.moments,
     )

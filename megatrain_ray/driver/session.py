@@ -11,11 +11,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.console.progress import ProgressView, describe_split, make_progress
 from megatrain_ray.crew.placement import Placement
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.failures import may_be_of_a_node, understood
-from megatrain_ray.driver.job import Job
 from megatrain_ray.driver.plan_check import PlanCheck
 from megatrain_ray.driver.policy import Action, Observation, RunPolicy
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.run_saves import RunSaves
 from megatrain_ray.driver.running_evaluation import RunningEvaluation
 from megatrain_ray.driver.stall_watch import StallWatch
@@ -24,7 +24,7 @@ from megatrain_ray.driver.tracing import Tracing
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.metrics.deaths import Faults
+from megatrain_ray.metrics.deaths import DeathRecorder
 from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import forget, record
@@ -43,7 +43,7 @@ class Session:
     _view: ProgressView  # exists while the loop runs
 
     def __init__(
-        self, job: Job, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
+        self, job: RunContext, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
     ) -> None:
         """Prepare an attempt.
 
@@ -53,7 +53,7 @@ class Session:
         self._job = job
         self._manifest = manifest
         self._sinks = sinks
-        self._config, self._plan, run = job.prepared.config, job.prepared.plan, job.run
+        self._config, self._plan, run = job.run_spec.config, job.run_spec.plan, job.run
         self._policy = RunPolicy.of(self._config)
         step = manifest.step if manifest else 0
         self._progress = Progress(step, manifest.optimizer_step if manifest else 0)
@@ -64,11 +64,11 @@ class Session:
         self._held_out = job.held_out.open() if job.held_out else None  # opened once: packing chats takes a while
         self._evaluation: RunningEvaluation | None = None
         self._evaluated = run.last_evaluated
-        watch = Faults(History(run.path), sinks, lambda: self._progress.step)
+        watch = DeathRecorder(History(run.path), sinks, lambda: self._progress.step)
         to_record = partial(record, run.path)
-        self._crew = Crew(job.prepared, job.daemons.check, to_record, placement, job.failures, watch, job.left)
-        self._stall = StallWatch(self._crew.whereabouts)
-        self._tracing = Tracing(job.prepared, run.path, step)
+        self._crew = WorkerGroup(job.run_spec, job.daemons.check, to_record, placement, job.failures, watch, job.left)
+        self._stall = StallWatch(self._crew.current_phase)
+        self._tracing = Tracing(job.run_spec, run.path, step)
         self._plan_check = PlanCheck(self._plan, run.path)
         self._saves = RunSaves(job, self._crew, manifest, self._tracing.spans)
 

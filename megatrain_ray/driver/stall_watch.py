@@ -15,12 +15,12 @@ SILENCE_S = 60.0  # seconds in which nothing ends, after which the driver prints
 class StallWatch:
     """Measures how long nothing has ended."""
 
-    def __init__(self, whereabouts: Callable[[], str]) -> None:
+    def __init__(self, current_phase: Callable[[], str]) -> None:
         """Begin to measure.
 
         whereabouts: returns what the GPU worker is doing.
         """
-        self._whereabouts = whereabouts
+        self._whereabouts = current_phase
         self.reset()
 
     def reset(self) -> None:

@@ -13,8 +13,8 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.placement import CrewSpec, Placement, crew_spec
 from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_cluster
 from megatrain_ray.crew.ray_resources import check_device
-from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.job import Job
+from megatrain_ray.crew.worker_group import WorkerGroup
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.running_save import check_save_room, measure_disk
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
@@ -35,7 +35,9 @@ class SaveRates(NamedTuple):
     copy_bytes_per_s: float = 0.0
 
 
-def start_processes(crew: Crew, job: Job, manifest: Manifest | None, progress: Callable[[], Progress]) -> SaveRates:
+def start_processes(
+    crew: WorkerGroup, job: RunContext, manifest: Manifest | None, progress: Callable[[], Progress]
+) -> SaveRates:
     """Start all actors, load their state and build the engine. Return the rates of saves.
 
     manifest: of the save to go on from; None: begin with the model's initial values.
@@ -43,13 +45,13 @@ def start_processes(crew: Crew, job: Job, manifest: Manifest | None, progress: C
 
     Raises CapacityError if saves have no room, and what the crew raises.
     """
-    plan, config, run, startup = job.prepared.plan, job.prepared.config, job.run, job.startup
+    plan, config, run, startup = job.run_spec.plan, job.run_spec.config, job.run, job.startup
     disk_bytes_per_s = 0.0
     if config.save_every is not None:
         with startup.phase("measuring the disk"):
-            check_save_room(job.prepared, run.saves, progress().step, run.token)
+            check_save_room(job.run_spec, run.saves, progress().step, run.token)
             disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, config.save_compress)
-    with startup.phase(f"starting {crew_spec(job.prepared).num_processes} processes"):
+    with startup.phase(f"starting {crew_spec(job.run_spec).num_processes} processes"):
         crew.start(lambda: _data_arguments(job, manifest))
     with startup.phase(_loading(job, manifest)):
         crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
@@ -61,16 +63,16 @@ def start_processes(crew: Crew, job: Job, manifest: Manifest | None, progress: C
     return SaveRates(disk_bytes_per_s, copy_bytes_per_s)
 
 
-def _data_arguments(job: Job, manifest: Manifest | None) -> dict[str, Any]:
+def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any]:
     """Return the arguments of a data process.
 
     It begins where this attempt began, and skips from there to the batch that it is asked for.
     """
-    config, plan = job.prepared.config, job.prepared.plan
+    config, plan = job.run_spec.config, job.run_spec.plan
     return {
         "data": config.data,
         "tokens": job.tokens,
-        "vocab_size": job.prepared.structure.vocab_size,
+        "vocab_size": job.run_spec.structure.vocab_size,
         "batch_size": plan.batch_size,
         "num_readers": plan.hosts.num_gpus,
         "step": manifest.step if manifest else 0,
@@ -80,18 +82,18 @@ def _data_arguments(job: Job, manifest: Manifest | None) -> dict[str, Any]:
     }
 
 
-def _loading(job: Job, manifest: Manifest | None) -> str:
-    parameters = f"{format_count(job.prepared.plan.num_parameters)} parameters"
+def _loading(job: RunContext, manifest: Manifest | None) -> str:
+    parameters = f"{format_count(job.run_spec.plan.num_parameters)} parameters"
     if manifest is not None:
         return f"restoring {parameters} from the save of step {manifest.step}"
-    return f"loading {parameters}" if job.prepared.source.folder else f"making {parameters} at random"
+    return f"loading {parameters}" if job.run_spec.source.folder else f"making {parameters} at random"
 
 
-def _warn_of_stop(job: Job, disk_bytes_per_s: float) -> None:
+def _warn_of_stop(job: RunContext, disk_bytes_per_s: float) -> None:
     """Print a warning if a stopped job of Ray would be killed before its last save is complete."""
-    plan = job.prepared.plan
+    plan = job.run_spec.plan
     step_s = plan.prediction.step_s if plan.prediction else 0.0
-    needed_s = stop_wait_s(plan, job.prepared.config.save_every, disk_bytes_per_s, step_s)
+    needed_s = stop_wait_s(plan, job.run_spec.config.save_every, disk_bytes_per_s, step_s)
     if warning := warning_of(needed_s, os.environ):
         say(warning)
 

@@ -12,9 +12,9 @@ import ray
 from megatrain_ray.accounting.trace_file import TracedProcess, trace_path, write_trace
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.actor_role import CLOSE_S, await_thread
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import SpanLog, traced_steps
 
 log = logging.getLogger(__name__)
@@ -23,26 +23,26 @@ log = logging.getLogger(__name__)
 class Tracing:
     """Collects the spans of a run and writes its timeline. No error in it ends the run."""
 
-    def __init__(self, prepared: Prepared, run_dir: Path, completed: int) -> None:
+    def __init__(self, run_spec: RunSpec, run_dir: Path, completed: int) -> None:
         """Prepare to trace the steps that log.trace names.
 
         completed: updates made before. Steps among them are not traced again.
         """
-        steps = traced_steps(prepared.config.log.trace)
+        steps = traced_steps(run_spec.config.log.trace)
         self._steps = range(max(steps.start, completed + 1), steps.stop)
-        self._prepared = prepared
+        self._run_spec = run_spec
         self._run_dir = run_dir
         self._thread: threading.Thread | None = None
         self.spans = SpanLog()
         self._watch(completed)
 
-    def ended(self, crew: Crew, step: int) -> None:
+    def ended(self, crew: WorkerGroup, step: int) -> None:
         """Collect spans if the last traced step has ended. Call it after every step."""
         if step in self._steps and step == self._steps[-1]:
             self._collect(crew, step)
         self._watch(step)
 
-    def finish(self, crew: Crew, completed: int) -> None:
+    def finish(self, crew: WorkerGroup, completed: int) -> None:
         """Write the spans of traced steps that were cut short, and wait for the file.
 
         Call it after the last step, while the processes still live.
@@ -60,12 +60,12 @@ class Tracing:
     @property
     def _limit_s(self) -> float:
         """Return the bound of an answer, in seconds: a process answers when step and update are over."""
-        return STEP_DEADLINE_S + self._prepared.plan.update_deadline_s + DEADLINE_S
+        return STEP_DEADLINE_S + self._run_spec.plan.update_deadline_s + DEADLINE_S
 
     def _watch(self, completed: int) -> None:
         self.spans.on = completed + 1 in self._steps
 
-    def _collect(self, crew: Crew, last: int) -> None:
+    def _collect(self, crew: WorkerGroup, last: int) -> None:
         calls = crew.spans(last)
         # A daemon: a driver whose processes have died must still be able to exit.
         self._thread = threading.Thread(target=self._write, args=(calls, last), name="trace", daemon=True)
@@ -77,7 +77,7 @@ class Tracing:
             processes = [process for process in found if process is not None]
             processes.append(TracedProcess("driver", self.spans.take()))
             path = trace_path(self._run_dir, self._steps[0], last)
-            path = write_trace(path, processes, [layer.name for layer in self._prepared.plan.layers])
+            path = write_trace(path, processes, [layer.name for layer in self._run_spec.plan.layers])
         except Exception as error:
             log.warning("no trace", exc_info=error)
             say(f"warning: the trace was not written ({type(error).__name__}: {error}); the training goes on")

@@ -126,7 +126,7 @@ def _empty(source: ModelSource | None, manifest: Manifest) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ExportExtras:
     """Holds what an export needs that no save holds.
 
     model_class: the model's class in Transformers.
@@ -141,7 +141,7 @@ class Beside:
     code: Sequence[Path] = ()
 
 
-def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
+def beside_the_save(config: ModelConfig, manifest: Manifest) -> ExportExtras:
     """Return what an export needs in addition to a save, from the folder that the run began with.
 
     `rest` are the parameters that text does not reach and the persistent buffers. Raises ConfigError if that folder is
@@ -155,7 +155,7 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
     buffers = [name for name in empty.state_dict() if name in dict(empty.named_buffers())]
     code = sorted(source.code.glob("*.py")) if source and source.code else ()
     if not parameters and not buffers:
-        return Beside(type(empty).__name__, names, code=code)
+        return ExportExtras(type(empty).__name__, names, code=code)
     source = source or open_model(config)
     whole = {name: [CheckpointTensor.whole(name, tuple(empty.get_parameter(name).shape))] for name in parameters}
     pieces = {t.name: (name, t) for name in parameters for t in names.get(name) or whole[name]}
@@ -170,7 +170,7 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> Beside:
             if name in left
         ]
         rest += read + [_as_it_is(name, made.get_buffer(name)) for name in buffers if name in left]
-    return Beside(type(empty).__name__, names, rest, code)
+    return ExportExtras(type(empty).__name__, names, rest, code)
 
 
 def _as_stored(folder: WeightFolder, name: str) -> ExportTensor:

@@ -9,7 +9,7 @@ from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_history import History
 
 
-class Faults:
+class DeathRecorder:
     """Records deaths in the run's history and counts them in its metric sinks."""
 
     def __init__(self, history: History, sinks: MetricSinks, step: Callable[[], int]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
 from megatrain_ray.engine.step.engine import StepReport
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.io.storage.measured_store import Time
+from megatrain_ray.io.storage.measured_store import BusyInterval
 from megatrain_ray.model.flop_count import FlopCount
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 
 EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python")
 
@@ -23,16 +23,16 @@ class StepRows:
     newest: when the step of the newest row began and ended.
     """
 
-    newest: Time
+    newest: BusyInterval
 
-    def __init__(self, prepared: Prepared, host_bytes: int) -> None:
+    def __init__(self, run_spec: RunSpec, host_bytes: int) -> None:
         """Create the rows of a run, and start the clock.
 
         host_bytes: bytes of all arenas.
         """
-        self._train = prepared.config.train
-        self._is_aliased = prepared.is_aliased
-        self._flops = FlopCount.of(prepared.structure, prepared.source)
+        self._train = run_spec.config.train
+        self._is_aliased = run_spec.is_aliased
+        self._flops = FlopCount.of(run_spec.structure, run_spec.source)
         self._host_bytes = host_bytes
         self.start_clock()
 
@@ -59,7 +59,7 @@ class StepRows:
         data_s: seconds that the step waited for its batch.
         """
         now_s = time.perf_counter()
-        self.newest = Time(self._start_s, now_s)
+        self.newest = BusyInterval(self._start_s, now_s)
         step_s, self._start_s = now_s - self._start_s, now_s
         flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
         terms = {} if report.cross_entropy is None else {"cross_entropy": report.cross_entropy}

@@ -7,7 +7,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.layout.parameter_group import ParameterGroup
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
-from megatrain_ray.engine.optimizer.adamw import Hyper
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 
 
@@ -41,7 +41,7 @@ def muon_of(train: OptimizationConfig) -> Muon | None:
     return Muon(muon.momentum, muon.nesterov, muon.ns_steps, LrAdjustment(muon.adjust_lr))
 
 
-def hyper_of(train: OptimizationConfig) -> Hyper:
+def hyper_of(train: OptimizationConfig) -> AdamWConstants:
     """Return the constants that all optimizer updates of the run use."""
     seed = train.seed if train.moments == "bf16" else None
-    return Hyper(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)
+    return AdamWConstants(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)

@@ -17,7 +17,7 @@ from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, Request, SpillSpace
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.prepare import Question
+from megatrain_ray.planning.run_spec import PlanningProblem
 from megatrain_ray.planning.stop_deadline import VARIABLE, stop_wait_s
 from megatrain_ray.units import format_bytes, format_count, format_duration, format_seconds
 
@@ -116,7 +116,7 @@ class Alternative:
         }
 
 
-def alternatives(question: Question, plan: Plan | None) -> Iterator[Alternative]:
+def alternatives(question: PlanningProblem, plan: Plan | None) -> Iterator[Alternative]:
     """Yield the plan itself, then the plan with each change made by itself.
 
     plan: None if nothing fits.

@@ -41,7 +41,7 @@ FOLDERS = ("plans", "saves", "tokenizer", "inputs")
 
 
 class RunDir(RunFiles):
-    """A run directory in use: the lock is held, and `config` is resolved and may run in it.
+    """Represents a run directory in use: the lock is held, and `config` is resolved and may run in it.
 
     token: of the run.
     """

@@ -8,7 +8,7 @@ import torch
 
 from megatrain_ray.accounting.work_counters import WorkCounters
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
@@ -71,15 +71,17 @@ def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
 
 
 def words_bytes(plan: Plan) -> int:
-    return WORD_BYTES * HostWords.num_words(len(plan.layers), len(plan.updated_layers), plan.hosts.gpus_per_host)
+    return WORD_BYTES * SharedUpdateState.num_words(
+        len(plan.layers), len(plan.updated_layers), plan.hosts.gpus_per_host
+    )
 
 
-def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> HostWords:
+def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> SharedUpdateState:
     """Return the signal words of a host.
 
     buffer: shared memory of at least `words_bytes` bytes.
     """
-    return HostWords(
+    return SharedUpdateState(
         buffer, len(plan.layers), len(plan.updated_layers), plan.hosts.gpus_per_host, host * plan.shards.num_shards
     )
 

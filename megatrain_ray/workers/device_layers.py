@@ -6,15 +6,15 @@ from pathlib import Path
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shards.save_part import WrittenPart, write_gated_part
-from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.model.optimizer_settings import hyper_of
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 
 
 class DeviceLayers:
@@ -23,14 +23,14 @@ class DeviceLayers:
     May be used from several threads, as a shard may.
     """
 
-    def __init__(self, prepared: Prepared, layout: ModelLayout, device: Device, words: HostWords) -> None:
-        plan = prepared.plan
-        self._prepared = prepared
+    def __init__(self, run_spec: RunSpec, layout: ModelLayout, device: Device, words: SharedUpdateState) -> None:
+        plan = run_spec.plan
+        self._run_spec = run_spec
         self._index = plan.shards.num_shards
         self._part = plan.num_parts - 1
-        self.shard = DeviceShard(plan, layout, device, hyper_of(prepared.config.train))
+        self.shard = DeviceShard(plan, layout, device, hyper_of(run_spec.config.train))
         copies = [self.shard.copy_bytes(layer) for layer in self.shard.updated]
-        self._spare = SpareMemory(copies, plan.saves.device_copy_bytes)
+        self._spare = SnapshotBuffers(copies, plan.saves.device_copy_bytes)
         self._gate = SaveGate(self.shard, words, self._index, self.shard.updated, self._spare, plan.update_deadline_s)
         self.gate = DeviceGate(self.shard, words, self._index, self._gate)
 
@@ -39,7 +39,7 @@ class DeviceLayers:
 
         What a save leaves out is loaded from where the run began. Raises what either source raises.
         """
-        source, plan = self._prepared.source, self._prepared.plan
+        source, plan = self._run_spec.source, self._run_spec.plan
         if save_folder is None or manifest is None:
             self.shard.load(source.weights(), plan.compute.num_threads)
             return

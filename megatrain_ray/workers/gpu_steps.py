@@ -16,7 +16,7 @@ from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.metrics.step_rows import StepRows
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, StepResult
 from megatrain_ray.workers.open_device import memory_explained
@@ -31,14 +31,14 @@ class GpuSteps:
     """
 
     def __init__(
-        self, prepared: Prepared, engine: Engine, rank: int, fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
+        self, run_spec: RunSpec, engine: Engine, rank: int, fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
         rows: StepRows, work: WorkColumns, progress: Progress,
     ) -> None:  # fmt: skip
         """Get ready for the step after `progress`, and begin to fetch its batch.
 
         work: makes the columns of rows that tell of all processes of the host.
         """
-        self._prepared = prepared
+        self._run_spec = run_spec
         self._engine = engine
         self._rank = rank
         self._fetch_batch = fetch_batch
@@ -58,7 +58,7 @@ class GpuSteps:
         """
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
-            await self._trace(step in traced_steps(self._prepared.config.log.trace))
+            await self._trace(step in traced_steps(self._run_spec.config.log.trace))
             with self._engine.device.spans.span(Row.STEPS, f"step {step}"):
                 result = await self._step(step, save)
             self._turn.notify_all()
@@ -68,13 +68,13 @@ class GpuSteps:
         start = time.perf_counter()
         batch = await self._take_batch(self._next_batch, f"batch of step {step}")
         data_s = time.perf_counter() - start
-        train = self._prepared.config.train
+        train = self._run_spec.config.train
         if step < train.steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-        world = World(batch.num_supervised, self._rank, self._prepared.plan.hosts.num_gpus)
-        inputs = StepInput(step, self._micro_batches(batch), world, train.seed, objective_of(self._prepared))
+        world = World(batch.num_supervised, self._rank, self._run_spec.plan.hosts.num_gpus)
+        inputs = StepInput(step, self._micro_batches(batch), world, train.seed, objective_of(self._run_spec))
         params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
-        with memory_explained(self._prepared.plan, f"step {step}"):
+        with memory_explained(self._run_spec.plan, f"step {step}"):
             report = await self._engine.step(inputs, params, train.clip)
         self._engine.device.timeline.clear()  # nobody reads these records, which take 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
@@ -83,8 +83,8 @@ class GpuSteps:
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""
-        of_all = micro_batches_of(batch, self._prepared.plan.step.micro_batch_size)
-        count = len(of_all) // self._prepared.plan.hosts.num_gpus
+        of_all = micro_batches_of(batch, self._run_spec.plan.step.micro_batch_size)
+        count = len(of_all) // self._run_spec.plan.hosts.num_gpus
         return of_all[self._rank * count : (self._rank + 1) * count]
 
     async def _trace(self, on: bool) -> None:
@@ -109,7 +109,7 @@ class GpuSteps:
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated(step) == index)
             batch = await self._take_batch(fetching, f"held-out batch {index}")
-            with memory_explained(self._prepared.plan, f"evaluating after step {step}"):
+            with memory_explained(self._run_spec.plan, f"evaluating after step {step}"):
                 total = await self._engine.evaluate(self._micro_batches(batch), step)
             self._engine.device.timeline.clear()
             self._rows.start_clock()
@@ -142,6 +142,6 @@ class GpuSteps:
         await self._engine.drain(self._progress.step)
 
 
-def objective_of(prepared: Prepared) -> Objective:
-    train = prepared.config.train
+def objective_of(run_spec: RunSpec) -> Objective:
+    train = run_spec.config.train
     return Objective(train.z_loss, train.label_smoothing)

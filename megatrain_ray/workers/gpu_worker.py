@@ -24,7 +24,7 @@ from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import (
     Engine,
 )
-from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import LostProcessError
 from megatrain_ray.io.arenas.arena import ArenaHandle
@@ -33,7 +33,7 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.storage.measured_store import DiskMeter
 from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.model.optimizer_settings import muon_of
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import RecordedSpans
 from megatrain_ray.workers.arenas import (
     COUNTERS,
@@ -49,7 +49,7 @@ from megatrain_ray.workers.arenas import (
 )
 from megatrain_ray.workers.device_layers import DeviceLayers
 from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, objective_of
-from megatrain_ray.workers.messages import HeldOutLoss, Progress, Seat, StepResult
+from megatrain_ray.workers.messages import HeldOutLoss, Progress, RankInfo, StepResult
 from megatrain_ray.workers.numa_binding import settle_gpu_worker
 from megatrain_ray.workers.open_device import check_free, make_device, memory_explained
 
@@ -62,8 +62,8 @@ class GpuWorker:
     """
 
     def __init__(
-        self, prepared: Prepared, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
-        pinned: bool = False, seat: Seat | None = None,
+        self, run_spec: RunSpec, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
+        pinned: bool = False, seat: RankInfo | None = None,
     ) -> None:  # fmt: skip
         """Attach the arenas of the host and open the device.
 
@@ -71,12 +71,12 @@ class GpuWorker:
         pinned: this worker has the process to itself, and keeps it on the CPUs of its home if the plan gives it one.
         seat: None if this is the only worker.
         """
-        self._prepared = prepared
-        plan = prepared.plan
+        self._run_spec = run_spec
+        plan = run_spec.plan
         self._seat = seat
         self._rank = seat.rank if seat else 0
         host, self._host_rank = divmod(self._rank, plan.hosts.gpus_per_host)
-        self._layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
+        self._layout = run_spec.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
@@ -91,10 +91,10 @@ class GpuWorker:
             self._device_words = words_in(memoryview(mmap.mmap(-1, words_bytes(plan))), plan)
         self._device_layers: DeviceLayers | None = None
         with memory_explained(plan, "opening the device"):
-            self._device = make_device(plan, deterministic=prepared.config.train.deterministic)
+            self._device = make_device(plan, deterministic=run_spec.config.train.deterministic)
             check_free(plan, self._device)
             if plan.hbm_layers:
-                self._device_layers = DeviceLayers(prepared, self._layout, self._device, self._device_words)
+                self._device_layers = DeviceLayers(run_spec, self._layout, self._device, self._device_words)
                 if self._rank:  # only rank 0 saves them: updates of other ranks wait for no save
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
         self._counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.shards.num_shards, plan.hosts.gpus_per_host)
@@ -130,27 +130,27 @@ class GpuWorker:
     async def base_checksums(self) -> tuple[int | None, ...]:
         """Return the checksum of each layer's frozen part, once weights are loaded."""
         return await asyncio.to_thread(
-            frozen_checksums, self._layout, self._working_of, self._prepared.plan.compute.num_threads
+            frozen_checksums, self._layout, self._working_of, self._run_spec.plan.compute.num_threads
         )
 
     def _working_of(self, layer: int) -> torch.Tensor:
         if self._device_layers is not None and layer in self._device_layers.shard.layers:
             return self._device_layers.shard.working_of(layer)
-        return WorkingArena(self._prepared.plan, self._layout, self._working()).of_layer(layer)
+        return WorkingArena(self._run_spec.plan, self._layout, self._working()).of_layer(layer)
 
     def _working(self) -> torch.Tensor:
         """Return the working copies in host memory, 1-D."""
-        size = self._layout.size_among(self._prepared.plan.weights_on_host)
-        num_bytes = size * self._prepared.plan.precision.working_dtype.itemsize
+        size = self._layout.size_among(self._run_spec.plan.weights_on_host)
+        num_bytes = size * self._run_spec.plan.precision.working_dtype.itemsize
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
-        return working.view(self._prepared.plan.precision.working_dtype)
+        return working.view(self._run_spec.plan.precision.working_dtype)
 
     async def build(self) -> None:
         """Build the engine and compile what steps need, once the layers on the device are filled.
 
         Reads nothing of the layers on the host, so shards may still be loading them.
         """
-        plan, structure, layout = self._prepared.plan, self._prepared.structure, self._layout
+        plan, structure, layout = self._run_spec.plan, self._run_spec.structure, self._layout
         slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
         slab = slab[: held_slab_bytes(plan, layout) + plan.gradients.direction_slab_bytes]
         if plan.compute.compiled_loss:
@@ -167,24 +167,26 @@ class GpuWorker:
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
             self._engine = build_engine(
-                self._prepared.source.factory, structure, plan, device, host,
-                muon=muon_of(self._prepared.config.train),
+                self._run_spec.source.factory, structure, plan, device, host,
+                muon=muon_of(self._run_spec.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
                 spill=open_activations(plan, self._holder, self._activations_meter, self._host_rank),
                 ranks=self._group,
             )  # fmt: skip
-            config = self._prepared.config
-            coming = Coming(objective_of(self._prepared), packed=config.data.packing, evaluates=config.eval_every > 0)
-            await self._engine.rehearse(coming)
+            config = self._run_spec.config
+            coming = WarmUpShapes(
+                objective_of(self._run_spec), packed=config.data.packing, evaluates=config.eval_every > 0
+            )
+            await self._engine.run_warm_up(coming)
 
-    def _meet(self, seat: Seat) -> RankGroup:
+    def _meet(self, seat: RankInfo) -> RankGroup:
         """Join the other GPU workers, and bound every later exchange with them.
 
         The bound includes that of an update, since one worker may wait for the disk of a save while the others wait for
         it.
         """
-        plan = self._prepared.plan
+        plan = self._run_spec.plan
         timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
         return RankGroup(
             self._device.torch_device, seat.place, seat.rank, plan.hosts.num_gpus, timeout_s, seat.address,
@@ -199,7 +201,7 @@ class GpuWorker:
         The first worker of each host resets the signal words, so it must start before the others.
         """
         if self._host_rank == 0:
-            self._words.reset(progress.step, self._prepared.plan.updated_layers)
+            self._words.reset(progress.step, self._run_spec.plan.updated_layers)
         self._begin(progress)
 
     async def resume(self, progress: Progress) -> None:
@@ -210,7 +212,7 @@ class GpuWorker:
         """
         assert self._engine is not None  # build came first
         words, step = self._words, progress.step
-        waits = [layer for of_shard in self._prepared.plan.updated_layers for layer in of_shard]
+        waits = [layer for of_shard in self._run_spec.plan.updated_layers for layer in of_shard]
         if words.updates.committed != step or not all(words.gradients.has_landed(layer, step) for layer in waits):
             raise LostProcessError(
                 f"update {words.updates.committed} had begun when the GPU worker died, and step {step} was the last "
@@ -223,7 +225,7 @@ class GpuWorker:
 
     def _begin(self, progress: Progress) -> None:
         if self._device_words is not self._words:
-            self._device_words.reset(progress.step, self._prepared.plan.updated_layers)
+            self._device_words.reset(progress.step, self._run_spec.plan.updated_layers)
         # Not before the shards have filled them, so that each page is on the NUMA node of the shard that updates it.
         windows = [] if self._disk is None else [self._disk.memory]
         for filled in (self._working(), *self._momenta[1], *windows):
@@ -231,11 +233,11 @@ class GpuWorker:
         assert self._engine is not None  # build came first
         handles = self._holder.handles
         file = handles.get(activations_file(self._host_rank))
-        uses_disk = self._prepared.plan.total_bytes(Tier.NVME) > 0
+        uses_disk = self._run_spec.plan.total_bytes(Tier.NVME) > 0
         work = WorkColumns(self._counters, self._host_rank, file.fd if file else None, uses_disk=uses_disk)
-        rows = StepRows(self._prepared, sum(handle.nbytes for handle in handles.values() if not handle.path))
+        rows = StepRows(self._run_spec, sum(handle.nbytes for handle in handles.values() if not handle.path))
         self._steps = GpuSteps(
-            self._prepared, self._engine, self._rank, self._fetch_batch, self._fetch_held_out, rows, work, progress
+            self._run_spec, self._engine, self._rank, self._fetch_batch, self._fetch_held_out, rows, work, progress
         )
 
     async def step(self, step: int, save: bool) -> StepResult:
@@ -255,11 +257,11 @@ class GpuWorker:
         assert self._steps is not None  # start or resume came first
         return self._steps
 
-    def whereabouts(self) -> str:
+    def current_phase(self) -> str:
         """Return what the worker is doing, for the message about a step that does not end."""
         if self._steps and self._steps.waits_for:
             return f"waiting for the {self._steps.waits_for} from the data process"
-        return self._engine.whereabouts if self._engine else "building the engine"
+        return self._engine.current_phase if self._engine else "building the engine"
 
     async def close(self, last: int = 0) -> None:
         """Wait until step `last` and its update are over, then stop all background work.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain_ray.engine.device.rank_group import Place
+from megatrain_ray.engine.device.rank_group import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """Describes one of several GPU workers.
 
     place: where rank 0 listens for the others.
@@ -33,7 +33,7 @@ class Seat:
     """
 
     rank: int
-    place: Place
+    place: Rendezvous
     address: str
 
 

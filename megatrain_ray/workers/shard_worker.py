@@ -20,7 +20,7 @@ from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
 from megatrain_ray.engine.shards.save_part import WrittenPart, write_gated_part
 from megatrain_ray.engine.shards.shard_loop import ShardLoop
-from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.engine.shards.spilling_shard import SpillingShard
 from megatrain_ray.engine.spill.spill_ring import SpillRing
 from megatrain_ray.engine.spill.spill_table import SpillTable
@@ -33,7 +33,7 @@ from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
 from megatrain_ray.io.storage.spill_file import HeldFiles, taken_bytes
 from megatrain_ray.model.optimizer_settings import hyper_of
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 from megatrain_ray.workers import arenas
@@ -48,7 +48,7 @@ class ShardWorker:
     """
 
     def __init__(
-        self, prepared: Prepared, index: int, holders: Sequence[Handles], after_pid: int | None = None,
+        self, run_spec: RunSpec, index: int, holders: Sequence[Handles], after_pid: int | None = None,
         pinned: bool = False,
     ) -> None:  # fmt: skip
         """Attach the shard's arenas. The state in them is kept.
@@ -60,13 +60,13 @@ class ShardWorker:
         """
         if after_pid is not None:
             wait_gone(after_pid, DEADLINE_S)
-        plan = prepared.plan
+        plan = run_spec.plan
         torch.set_num_threads(1)  # the shard has threads of its own, one block each
-        self._prepared = prepared
+        self._run_spec = run_spec
         self._part = index
         host, index = divmod(index, plan.shards.num_shards)
         self._index = index  # among the shards of its host
-        layout = prepared.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
+        layout = run_spec.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._layout = shard_layout(plan, layout, index)
         self._holder = ArenaHolder.adopt(holders)
         names = (WORKING, SLAB, WORDS, COUNTERS, state_arena(index), journal_arena(index))
@@ -82,13 +82,13 @@ class ShardWorker:
         self._shard = self._make_shard()
         # The GPU worker has the rest, for the layers on its device.
         budget = (plan.saves.copy_bytes - plan.saves.device_copy_bytes) // plan.shards.num_shards
-        self._spare = SpareMemory([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
+        self._spare = SnapshotBuffers([self._shard.copy_bytes(layer) for layer in plan.layer_order], budget)
         self._copy_bytes_per_s = math.inf
         # Only a save delays updates, and no longer than the disk needs: hence the timeout of an update.
         self._gate = SaveGate(self._shard, self._words, index, plan.layer_order, self._spare, plan.update_deadline_s)
 
     def _make_shard(self) -> AdamShard:
-        plan = self._prepared.plan
+        plan = self._run_spec.plan
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
         num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
@@ -101,7 +101,7 @@ class ShardWorker:
             residual=state.get("residual"),
             m=state["m"],
             v=state["v"],
-            hyper=hyper_of(self._prepared.config.train),
+            hyper=hyper_of(self._run_spec.config.train),
             num_threads=plan.shards.num_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,
             saves_frozen=plan.saves.includes_frozen,
@@ -109,7 +109,7 @@ class ShardWorker:
 
     def _make_ring(self, arena: torch.Tensor) -> SpillRing:
         """Return the ring through which spilled state moves. `arena`: of this shard's state, 1-D uint8."""
-        plan, part = self._prepared.plan, self._layout
+        plan, part = self._run_spec.plan, self._layout
         layout = spill_layout(plan, part)
         store: BlobStore = HeldFiles()  # nothing is read from it if nothing is spilled
         name = ""
@@ -137,7 +137,7 @@ class ShardWorker:
     def initialize(self) -> None:
         """Fill this shard's part from the model folder, or with random values."""
         self._take_state_memory()
-        self._shard.load(self._prepared.source.weights(), self._prepared.plan.shards.num_threads)
+        self._shard.load(self._run_spec.source.weights(), self._run_spec.plan.shards.num_threads)
         self._take_spare_memory()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
@@ -148,9 +148,9 @@ class ShardWorker:
         self._take_state_memory()
         for pieces in self._shard.restorable():
             restore_pieces(save_folder, manifest, as_saved(pieces, manifest, self._layout.model))
-        plan = self._prepared.plan
+        plan = self._run_spec.plan
         if not plan.saves.includes_frozen:
-            self._shard.load_frozen(self._prepared.source.base_weights(), plan.shards.num_threads)
+            self._shard.load_frozen(self._run_spec.source.base_weights(), plan.shards.num_threads)
         self._take_spare_memory()
 
     def run(self, abandoned: SaveAttempt) -> None:
@@ -161,8 +161,8 @@ class ShardWorker:
         abandoned: no update waits for this or an earlier save.
         """
         self._gate.abandon(abandoned)
-        plan, slab = self._prepared.plan, torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
-        traced = traced_updates(traced_steps(self._prepared.config.log.trace))
+        plan, slab = self._run_spec.plan, torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
+        traced = traced_updates(traced_steps(self._run_spec.config.log.trace))
         loop = ShardLoop(
             self._shard, self._words, slab, plan.gradients.offload_dtype, plan.layer_order, self._gate, traced,
             self._count_update, plan.gradients_on_disk,
@@ -188,9 +188,9 @@ class ShardWorker:
 
         If the shards stop before, returns those recorded so far.
         """
-        timeout_s = self._prepared.plan.update_deadline_s
+        timeout_s = self._run_spec.plan.update_deadline_s
         with suppress(MegatrainError):
-            for layer in self._prepared.plan.layer_order:
+            for layer in self._run_spec.plan.layer_order:
                 self._words.generations.wait(self._index, layer, last, timeout_s)
         return self._shard.spans.take()
 
@@ -205,7 +205,7 @@ class ShardWorker:
 
     def _take_state_memory(self) -> None:
         # Only when the state is about to be filled: until then the GPU worker builds its engine.
-        self._arenas[state_arena(self._index)].populate(self._prepared.plan.shards.num_threads)
+        self._arenas[state_arena(self._index)].populate(self._run_spec.plan.shards.num_threads)
 
     def _take_spare_memory(self) -> None:
         """Measure the rate of copies, and allocate the pages of spare memory in a background thread.

@@ -21,7 +21,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.planning.prepare import Prepared, prepare, question_of
+from megatrain_ray.planning.run_spec import RunSpec, prepare, question_of
 from megatrain_ray.report.comparison_table import comparison_table
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.workers.arenas import activations_file, arena_sizes, spill_files
@@ -37,7 +37,7 @@ TRACED = STEPS - 1
 
 
 @pytest.fixture(scope="module")
-def ready(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def ready(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """Prepare a run whose plan has all on disk that may be there: activations, gradients, state and working copies."""
     folder = tmp_path_factory.mktemp("run")
     tree = config(
@@ -51,7 +51,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 @pytest.fixture
-def handles(ready: Prepared) -> Iterator[Handles]:
+def handles(ready: RunSpec) -> Iterator[Handles]:
     num_threads = torch.get_num_threads()
     layout = ready.structure.layout()
     owner = ArenaHolder.create(
@@ -62,7 +62,7 @@ def handles(ready: Prepared) -> Iterator[Handles]:
     torch.set_num_threads(num_threads)
 
 
-async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], Sequence[Span]]:
+async def run(ready: RunSpec, handles: Handles) -> tuple[list[dict[str, Any]], Sequence[Span]]:
     """Train with an evaluation after the second and the last step.
 
     Returns the rows of all steps, and the spans of the GPU worker's trace.
@@ -100,13 +100,13 @@ async def run(ready: Prepared, handles: Handles) -> tuple[list[dict[str, Any]], 
     return rows, spans
 
 
-def compared(ready: Prepared, rows: Sequence[dict[str, Any]]) -> Comparison:
+def compared(ready: RunSpec, rows: Sequence[dict[str, Any]]) -> Comparison:
     found = compare(ready.plan, rows)
     assert found is not None
     return found
 
 
-async def test_a_step_moves_what_the_plan_says(ready: Prepared, handles: Handles) -> None:
+async def test_a_step_moves_what_the_plan_says(ready: RunSpec, handles: Handles) -> None:
     plan = ready.plan
     assert plan.weights_on_disk and plan.disk_activations and plan.gradients_on_disk
     rows, spans = await run(ready, handles)
@@ -138,7 +138,7 @@ async def test_a_step_moves_what_the_plan_says(ready: Prepared, handles: Handles
     assert_traced(ready, spans)
 
 
-def assert_traced(ready: Prepared, spans: Sequence[Span]) -> None:
+def assert_traced(ready: RunSpec, spans: Sequence[Span]) -> None:
     """Assert that the disk's row of the trace has all bytes of a step."""
     num_bytes: dict[str, int] = {}
     for span in spans:

@@ -22,7 +22,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.model.optimizer_settings import hyper_of
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.report.inspect_run import inspect_run
 from megatrain_ray.trainer import TrainSummary
 from megatrain_ray.workers.arenas import arena_sizes
@@ -161,19 +161,19 @@ def test_a_size_is_one(tmp_path: Path) -> None:
         cli_here("bench", str(tmp_path), "--alias-host-memory=much")
 
 
-def prepared(tmp_path: Path, **changes: Any) -> Prepared:
+def run_spec(tmp_path: Path, **changes: Any) -> RunSpec:
     changes = {"save_every": None, **changes}
     return prepare(TrainConfig.model_validate(settings(tmp_path / "run", **changes)).resolve(), MACHINE)
 
 
 def test_a_run_that_saves_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="save_every is 0: nothing of such a run can be saved"):
-        with_aliases(prepared(tmp_path, save_every=0), GIVEN)
+        with_aliases(run_spec(tmp_path, save_every=0), GIVEN)
 
 
 def test_state_on_disk_is_refused(tmp_path: Path) -> None:
     """A residual from there beside another weight's zero would be a NaN."""
-    ready = prepared(tmp_path)
+    ready = run_spec(tmp_path)
     first, *others = ready.plan.layers
     layers = (dataclasses.replace(first, state=type(first.state).NVME), *others)
     with pytest.raises(ConfigError, match=r"activations of 1 layers on disk, .* leave spill.path out"):
@@ -181,7 +181,7 @@ def test_state_on_disk_is_refused(tmp_path: Path) -> None:
 
 
 def test_less_than_a_layer_takes_is_refused(tmp_path: Path) -> None:
-    ready = prepared(tmp_path)
+    ready = run_spec(tmp_path)
     largest = max(layer.size for layer in ready.structure.layout().layers)
     with pytest.raises(ConfigError, match=r"--alias-host-memory 1.00 MiB: the largest layer alone takes 2.\d\d MiB"):
         with_aliases(ready, MIB)
@@ -193,7 +193,7 @@ def test_less_than_a_layer_takes_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{}, {"train__optimizer": "muon"}, {"train__freeze": ["mlp"]}], ids=str)
 def test_places_lie_in_what_there_is(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Whole layers; the first ones, which are loaded, meet no other."""
-    ready = with_aliases(prepared(tmp_path, **changes), GIVEN)
+    ready = with_aliases(run_spec(tmp_path, **changes), GIVEN)
     plan, layout = ready.plan, ready.structure.layout(ready.plan.num_fragments)
     held = layout.size_among(plan.host_layers)
     assert held == layout.aliased_size
@@ -211,7 +211,7 @@ def test_places_lie_in_what_there_is(tmp_path: Path, changes: dict[str, Any]) ->
 
 
 def test_memory_that_is_enough_is_taken_once(tmp_path: Path) -> None:
-    plain = prepared(tmp_path)
+    plain = run_spec(tmp_path)
     ready = with_aliases(plain, 1 << 30)
     assert HostMemory.of(ready).held_bytes == HostMemory.of(ready).planned_bytes
     sizes = [arena_sizes(x.plan, x.structure.layout(x.plan.num_fragments)) for x in (plain, ready)]
@@ -219,7 +219,7 @@ def test_memory_that_is_enough_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_layers_on_the_device_have_memory_of_their_own(tmp_path: Path) -> None:
-    ready = prepared(tmp_path)
+    ready = run_spec(tmp_path)
     layers = tuple(
         dataclasses.replace(layer, weights=type(layer.weights).HBM, updated_by="gpu") for layer in ready.plan.layers
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.disk_runs import MODES, Found, limit_for, on_disk, problems
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU
-from megatrain_ray.planning.prepare import question_of
+from megatrain_ray.planning.run_spec import question_of
 from tests.support.runs import config, write_config
 
 # Limits are found to 4 MiB, which is little beside its state.

@@ -31,7 +31,7 @@ from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.machine.environment import versions
 from megatrain_ray.model.model_source import open_model
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from tests.support.reference import Recipe, train_reference
 from tests.support.runs import config, write_config
 from tests.support.tiny import VOCAB_SIZE, build_tiny, tiny_batches
@@ -71,7 +71,7 @@ def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
     def wrong(mode: Mode, plan: Plan) -> list[str]:
         return [problem.partition(":")[0] for problem in common.problems(mode, plan)]
 
-    plans = {name: common.prepared(mode).plan for name, mode in MODES.items()}
+    plans = {name: common.run_spec(mode).plan for name, mode in MODES.items()}
     assert [name for name, mode in MODES.items() if wrong(mode, plans[name])] == []
     mode = MODES["micro_batches_outer"]
     for change, seen in (
@@ -88,7 +88,7 @@ def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
         ({"num_micro_batches": 2}, ["num_micro_batches"]),
         ({"clips": False}, ["update_order"]),
     ):
-        assert wrong(mode, common.prepared(replace(mode, **change)).plan) == seen
+        assert wrong(mode, common.run_spec(replace(mode, **change)).plan) == seen
     small = replace(plans["streamed"], limits=replace(plans["streamed"].limits, ram_bytes=1))
     assert wrong(MODES["streamed"], small) == ["fits"]
     assert wrong(MODES["limited"], plans["host_sums"]) == ["fills_hbm_limit"]
@@ -101,7 +101,7 @@ def test_modes_have_plans_on_a_gpu() -> None:
     found = discover(source.factory, torch.bfloat16, 1, settings.data.seq_len, compiled=True)
     gpu = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=120 << 30, hbm_bytes=139 << 30)
     common = Common(settings, DrawnSource(**vars(source)), *found, gpu)
-    plans = {name: common.prepared(mode).plan for name, mode in MODES.items()}
+    plans = {name: common.run_spec(mode).plan for name, mode in MODES.items()}
     assert [name for name, plan in plans.items() if [*common.problems(MODES[name], plan)]] == []
     assert (plans["host_sums"].compute.loss_chunk_tokens, plans["limited"].compute.loss_chunk_tokens) == (2048, 1024)
 
@@ -145,8 +145,8 @@ def test_uncompiled_modes_have_the_bits_of_plain_pytorch(tmp_path: Path, capsys:
 
 
 def test_a_mode_that_fails_is_reported_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(prepared: Prepared, tokens: Sequence[Path]) -> list[dict[str, Any]]:
-        if prepared.plan.step.num_micro_batches > 1:
+    def run(run_spec: RunSpec, tokens: Sequence[Path]) -> list[dict[str, Any]]:
+        if run_spec.plan.step.num_micro_batches > 1:
             raise MegatrainError("no memory")
         return [{"step": 1, "loss": 0.1, "grad_norm": 1.0, "skipped": True, "hbm_peak_bytes": 0, "step_s": 1.0}]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from megatrain_ray.crew.actors import Feed
+from megatrain_ray.crew.actors import BatchFeed
 
 WAIT_S = 60.0
 
@@ -28,7 +28,7 @@ def data_process(name: str, *, lives: bool = True) -> Any:
 
 async def test_a_batch_comes_from_the_next_data_process() -> None:
     """Both kinds, asked for before anybody knew."""
-    feed = Feed(data_process("the first", lives=False))
+    feed = BatchFeed(data_process("the first", lives=False))
     death = asyncio.ensure_future(feed.until_it_dies())
     asked = [asyncio.ensure_future(feed.batch(3)), asyncio.ensure_future(feed.held_out_batch(1))]
     async with asyncio.timeout(WAIT_S):
@@ -41,7 +41,7 @@ async def test_a_batch_comes_from_the_next_data_process() -> None:
 
 
 async def test_nobody_is_told_of_the_death_of_who_is_not_asked() -> None:
-    feed = Feed(data_process("the only one"))
+    feed = BatchFeed(data_process("the only one"))
     assert await feed.batch(1) == "1 of the only one"  # type: ignore[comparison-overlap]
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):

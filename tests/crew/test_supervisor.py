@@ -82,12 +82,12 @@ class Run(Supervisor):
             num_parts=3,
             repeats_steps=repeats_steps,
         )
-        prepared = SimpleNamespace(plan=plan, config=SimpleNamespace(max_failures=2))
+        run_spec = SimpleNamespace(plan=plan, config=SimpleNamespace(max_failures=2))
         self.deaths: list[str] = []
         self.replaced: list[str] = []
         faults = SimpleNamespace(died=self.deaths.append, replaced=lambda name, _: self.replaced.append(name))
         self.budget = FailureBudget(2)
-        super().__init__(prepared, placement=place, failures=self.budget, faults=faults)  # type: ignore[arg-type]
+        super().__init__(run_spec, placement=place, failures=self.budget, faults=faults)  # type: ignore[arg-type]
         self.group.data_arguments = dict
         for role in self._owners:
             role.arguments = lambda holders: {"holders": holders}

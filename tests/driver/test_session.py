@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.driver import run_saves, session
-from megatrain_ray.driver.job import Job
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.session import Session
 from megatrain_ray.driver.start_processes import SaveRates
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
@@ -61,7 +61,7 @@ class FakeCrew:
 
     def check(self, within_s: float = 0.0) -> None: ...
 
-    def whereabouts(self) -> str:
+    def current_phase(self) -> str:
         return "nowhere"
 
     def stop(self) -> None: ...
@@ -76,7 +76,7 @@ class FakeSave:
     dead: ClassVar[set[int]] = set()
     held_up_s = 0.0
 
-    def __init__(self, job: Job, crew: FakeCrew, step: int, predicted_stall_s: float) -> None:
+    def __init__(self, job: RunContext, crew: FakeCrew, step: int, predicted_stall_s: float) -> None:
         self.step, self.calls, self.num_updates, self.complete = step, [("save", step)], -1, False
 
     def reached(self, progress: Progress) -> None:
@@ -115,10 +115,10 @@ def trained(
     monkeypatch.setattr(session, "start_processes", lambda *_: SaveRates(1e9, 1e9))
     monkeypatch.setattr(run_saves, "RunningSave", FakeSave)
     settings = run.config.model_copy(update={"save_every": save_every})
-    prepared: Any = SimpleNamespace(config=settings, plan=planned(PROFILE))
+    run_spec: Any = SimpleNamespace(config=settings, plan=planned(PROFILE))
     interrupts: Any = SimpleNamespace(requested=interrupted, put_off=nullcontext)
     others: Any = SimpleNamespace(check=lambda: None)
-    job = Job(prepared, (), None, run, interrupts, others, Startup(), others)
+    job = RunContext(run_spec, (), None, run, interrupts, others, Startup(), others)
     return Session(job, None, MetricSinks({})).train()
 
 

@@ -46,8 +46,8 @@ def answers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tracing(folder: Path, first: int, last: int, completed: int = 0) -> Tracing:
     plan = SimpleNamespace(layers=[SimpleNamespace(name="embed")], update_deadline_s=1.0)
-    prepared: Any = SimpleNamespace(config=config(train__steps=9, log__trace=[first, last]), plan=plan)
-    return Tracing(prepared, folder, completed)
+    run_spec: Any = SimpleNamespace(config=config(train__steps=9, log__trace=[first, last]), plan=plan)
+    return Tracing(run_spec, folder, completed)
 
 
 def run(traced: Tracing, crew: Any, completed: int, last: int) -> list[bool]:

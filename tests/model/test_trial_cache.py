@@ -16,7 +16,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.model import trial_cache
 from megatrain_ray.model.model_source import ModelSource, open_model
 from megatrain_ray.model.trial_cache import KEPT_FILES, TrialCache, sources
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from tests.support.runs import ROOT, config
 
 MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
@@ -50,13 +50,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return models
 
 
-def prepared(folder: Path, shape: dict[str, Any], **changes: Any) -> Prepared:
+def run_spec(folder: Path, shape: dict[str, Any], **changes: Any) -> RunSpec:
     tree = config(folder, LLAMA | shape, hardware__compile=True, **changes)
     return prepare(TrainConfig.model_validate(tree).resolve(), MACHINE)
 
 
 def test_layers_are_traced_once(tmp_path: Path, traced: list[object]) -> None:
-    first, second = (prepared(tmp_path, {}).plan for _ in range(2))
+    first, second = (run_spec(tmp_path, {}).plan for _ in range(2))
     assert len(traced) == 1
     assert first == second
     assert any(layer.compiled for layer in second.layers)
@@ -76,8 +76,8 @@ def test_layers_are_traced_once(tmp_path: Path, traced: list[object]) -> None:
 def test_another_model_or_shape_is_traced(
     tmp_path: Path, traced: list[object], shape: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    prepared(tmp_path, {})
-    prepared(tmp_path, shape, **changes)
+    run_spec(tmp_path, {})
+    run_spec(tmp_path, shape, **changes)
     assert len(traced) == 2
 
 

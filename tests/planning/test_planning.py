@@ -18,7 +18,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model import discover_model
 from megatrain_ray.model.architecture import Architecture
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from tests.support.runs import config
 
 MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
@@ -35,15 +35,15 @@ LLAMA = {
 }
 
 
-def prepared(folder: Path, shape: dict[str, Any], **changes: Any) -> Prepared:
+def run_spec(folder: Path, shape: dict[str, Any], **changes: Any) -> RunSpec:
     tree = config(folder, LLAMA | shape, **changes)
     return prepare(TrainConfig.model_validate(tree).resolve(), MACHINE)
 
 
 def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
-    assert prepared(tmp_path, {}, data__seq_len=POSITIONS).plan.step.seq_len == POSITIONS
+    assert run_spec(tmp_path, {}, data__seq_len=POSITIONS).plan.step.seq_len == POSITIONS
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
-        prepared(tmp_path, {}, data__seq_len=POSITIONS + 1)
+        run_spec(tmp_path, {}, data__seq_len=POSITIONS + 1)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -6,7 +6,7 @@ import pytest
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.planning.prepare import prepare
+from megatrain_ray.planning.run_spec import prepare
 from megatrain_ray.planning.stop_deadline import VARIABLE, stop_wait_s, warning_of
 from tests.support.runs import config
 from tests.support.tiny import build_tiny

@@ -17,7 +17,7 @@ from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.machine.machine import cpu_name, driver_version
-from megatrain_ray.planning.prepare import question_of
+from megatrain_ray.planning.run_spec import question_of
 from megatrain_ray.profiling.profiles import (
     cached,
     measure_here,

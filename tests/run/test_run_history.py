@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
-from megatrain_ray.metrics.deaths import Faults, kind_of
+from megatrain_ray.metrics.deaths import DeathRecorder, kind_of
 from megatrain_ray.metrics.sink import Count, End, MetricSink
 from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_history import History, newest_start, read_history
@@ -70,7 +70,7 @@ def test_an_end_by_an_error_says_how(tmp_path: Path, error: BaseException, how: 
 
 def test_deaths_are_written_down_and_counted_by_kind(tmp_path: Path) -> None:
     counter = Counter()
-    faults = Faults(history(tmp_path), MetricSinks({"counter": counter}), lambda: 7)
+    faults = DeathRecorder(history(tmp_path), MetricSinks({"counter": counter}), lambda: 7)
     faults.died("optimizer shard 12")
     faults.replaced("optimizer shard 12", 1.5)
     faults.died("GPU worker")

@@ -18,9 +18,9 @@ from ray.experimental import get_object_locations
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.crew.placement import CrewSpec, Placement
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.errors import DeadlineError, LostPeerError, LostProcessError, MegatrainError
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.run.run_processes import DATA, wait_gone
 from megatrain_ray.workers.messages import Progress
 from tests.support.runs import config
@@ -32,13 +32,13 @@ SHAPES: dict[int, dict[str, int]] = {
 }
 
 
-def prepared(folder: Path, shape: dict[str, int], **changes: Any) -> Prepared:
+def run_spec(folder: Path, shape: dict[str, int], **changes: Any) -> RunSpec:
     model = {"model_type": "llama", "vocab_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2} | shape
     tree = config(folder, model, train__steps=8, train__precision="bf16", **changes)
     return prepare(TrainConfig.model_validate(tree).resolve())
 
 
-def arguments_of(ready: Prepared) -> dict[str, Any]:
+def arguments_of(ready: RunSpec) -> dict[str, Any]:
     """Return the arguments of the data process."""
     data = ready.config.data
     return {
@@ -52,8 +52,8 @@ def arguments_of(ready: Prepared) -> dict[str, Any]:
 
 
 @contextmanager
-def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Crew]:
-    crew = Crew(ready, placement=placement)
+def started(ready: RunSpec, placement: Placement | None = None) -> Iterator[WorkerGroup]:
+    crew = WorkerGroup(ready, placement=placement)
     try:
         crew.start(lambda: arguments_of(ready))
         crew.load(None, None)
@@ -63,7 +63,7 @@ def started(ready: Prepared, placement: Placement | None = None) -> Iterator[Cre
         crew.kill()
 
 
-def losses_of(crew: Crew, steps: range) -> list[float]:
+def losses_of(crew: WorkerGroup, steps: range) -> list[float]:
     """Run the steps one after the other and return their losses, replacing whoever dies."""
     losses = []
     for step in steps:
@@ -79,7 +79,7 @@ def losses_of(crew: Crew, steps: range) -> list[float]:
     return losses
 
 
-def replaced(crew: Crew, before: Mapping[str, int]) -> set[str]:
+def replaced(crew: WorkerGroup, before: Mapping[str, int]) -> set[str]:
     """Return the names of the processes that are other ones than `before`."""
     return {name for name, pid in crew.pids.items() if before[name] != pid}
 
@@ -99,7 +99,7 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
     """Per step: a call, a batch and a row. Weights, gradients and state are a hundred times larger here and there."""
     sizes = {}
     for num_parameters, shape in SHAPES.items():
-        ready = prepared(tmp_path / str(num_parameters), shape)
+        ready = run_spec(tmp_path / str(num_parameters), shape)
         total = sum(layer.num_parameters for layer in ready.plan.layers)
         assert total == pytest.approx(num_parameters, rel=0.15)
         with started(ready) as crew:
@@ -123,7 +123,7 @@ def pid_of(actor: Any) -> int:
 def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_address: str) -> None:
     placement = Placement(CrewSpec(1, "cpu"))
     pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)
-    with started(prepared(tmp_path, SHAPES[300_000]), placement) as crew:
+    with started(run_spec(tmp_path, SHAPES[300_000]), placement) as crew:
         assert crew.pids["data"] == pid
         assert losses_of(crew, range(1, 2))[0] > 0
         crew.stop()
@@ -138,8 +138,8 @@ def test_those_whom_nobody_needs_end(ray_address: str) -> None:
 
 
 def test_who_cannot_be_set_up_is_named(tmp_path: Path, ray_address: str) -> None:
-    ready = prepared(tmp_path, SHAPES[300_000])
-    crew = Crew(ready)
+    ready = run_spec(tmp_path, SHAPES[300_000])
+    crew = WorkerGroup(ready)
     wrong = {"data": ready.config.data, "tokens": None, "vocab_size": 320, "batch_size": 1, "step": 0, "position": None}
     try:
         with pytest.raises(
@@ -153,8 +153,8 @@ def test_who_cannot_be_set_up_is_named(tmp_path: Path, ray_address: str) -> None
 @pytest.mark.long
 def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path, ray_address: str) -> None:
     """Shards that will never have loaded: they are stopped."""
-    ready = prepared(tmp_path, SHAPES[300_000])
-    crew = Crew(ready)
+    ready = run_spec(tmp_path, SHAPES[300_000])
+    crew = WorkerGroup(ready)
     try:
         crew.start(lambda: arguments_of(ready))
         shard = crew.pids["optimizer shard 0"]
@@ -171,7 +171,7 @@ def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path,
 @pytest.mark.long
 def test_shards_and_owner_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
     """They die in any order, the owner and a shard at the same time too: whoever is left holds the memory."""
-    ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, max_failures=4)
+    ready = run_spec(tmp_path, SHAPES[300_000], hardware__num_shards=2, max_failures=4)
     with started(ready) as crew:
         undisturbed = losses_of(crew, range(1, 4))
         crew.stop()
@@ -195,7 +195,7 @@ class Waiting:
 
 
 def test_a_death_is_told_while_another_one_is_waited_for(tmp_path: Path, ray_address: str) -> None:
-    crew = Crew(prepared(tmp_path, SHAPES[300_000]))
+    crew = WorkerGroup(run_spec(tmp_path, SHAPES[300_000]))
     actors = [Waiting.remote() for _ in range(2)]
     calls = {actor.wait.remote(): "too late" for actor in actors}
     try:
@@ -219,7 +219,7 @@ class Lost:
 
 def test_the_death_behind_a_failure_is_told_instead_of_it(tmp_path: Path, ray_address: str) -> None:
     """A rank fails because another has died, and is heard of first. Where nobody died it speaks for itself."""
-    crew = Crew(prepared(tmp_path, SHAPES[300_000]))
+    crew = WorkerGroup(run_spec(tmp_path, SHAPES[300_000]))
     lost, dies = [Lost.remote() for _ in range(2)], Waiting.remote()
     of_lost, of_dead = [actor.meet.remote() for actor in lost], dies.wait.remote()
     try:
@@ -237,7 +237,7 @@ def test_the_death_behind_a_failure_is_told_instead_of_it(tmp_path: Path, ray_ad
 
 
 def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: str) -> None:
-    ready = prepared(tmp_path, SHAPES[300_000], max_failures=0)
+    ready = run_spec(tmp_path, SHAPES[300_000], max_failures=0)
     with started(ready) as crew:
         end(crew.pids["optimizer shard 0"])
         with pytest.raises(MegatrainError, match=r"optimizer shard 0 died, .* number 1 \(max_failures: 0\); the same"):
@@ -247,9 +247,9 @@ def test_one_death_more_than_allowed_ends_the_run(tmp_path: Path, ray_address: s
 @pytest.mark.long
 def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tmp_path: Path, ray_address: str) -> None:
     """One after the other and both at the same time, two steps ahead of what was heard of."""
-    ready = prepared(tmp_path, SHAPES[300_000], max_failures=4)
+    ready = run_spec(tmp_path, SHAPES[300_000], max_failures=4)
     losses: list[float] = []
-    crew = Crew(ready)
+    crew = WorkerGroup(ready)
 
     try:
         crew.start(lambda: arguments_of(ready))
@@ -288,9 +288,9 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
 @pytest.mark.long
 def test_a_step_that_cannot_be_made_again_is_told(tmp_path: Path, ray_address: str) -> None:
     """Without clipping, the updates of the step have begun."""
-    with started(prepared(tmp_path, SHAPES[300_000], train__clip=None)) as crew:
+    with started(run_spec(tmp_path, SHAPES[300_000], train__clip=None)) as crew:
         losses_of(crew, range(1, 2))
         end(crew.pids["GPU worker"])
         with pytest.raises(LostProcessError, match=r"^the GPU worker died with what lives on the device, or an update"):
             losses_of(crew, range(2, 3))
-        assert crew.whereabouts().startswith("the GPU worker (process")
+        assert crew.current_phase().startswith("the GPU worker (process")

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.commands.doctor import examine
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.crew.worker_group import Crew
-from megatrain_ray.driver.job import Job
+from megatrain_ray.crew.worker_group import WorkerGroup
+from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.numa_homes import GpuHome, Home
 from megatrain_ray.io.arenas.arena import HUGE_PAGE
 from megatrain_ray.report.inspect_run import inspect_run
@@ -28,7 +28,7 @@ from megatrain_ray.report.page_placement import pages_of
 from megatrain_ray.run.run_processes import GPU, gpu_name, shard_name
 from megatrain_ray.trainer import Trainer
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
-from tests.runs.test_crew import SHAPES, losses_of, prepared, started
+from tests.runs.test_crew import SHAPES, losses_of, run_spec, started
 from tests.support.in_process import actors_as_threads
 from tests.support.runs import config, losses, plan_of
 
@@ -85,7 +85,7 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
         Trainer(TrainConfig.model_validate(settings(plain, model, one_node))).fit()
     seen: dict[str, Any] = {}
 
-    def look(job: Job, crew: Crew) -> None:
+    def look(job: RunContext, crew: WorkerGroup) -> None:
         """Record what the kernel has at the end of the run, when every thread has worked."""
         pids = crew.pids
         seen["threads"] = {name: threads_of(pids[name]) for name in (*SHARDS, GPU)}
@@ -125,7 +125,7 @@ def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, mo
     tree["train"]["batch_size"], tree["hardware"]["num_gpus"] = 8, 2
     seen: dict[str, Any] = {}
 
-    def look(job: Job, crew: Crew) -> None:
+    def look(job: RunContext, crew: WorkerGroup) -> None:
         seen["threads"] = {name: threads_of(crew.pids[name]) for name in (GPU, gpu_name(1))}
         seen["slab"] = policies_of(crew.pids[gpu_name(1)])[SLAB]
         seen["inspected"] = inspect_run(tmp_path / "run")[0]
@@ -140,7 +140,7 @@ def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, mo
 
 @pytest.mark.long
 def test_who_follows_a_shard_that_died_comes_home(tmp_path: Path, ray_address: str) -> None:
-    ready = prepared(tmp_path, SHAPES[300_000], hardware__num_shards=2, hardware__nodes=NODES)
+    ready = run_spec(tmp_path, SHAPES[300_000], hardware__num_shards=2, hardware__nodes=NODES)
     with started(ready) as crew:
         before = crew.pids
         os.kill(before[SHARDS[1]], signal.SIGKILL)
@@ -175,12 +175,12 @@ def test_what_the_kernel_refuses_is_one_warning(
 
 class _ElsewhereTrainer(Trainer):
     def _prepare(self, *arguments: Any) -> Any:
-        prepared = super()._prepare(*arguments)
-        plan = prepared.plan
+        run_spec = super()._prepare(*arguments)
+        plan = run_spec.plan
         homes = tuple(replace(home, memory=(60,)) for home in plan.shards.homes)
         nowhere = Home((1,), "8000", (60,))
         return replace(
-            prepared,
+            run_spec,
             plan=replace(
                 plan,
                 shards=replace(plan.shards, homes=homes),

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.metrics import ray_sink
-from megatrain_ray.metrics.deaths import Faults
+from megatrain_ray.metrics.deaths import DeathRecorder
 from megatrain_ray.metrics.ray_sink import RaySink
 from megatrain_ray.metrics.sinks import MetricSinks
 from megatrain_ray.run.run_files import RunFiles
@@ -67,7 +67,7 @@ class Now:
 def test_faults_and_the_disk_can_be_scraped(tmp_path: Path, ray_address: str) -> None:
     plan = planned(PROFILE, spilled=True)
     sinks = MetricSinks({"Ray's metrics": RaySink("faulty", 9, plan)})
-    faults = Faults(History(tmp_path), sinks, lambda: 1)
+    faults = DeathRecorder(History(tmp_path), sinks, lambda: 1)
     faults.died("optimizer shard 0")
     faults.replaced("optimizer shard 0", 1.0)
     faults.died("GPU worker")

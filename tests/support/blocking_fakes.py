@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.parameter_group import COMMON, FROZEN
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import GatedSave, SaveAttempt, SaveGate
-from megatrain_ray.engine.shards.spare_memory import PAGE_BYTES, SpareMemory
+from megatrain_ray.engine.shards.snapshot_buffers import PAGE_BYTES, SnapshotBuffers
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.spans import SpanLog
 
@@ -79,7 +79,7 @@ class Run:
 
     gate: SaveGate
     shard: FakeShard
-    words: HostWords
+    words: SharedUpdateState
     pool: ThreadPoolExecutor
 
     def update(self, layer: int, update: int) -> None:
@@ -104,10 +104,10 @@ class Run:
 
 @contextmanager
 def running(num_copies: int = 0, timeout_s: float = WAIT_S, fixed: Collection[int] = ()) -> Iterator[Run]:
-    words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(NUM_LAYERS, 1))), NUM_LAYERS, 1)
+    words = SharedUpdateState(memoryview(mmap.mmap(-1, 8 * SharedUpdateState.num_words(NUM_LAYERS, 1))), NUM_LAYERS, 1)
     words.reset(0, [set(range(NUM_LAYERS)) - set(fixed)])
     shard = FakeShard(layout(fixed))
-    spare = SpareMemory([LAYER_BYTES] * NUM_LAYERS, num_copies * PAGE_BYTES)
+    spare = SnapshotBuffers([LAYER_BYTES] * NUM_LAYERS, num_copies * PAGE_BYTES)
     order = [i for i in range(NUM_LAYERS) if i not in fixed]
     gate = SaveGate(shard, words, 0, order, spare, timeout_s)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as pool:

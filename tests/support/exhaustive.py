@@ -27,7 +27,7 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.model.structure import ModelStructure
-from megatrain_ray.engine.plan.activation_windows import with_windows
+from megatrain_ray.engine.plan.activation_staging import with_windows
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
@@ -38,7 +38,7 @@ from megatrain_ray.engine.planner.memory.device_bytes import device_memory_items
 from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items, host_memory_items
 from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
-from megatrain_ray.engine.planner.memory.spill_choice import OnDisk
+from megatrain_ray.engine.planner.memory.spill_choice import LayersOnDisk
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
@@ -113,7 +113,7 @@ class _Split:
         self._basis = CostBasis(structure, self._layout, work, rates, True, request.z_loss, disk)
         # Nothing spills unless `_on_disk` says so.
         self._known_moving_s: dict[object, float] = {}
-        self._known_choices: dict[object, list[tuple[int, OnDisk]]] = {}
+        self._known_choices: dict[object, list[tuple[int, LayersOnDisk]]] = {}
         self._builder = PlanBuilder(structure, self._layout, activations, replace(machine, spill=None), request)
 
     def plans(self, limit_s: float) -> Iterator[Plan]:
@@ -225,7 +225,7 @@ class _Split:
                 on_disk_too = with_spilled(plan, layers, self._layout)
             yield self._counted(with_windows(on_disk_too))
 
-    def _choices(self, plan: Plan) -> list[tuple[int, OnDisk]]:
+    def _choices(self, plan: Plan) -> list[tuple[int, LayersOnDisk]]:
         """Return all sets of things on disk that are just enough, with their bytes, the fewest first.
 
         Slots, and what is kept on the device, make no difference.

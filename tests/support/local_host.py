@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.device.device import Event
-from megatrain_ray.engine.host.gradient_slab import SlabPool
+from megatrain_ray.engine.host.gradient_slab import GradientSlab
 from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
 from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -61,11 +61,11 @@ class LocalHost:
         slab = torch.empty(plan.gradients.slab_bytes, dtype=torch.uint8)
         sizes = layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab)
         self._error: BaseException | None = None
-        self._slab = SlabPool(slab, sizes, self._check, passing=plan.slab_transit_layers)
+        self._slab = GradientSlab(slab, sizes, self._check, passing=plan.slab_transit_layers)
         self._room = SimulatedSlab(plan, layout)
         self._stored = plan.gradients_on_disk
         directions = torch.empty(plan.gradients.direction_slab_bytes, dtype=torch.uint8)
-        self._directions = SlabPool(directions, layout.direction_bytes, self._check)
+        self._directions = GradientSlab(directions, layout.direction_bytes, self._check)
         self._offload_dtype = plan.gradients.offload_dtype
         self._generations = [generation if i in self._order else EVERY_GENERATION for i in range(len(layout.layers))]
         self._spill = SimulatedSpill(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))

@@ -16,7 +16,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
-from megatrain_ray.engine.plan.activation_windows import with_windows
+from megatrain_ray.engine.plan.activation_staging import with_windows
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.device.rank_group import Place, RankGroup
+from megatrain_ray.engine.device.rank_group import RankGroup, Rendezvous
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -47,7 +47,9 @@ def check(ranks: RankGroup, frozen: Sequence[int]) -> None:
 
 
 def main(address: str, port: str, size: str, rank: str) -> None:
-    ranks = RankGroup(torch.device("cpu"), Place(address, int(port)), int(rank), int(size), TIMEOUT_S, gathers=True)
+    ranks = RankGroup(
+        torch.device("cpu"), Rendezvous(address, int(port)), int(rank), int(size), TIMEOUT_S, gathers=True
+    )
     try:
         for frozen in ((), (1500,)):
             check(ranks, frozen)

@@ -11,7 +11,7 @@ from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
-from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams
 from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.step.step_runner import StepInput, World
@@ -49,9 +49,9 @@ def muon_of(recipe: Recipe) -> Muon | None:
     return Muon(theirs.momentum, theirs.nesterov, theirs.ns_steps, LrAdjustment(theirs.adjust_lr))
 
 
-def hyper_of(recipe: Recipe) -> Hyper:
+def hyper_of(recipe: Recipe) -> AdamWConstants:
     seed = recipe.seed if recipe.moments == "bf16" else None
-    return Hyper(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe), seed)
+    return AdamWConstants(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe), seed)
 
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:

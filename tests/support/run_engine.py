@@ -30,7 +30,7 @@ from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine, StepReport
-from megatrain_ray.engine.step.warm_up import Coming
+from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.model.model_source import ModelSource, open_model
@@ -278,7 +278,7 @@ class Training:
         try:
             objective = Objective(self.recipe.z_loss, self.recipe.label_smoothing)
             packed = any(batch.positions is not None for batch in batches)
-            await self.engine.rehearse(Coming(objective, packed, evaluates=bool(held_out)))
+            await self.engine.run_warm_up(WarmUpShapes(objective, packed, evaluates=bool(held_out)))
             await self._evaluate(held_out, 0)
             for step, batch in enumerate(batches, 1):
                 await self._step(step, batch)

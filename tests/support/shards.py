@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.layout.split_master import join
-from megatrain_ray.engine.optimizer.adamw import Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.optimizer.undo_log import Journal
 from megatrain_ray.engine.optimizer.update_kernel import NATIVE, Build
@@ -26,7 +26,7 @@ from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.weights.weight_source import WeightSource
 
 MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)
-HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, muon=MUON)
+HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, muon=MUON)
 NAN_BYTES = 0xFF  # makes NaN of bf16 and fp32 alike; as int16 it is -1
 
 
@@ -143,7 +143,7 @@ class Shards(ShardedState):
             shard.load(source)
 
 
-def hyper_for(precision: Precision) -> Hyper:
+def hyper_for(precision: Precision) -> AdamWConstants:
     """Return the hyperparameters: moments in bf16 are rounded with the seed 0, and go without Muon."""
     return HYPER if precision.moments == "fp32" else replace(HYPER, muon=None, moments_seed=0)
 
@@ -263,9 +263,9 @@ def assert_equal(state: ShardedState, expected: Mapping[str, Mapping[str, Tensor
             assert torch.equal(got[name].view(torch.int32), want.view(torch.int32)), f"{kind} of {name}"
 
 
-def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> HostWords:
-    words = HostWords(
-        memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, num_shards))), num_layers, num_shards
+def new_words(num_shards: int = 2, num_layers: int = 3, generation: int = 0) -> SharedUpdateState:
+    words = SharedUpdateState(
+        memoryview(mmap.mmap(-1, 8 * SharedUpdateState.num_words(num_layers, num_shards))), num_layers, num_shards
     )
     words.reset(generation, [range(num_layers)] * num_shards)
     return words

@@ -38,7 +38,7 @@ from megatrain_ray.engine.planner.search.make_plan import activations_of
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.weights.weight_source import RandomSource
-from megatrain_ray.planning.prepare import Question
+from megatrain_ray.planning.run_spec import PlanningProblem
 from megatrain_ray.virtual_clock import CostModel, Op, Record, Stage, Timeline
 from tests.support.host_state import HostState
 from tests.support.local_host import LocalHost
@@ -56,7 +56,7 @@ VOCAB = 1024  # ends are larger than blocks, as those of large models are
 class StandIn:
     """Runs a stand-in of the model. `question` and `plan` are those of the model and the machine that are not here."""
 
-    question: Question
+    question: PlanningProblem
     plan: Plan
 
     def records(self, num_steps: int) -> list[tuple[Record, ...]]:

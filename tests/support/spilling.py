@@ -15,7 +15,7 @@ from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.prepare import Question, question_of
+from megatrain_ray.planning.run_spec import PlanningProblem, question_of
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
 from tests.support.runs import config, write_config
@@ -103,7 +103,7 @@ def _limited(tree: Mapping[str, Any], ram_bytes: int, on_disk: Path) -> dict[str
     return {**tree, "hardware": hardware, "spill": spill}
 
 
-def _too_little_ram(question: Question) -> int:
+def _too_little_ram(question: PlanningProblem) -> int:
     """Return a hardware.ram_limit with which the plan just does not fit."""
     plenty = _within(question, 1 << 36).plan()
     low = next(row.num_bytes for row in plenty.memory_items if row.name == "processes")  # does not fit
@@ -119,7 +119,7 @@ def _too_little_ram(question: Question) -> int:
     return low
 
 
-def _within(question: Question, ram_bytes: int) -> Question:
+def _within(question: PlanningProblem, ram_bytes: int) -> PlanningProblem:
     return replace(question, machine=replace(question.machine, ram_bytes=ram_bytes))
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatrain_ray.engine.device.rank_group import LOOPBACK, Place
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.device.rank_group import LOOPBACK, Rendezvous
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.errors import LostPeerError
 
 
@@ -31,7 +31,7 @@ class _Table:
         return found
 
 
-TABLES: dict[tuple[Place, str], _Table] = {}
+TABLES: dict[tuple[Rendezvous, str], _Table] = {}
 LOCK = threading.Lock()
 
 
@@ -39,7 +39,7 @@ class ThreadRanks:
     """Stands in for RankGroup, whose process can have only one."""
 
     def __init__(
-        self, device: torch.device, place: Place, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
+        self, device: torch.device, place: Rendezvous, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
         *, gathers: bool = False,
     ) -> None:  # fmt: skip
         self.rank = rank
@@ -49,7 +49,7 @@ class ThreadRanks:
             self._sums = TABLES.setdefault((place, "sums"), _Table(size))
             self._gathers = TABLES.setdefault((place, "gathers"), _Table(size))
 
-    def sum_part(self, flat: torch.Tensor, part: Span) -> None:
+    def sum_part(self, flat: torch.Tensor, part: ElementRange) -> None:
         self.sum(flat)
 
     def sum(self, values: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class ThreadRanks:
                 first += other
             values.copy_(first)
 
-    def all_gather(self, flat: torch.Tensor, parts: Sequence[Span]) -> None:
+    def all_gather(self, flat: torch.Tensor, parts: Sequence[ElementRange]) -> None:
         flat = flat.data  # own version counter, as in RankGroup
         own = parts[self.rank]
         found = self._gathers.exchange(self.rank, flat[own.start : own.stop], self._timeout_s)

@@ -17,15 +17,15 @@ import torch
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import ByteCount
+from megatrain_ray.engine.plan.plan import MemoryItem
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.errors import CapacityError, LostDeviceError, LostProcessError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.planning.prepare import Prepared, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.spans import RecordedSpans, Row
 from megatrain_ray.workers.arenas import WORDS, WORKING, arena_sizes
 from megatrain_ray.workers.gpu_worker import GpuWorker
@@ -47,13 +47,13 @@ NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
 
 
 @pytest.fixture
-def ready(tmp_path: Path) -> Prepared:
+def ready(tmp_path: Path) -> RunSpec:
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=STEPS, hardware__num_shards=2)
     return prepare(TrainConfig.model_validate(tree).resolve(), MACHINE)
 
 
 @pytest.fixture
-def handles(ready: Prepared) -> Iterator[Handles]:
+def handles(ready: RunSpec) -> Iterator[Handles]:
     num_threads = torch.get_num_threads()
     owner = ArenaHolder.create(arena_sizes(ready.plan, ready.structure.layout(ready.plan.num_fragments)))
     yield owner.handles
@@ -61,7 +61,7 @@ def handles(ready: Prepared) -> Iterator[Handles]:
     torch.set_num_threads(num_threads)
 
 
-def batches(ready: Prepared) -> DataWorker:
+def batches(ready: RunSpec) -> DataWorker:
     data = ready.config.data
     tokens = tokens_of(data, Path(ready.config.run_dir))
     return DataWorker(
@@ -70,7 +70,7 @@ def batches(ready: Prepared) -> DataWorker:
 
 
 async def run(
-    ready: Prepared,
+    ready: RunSpec,
     handles: Handles,
     calls: Sequence[int],
     *,
@@ -132,7 +132,7 @@ async def run(
     return rows
 
 
-def poison_a_weight(ready: Prepared, handles: Handles) -> None:
+def poison_a_weight(ready: RunSpec, handles: Handles) -> None:
     layout = ready.structure.layout(ready.plan.num_fragments)
     with closing(ArenaHolder.adopt([handles])) as holder:
         working = torch.frombuffer(holder.map(WORKING).buffer, dtype=torch.float32)
@@ -140,7 +140,7 @@ def poison_a_weight(ready: Prepared, handles: Handles) -> None:
         layout.layers[-1].view(head, "model.norm.weight")[0] = math.inf
 
 
-async def test_steps_called_in_another_order_give_the_same_rows(ready: Prepared, handles: Handles) -> None:
+async def test_steps_called_in_another_order_give_the_same_rows(ready: RunSpec, handles: Handles) -> None:
     """Ray does not keep the order of calls to an async actor."""
     right = await run(ready, handles, (1, 2, 3))
     wrong = await run(ready, handles, (3, 2, 1))
@@ -150,20 +150,20 @@ async def test_steps_called_in_another_order_give_the_same_rows(ready: Prepared,
     assert right[0]["loss"] > right[2]["loss"]
 
 
-async def test_closing_waits_for_the_last_step(ready: Prepared, handles: Handles) -> None:
+async def test_closing_waits_for_the_last_step(ready: RunSpec, handles: Handles) -> None:
     """The driver hears of it from the first of several."""
     plain = await run(ready, handles, (1, 2))
     closed = await run(ready, handles, (1, 2), closed_early=True)
     assert [[row[key] for key in NUMBERS] for row in plain] == [[row[key] for key in NUMBERS] for row in closed]
 
 
-async def test_evaluations_change_no_row(ready: Prepared, handles: Handles) -> None:
+async def test_evaluations_change_no_row(ready: RunSpec, handles: Handles) -> None:
     plain = await run(ready, handles, (1, 2))
     evaluated = await run(ready, handles, (1, 2), evaluations=(2, 1, 0))
     assert [[row[key] for key in NUMBERS] for row in plain] == [[row[key] for key in NUMBERS] for row in evaluated]
 
 
-async def test_the_keys_of_a_row(ready: Prepared, handles: Handles) -> None:
+async def test_the_keys_of_a_row(ready: RunSpec, handles: Handles) -> None:
     for row in await run(ready, handles, (1, 2)):
         assert set(row) - {"update_s"} == ROW  # of an update that has ended by then
         assert set(row["exposed_s"]) == EXPOSED
@@ -173,7 +173,7 @@ async def test_the_keys_of_a_row(ready: Prepared, handles: Handles) -> None:
         assert math.fsum(row["exposed_s"].values()) <= row["step_s"]
 
 
-async def test_spans_are_those_of_the_traced_steps(ready: Prepared, handles: Handles) -> None:
+async def test_spans_are_those_of_the_traced_steps(ready: RunSpec, handles: Handles) -> None:
     config = ready.config.model_copy(update={"log": ready.config.log.model_copy(update={"trace": (2, 2)})})
     traced = dataclasses.replace(ready, config=config)
     found: list[RecordedSpans] = []
@@ -189,7 +189,7 @@ async def test_spans_are_those_of_the_traced_steps(ready: Prepared, handles: Han
     assert sum(recorded.num_dropped for recorded in found) == 0
 
 
-async def test_a_skipped_step_names_the_parameter(ready: Prepared, handles: Handles) -> None:
+async def test_a_skipped_step_names_the_parameter(ready: RunSpec, handles: Handles) -> None:
     (row,) = await run(ready, handles, (1,), poison=True)
     assert set(row) - {"update_s"} == {*ROW, "bad_parameter"}
     assert row["skipped"] is True
@@ -198,7 +198,7 @@ async def test_a_skipped_step_names_the_parameter(ready: Prepared, handles: Hand
     assert row["bad_parameter"] in names
 
 
-async def test_another_worker_makes_a_step_once_more(ready: Prepared, handles: Handles) -> None:
+async def test_another_worker_makes_a_step_once_more(ready: RunSpec, handles: Handles) -> None:
     """The first one is gone behind step 1, with a gradient of step 2 landed; the next one cannot go on from step 0."""
     right = await run(ready, handles, (1, 2, 3))
     data = batches(ready)
@@ -221,7 +221,7 @@ async def test_another_worker_makes_a_step_once_more(ready: Prepared, handles: H
                 rows.append((await workers[0].step(1, save=False)).row)
                 await workers[0].close()
                 with closing(ArenaHolder.adopt([handles])) as holder:
-                    words = HostWords(holder.map(WORDS).buffer, len(ready.plan.layers), len(shards))
+                    words = SharedUpdateState(holder.map(WORDS).buffer, len(ready.plan.layers), len(shards))
                     words.gradients.land(0, 2, 0)
                     await workers[1].build()
                     with pytest.raises(LostProcessError, match=r"^update 1 had begun when .* step 0 was the last"):
@@ -240,14 +240,14 @@ async def test_another_worker_makes_a_step_once_more(ready: Prepared, handles: H
     ("text", "expected"),
     [("CUDA error: an illegal memory access was encountered", LostDeviceError), ("shapes do not fit", RuntimeError)],
 )
-def test_a_device_that_fails_is_told_from_other_errors(ready: Prepared, text: str, expected: type[Exception]) -> None:
+def test_a_device_that_fails_is_told_from_other_errors(ready: RunSpec, text: str, expected: type[Exception]) -> None:
     with pytest.raises(expected, match=text) as info, memory_explained(ready.plan, "step 7"):
         raise RuntimeError(text)
     assert str(info.value) == (f"step 7: the GPU failed: {text}" if expected is LostDeviceError else text)
 
 
 async def test_out_of_device_memory_is_explained(
-    ready: Prepared, handles: Handles, monkeypatch: pytest.MonkeyPatch
+    ready: RunSpec, handles: Handles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silu(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated …")
@@ -264,10 +264,10 @@ async def test_out_of_device_memory_is_explained(
 
 
 def test_device_memory_that_others_have_taken_is_named_before_anything_is_loaded(
-    ready: Prepared, handles: Handles, monkeypatch: pytest.MonkeyPatch
+    ready: RunSpec, handles: Handles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the limit that leaves them theirs: what is free, plus the context, which is there by then."""
-    context = ByteCount(Tier.HBM, "context", 1 << 30, "")
+    context = MemoryItem(Tier.HBM, "context", 1 << 30, "")
     plan = dataclasses.replace(ready.plan, memory_items=(*ready.plan.memory_items, context))
     counted = ready.plan.total_bytes(Tier.HBM)
     with ExitStack() as stack:
@@ -297,7 +297,7 @@ async def never(number: int) -> Batch:
     ids=["layers", "context", "slots"],
 )
 async def test_out_of_device_memory_before_the_first_step_is_explained(
-    ready: Prepared,
+    ready: RunSpec,
     hbm_layers: int,
     doing: str,
     kind: type[RuntimeError],
@@ -312,9 +312,9 @@ async def test_out_of_device_memory_before_the_first_step_is_explained(
 
     tree = ready.config.model_dump(mode="json")
     tree["hardware"]["hbm_layers"] = hbm_layers
-    prepared = prepare(TrainConfig.model_validate(tree), MACHINE)
-    owner = ArenaHolder.create(arena_sizes(prepared.plan, prepared.structure.layout(prepared.plan.num_fragments)))
-    data = batches(prepared)
+    run_spec = prepare(TrainConfig.model_validate(tree), MACHINE)
+    owner = ArenaHolder.create(arena_sizes(run_spec.plan, run_spec.structure.layout(run_spec.plan.num_fragments)))
+    data = batches(run_spec)
     monkeypatch.setattr(CpuDevice, "allocate", allocate)
 
     async def fetch(step: int) -> Batch:
@@ -325,6 +325,6 @@ async def test_out_of_device_memory_before_the_first_step_is_explained(
         adopt = ArenaHolder.adopt
         monkeypatch.setattr(ArenaHolder, "adopt", lambda holders: stack.enter_context(closing(adopt(holders))))
         with pytest.raises(CapacityError, match=f"^{doing}: out of device memory, .* {re.escape(told)}$"):
-            worker = GpuWorker(prepared, [owner.handles], fetch, fetch)
+            worker = GpuWorker(run_spec, [owner.handles], fetch, fetch)
             stack.push_async_callback(lambda: worker._host.close())
             await worker.build()

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.optimizer.adamw import Coefficients, Hyper, UpdateParams
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants, Coefficients, UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words.compile_c import declare, load_compiled
@@ -81,7 +81,7 @@ _load_library = functools.cache(_Library)
 class NativeAdamW:
     """Runs AdamW and Muon in C, as an UpdateKernel."""
 
-    def __init__(self, num_threads: int, hyper: Hyper, *, vector: int) -> None:
+    def __init__(self, num_threads: int, hyper: AdamWConstants, *, vector: int) -> None:
         """Load the library and start the threads.
 
         num_threads: the caller's own thread is one of them.

@@ -93,7 +93,7 @@ class SimulatedActivations:
             self._out_s = max(self._out_s, left_s)
         self._clocks.wait(before_s, "d2h")
 
-    def bring_back(self) -> None:
+    def reload(self) -> None:
         """Reload what the next stop needs and wait for it; also submit the reloads of a stop that follows at once."""
         self._clocks.wait(self._out_s, "d2h")
         this = self._num_stops

@@ -101,7 +101,7 @@ class SimulatedGradients:
         elif self._plan.gradients.sums is Tier.HOST:
             self._sums.leave(layer, self._depart(layer, self._plan.gradients.accumulate_dtype))
 
-    def recall(self, layer: int, after_s: float) -> None:
+    def reload(self, layer: int, after_s: float) -> None:
         """Reload a gradient, make its directions and offload them: Muon with clipping.
 
         after_s: when the momentum may be uploaded.

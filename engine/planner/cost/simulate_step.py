@@ -165,7 +165,7 @@ class Simulation:
         moves = self._activations.moves(visit)
         for _ in range(count if moves else min(count, 1)):
             if moves and visit.phase in RETURNING:
-                self._activations.bring_back()
+                self._activations.reload()
             for name in operations(visit.phase, self._plan.layers[visit.layer].activations):
                 self._clocks.run(Stage.COMPUTE, Op(name, visit.layer), count=1 if moves else count)
             if moves and visit.phase is Phase.FORWARD:
@@ -191,7 +191,7 @@ class Simulation:
             for layer in sorted(self._by_gpu):
                 self._clocks.run(Stage.COMPUTE, Op("update", layer))
             for layer in self._layout.with_muon:
-                self._gradients.recall(layer, self._momentum_s(layer))
+                self._gradients.reload(layer, self._momentum_s(layer))
         self._moved_s = self._clocks.end_s[Stage.D2H]
         for layer in self._plan.layer_order:
             waited = layer in self._waiting

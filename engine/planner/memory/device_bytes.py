@@ -17,7 +17,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.optimizer.muon import work_bytes
-from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, ActivationPolicy, ByteCount, LayerPlan, Plan
+from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, ActivationPolicy, LayerPlan, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_groups import dtype_name
 from megatrain_ray.engine.planner.memory.chunk_sizes import loss_bytes
 from megatrain_ray.units import format_bytes
@@ -62,7 +62,7 @@ class ActivationRows(NamedTuple):
 
 def device_memory_items(
     plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
-) -> Iterator[ByteCount]:
+) -> Iterator[MemoryItem]:
     """Return all rows of a plan's device memory.
 
     plan: complete but for its rows.
@@ -78,7 +78,7 @@ def device_memory_items(
     rows |= of_activations.rows
     if layout.with_muon:
         rows["muon"] = muon_row(plan, layout)
-    return (ByteCount(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+    return (MemoryItem(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
 def slot_rows(plan: Plan) -> dict[str, Row]:

@@ -8,8 +8,8 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.optimizer.undo_log import num_units, room_bytes
-from megatrain_ray.engine.plan.activation_windows import windows_of
-from megatrain_ray.engine.plan.plan import ByteCount, Plan
+from megatrain_ray.engine.plan.activation_staging import windows_of
+from megatrain_ray.engine.plan.plan import MemoryItem, Plan
 from megatrain_ray.engine.planner.memory.spill_bytes import slots_bytes, spilled_bytes, windows_bytes
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 from megatrain_ray.units import format_bytes
@@ -25,7 +25,7 @@ OTHER_PROCESSES = 4
 ON_THEIR_WAY = " on their way between device and disk"
 
 
-def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
     """Return all rows of a plan's host memory.
 
     plan: complete but for its rows.
@@ -64,7 +64,7 @@ def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
         rows["activation windows"] = _of_windows(plan)
     if plan.num_muon:
         rows["directions in waiting"] = plan.gradients.direction_slab_bytes, "Muon's, bf16, of four layers at most"
-    return (ByteCount(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
+    return (MemoryItem(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
 def _of_each(plan: Plan) -> str:
@@ -86,7 +86,7 @@ def _of_processes(plan: Plan) -> tuple[int, str]:
     return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
 
 
-def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
+def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
     """Yield all rows of a plan's disk space.
 
     plan: complete but for its rows.
@@ -95,18 +95,18 @@ def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[ByteCount]:
     if stored := plan.gradients_on_disk:
         itemsize = plan.gradients.offload_dtype.itemsize
         formula = f"{itemsize} bytes an element of {len(stored)} layers, written and read once a step"
-        yield ByteCount(Tier.NVME, "gradients in waiting", of_gradients, formula)
+        yield MemoryItem(Tier.NVME, "gradients in waiting", of_gradients, formula)
     if spilled := plan.spilled_layers:
         formula = f"{plan.precision.state_bytes} bytes of state of {len(spilled)} layers, read and written once a step"
-        yield ByteCount(Tier.NVME, "optimizer state", of_state, formula)
+        yield MemoryItem(Tier.NVME, "optimizer state", of_state, formula)
     if on_disk := plan.weights_on_disk:
         formula = f"working copies of {len(on_disk)} layers, read and written once a step, and read for every upload"
-        yield ByteCount(Tier.NVME, "weights", of_weights, formula)
+        yield MemoryItem(Tier.NVME, "weights", of_weights, formula)
     if plan.disk_activations:
         times = "once" if plan.step.num_sweeps == 1 else f"{plan.step.num_sweeps} times"
         of = f"of {len(plan.disk_activations)} layers and micro-batches{_of_each(plan)}"
         formula = f"{of}, written and read {times} a step"
-        yield ByteCount(Tier.NVME, "activations", plan.activation_files_bytes, formula)
+        yield MemoryItem(Tier.NVME, "activations", plan.activation_files_bytes, formula)
 
 
 def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.device_bytes import kept_bytes
 from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlacement
-from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk
+from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDisk
 from megatrain_ray.engine.planner.request import Candidate, Request, SpillFirst
 
 Layers = tuple[LayerPlan, ...]
@@ -27,11 +27,11 @@ class LayerPlanBuilder:
     layout: ModelLayout
     activations: ActivationBytes
     request: Request
-    whole: dict[tuple[Candidate, OnDisk], Layers] = field(default_factory=dict)
+    whole: dict[tuple[Candidate, LayersOnDisk], Layers] = field(default_factory=dict)
     single: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
     different: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)  # by layer and its _LayerPlacement
 
-    def of(self, candidate: Candidate, on_disk: OnDisk = NOTHING) -> Layers:
+    def of(self, candidate: Candidate, on_disk: LayersOnDisk = NOTHING) -> Layers:
         order = LoopOrder.MICRO_BATCHES_OUTER
         alike = replace(
             candidate,
@@ -46,7 +46,7 @@ class LayerPlanBuilder:
             self.whole[alike, on_disk] = self._all(alike, on_disk)
         return self.whole[alike, on_disk]
 
-    def _all(self, candidate: Candidate, on_disk: OnDisk) -> Layers:
+    def _all(self, candidate: Candidate, on_disk: LayersOnDisk) -> Layers:
         ways = _LayerPolicy(self, candidate)
         # The key of each layer below holds what these fields decide.
         alike = replace(
@@ -133,7 +133,7 @@ class _LayerPolicy:
         on_device, is_tail = index in self._candidate.hbm_layers, index >= self._first_tail_block
         return index, on_device, index in self._deferred, is_tail, index in self._offloaded
 
-    def choices(self, index: int, on_disk: OnDisk) -> _LayerPlacement:
+    def choices(self, index: int, on_disk: LayersOnDisk) -> _LayerPlacement:
         budget = self._budget(index)
         compiled = self._is_compiled and self._activations.has_budget(index, budget)
         tier = Tier.HBM if index in self._candidate.hbm_layers else Tier.HOST

@@ -10,8 +10,8 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.model_layout import ModelLayout, largest_share
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.activation_windows import with_windows
-from megatrain_ray.engine.plan.plan import ActivationPolicy, ByteCount, Plan
+from megatrain_ray.engine.plan.activation_staging import with_windows
+from megatrain_ray.engine.plan.plan import ActivationPolicy, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_shards import read_bytes
 from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.engine.planner.limits import beyond_disk, spare_ram
@@ -32,7 +32,7 @@ from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items, ho
 from megatrain_ray.engine.planner.memory.layer_plans import LayerPlanBuilder
 from megatrain_ray.engine.planner.memory.slots_and_slab import base_plan
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
-from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, OnDisk, Spillable
+from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDisk, Spillable
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
 
 # Values of a candidate's fields that stand for all values, in keys of cached results that the fields do not change.
@@ -63,9 +63,9 @@ class PlanBuilder:
     placements: dict[Candidate, _Placement] = field(default_factory=dict)
     chunks: dict[Candidate, int] = field(default_factory=dict)
     activation_rows: dict[Candidate, ActivationRows] = field(default_factory=dict)
-    host_memory_items: dict[Candidate, tuple[ByteCount, ...]] = field(default_factory=dict)
+    host_memory_items: dict[Candidate, tuple[MemoryItem, ...]] = field(default_factory=dict)
     missing: dict[Candidate, int] = field(default_factory=dict)
-    on_disk: dict[Candidate, OnDisk] = field(default_factory=dict)
+    on_disk: dict[Candidate, LayersOnDisk] = field(default_factory=dict)
     host_rooms: dict[Candidate, int] = field(default_factory=dict)
     spillable: dict[Candidate, Spillable] = field(default_factory=dict)
 
@@ -132,7 +132,7 @@ class PlanBuilder:
                 return most.gain - missing + 1
         return self.host_room(candidate)
 
-    def spilled(self, candidate: Candidate) -> OnDisk:
+    def spilled(self, candidate: Candidate) -> LayersOnDisk:
         """Return what of the candidate's plan is on disk: as much as host memory is too small for."""
         if self.machine.spill is None:
             return NOTHING
@@ -165,12 +165,12 @@ class PlanBuilder:
         """
         return spare_ram(plan) - (self.device_bytes(candidate) if self.machine.device == "cpu" else 0)
 
-    def _with_spilled(self, plan: Plan, candidate: Candidate, on_disk: OnDisk) -> Plan:
+    def _with_spilled(self, plan: Plan, candidate: Candidate, on_disk: LayersOnDisk) -> Plan:
         layers = self._layers.of(candidate, on_disk)
         plan = with_spilled(plan, layers, self.layout) if on_disk.of_shards else replace(plan, layers=layers)
         return with_windows(plan)
 
-    def _host_rows(self, candidate: Candidate, plan: Plan) -> tuple[ByteCount, ...]:
+    def _host_rows(self, candidate: Candidate, plan: Plan) -> tuple[MemoryItem, ...]:
         """Return the rows of host memory with nothing spilled."""
         key = self._of_host(candidate)
         if key not in self.host_memory_items:
@@ -265,7 +265,7 @@ class _Placement(NamedTuple):
 def _with_copies(plan: Plan) -> Plan:
     """Return the plan with memory for copies that saves make: up to half of the RAM that the plan leaves."""
     num_bytes = max(0, min(plan.updated_bytes // plan.hosts.num_hosts, spare_ram(plan) // 2))
-    row = ByteCount(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
+    row = MemoryItem(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
     on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")
     of_device = num_bytes * on_device // plan.num_trained
     return replace(

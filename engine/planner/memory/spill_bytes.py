@@ -84,7 +84,7 @@ def most_room_in_slots(plan: Plan, layout: ModelLayout) -> int:
     return spilling.num_slots(largest) * spilling.slot_room(largest)
 
 
-class Kind(Enum):
+class SpillKind(Enum):
     """Names what optimizer shards have on disk; values are positions in the tuples of sizes in this module."""
 
     GRADIENT = 0
@@ -128,7 +128,7 @@ class Largest(NamedTuple):
     state: int = 0
     whole: int = 0
 
-    def with_one(self, kind: Kind, size: int) -> Largest:
+    def with_one(self, kind: SpillKind, size: int) -> Largest:
         return self._replace(**{self._fields[kind.value]: size})
 
 
@@ -163,7 +163,7 @@ class Spilling:
         """Return the counter for a plan in which nothing is on disk yet."""
         return Spilling(replace(plan, disk=replace(plan.disk, extent_elements=EXTENT_ELEMENTS)))
 
-    def gained(self, items: Iterable[tuple[Kind, int]], deferred_bytes: int) -> Iterator[int]:
+    def gained(self, items: Iterable[tuple[SpillKind, int]], deferred_bytes: int) -> Iterator[int]:
         """Yield by how many bytes host memory shrinks with none, one, two, … of these items on disk.
 
         items: kind and trained elements of each, in the order of spilling.
@@ -175,7 +175,7 @@ class Spilling:
         item_bytes = (item, precision.state_bytes, precision.working_dtype.itemsize)
         yield 0
         for kind, size in items:
-            if kind is Kind.GRADIENT:
+            if kind is SpillKind.GRADIENT:
                 insort(waiting, size * item)
                 of_gradients = -max(0, in_flight(waiting) - deferred_bytes)
             freed += size * item_bytes[kind.value] - sums_of(size)[kind.value]

@@ -13,15 +13,15 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.activation_moves import Activations, away, num_bytes
-from megatrain_ray.engine.plan.activation_windows import Windows
+from megatrain_ray.engine.plan.activation_staging import StagingBuffers
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
-from megatrain_ray.engine.planner.memory.spill_bytes import Kind, Sizes, Spilling, deferred_bytes
+from megatrain_ray.engine.planner.memory.spill_bytes import Sizes, Spilling, SpillKind, deferred_bytes
 from megatrain_ray.engine.planner.request import SpillFirst
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 
 
-class OnDisk(NamedTuple):
+class LayersOnDisk(NamedTuple):
     """Lists the layers of which something is on disk, by kind of data."""
 
     gradients: frozenset[int] = frozenset()
@@ -36,7 +36,7 @@ class OnDisk(NamedTuple):
         return bool(self.gradients or self.state)
 
 
-NOTHING = OnDisk()
+NOTHING = LayersOnDisk()
 
 
 class Most(NamedTuple):
@@ -50,9 +50,9 @@ class Most(NamedTuple):
     gain: int
 
 
-Item = tuple[Kind | Activations, int]  # what is spilled, and of which layer
-FIELDS: dict[Kind | Activations, str] = {
-    Kind.GRADIENT: "gradients", Kind.STATE: "state", Kind.WEIGHTS: "weights",
+Item = tuple[SpillKind | Activations, int]  # what is spilled, and of which layer
+FIELDS: dict[SpillKind | Activations, str] = {
+    SpillKind.GRADIENT: "gradients", SpillKind.STATE: "state", SpillKind.WEIGHTS: "weights",
     Activations.BOUNDARY: "boundaries", Activations.KEPT: "kept",
 }  # fmt: skip
 ORDERS = SpillFirst.GRADIENTS, SpillFirst.STATE, SpillFirst.ENDS, SpillFirst.FRONT
@@ -75,7 +75,7 @@ class Spillable:
     layout: ModelLayout
     activations: bool
 
-    def choice(self, missing: int, first: SpillFirst) -> OnDisk:
+    def choice(self, missing: int, first: SpillFirst) -> LayersOnDisk:
         """Return the smallest choice that frees `missing` bytes of host memory.
 
         If nothing frees that much, return what frees the most, which may be nothing.
@@ -105,7 +105,7 @@ class Spillable:
         """Return everything that can be spilled, in the order of spilling: activations before data of the shards."""
         return [*self._moving, *self._of_shards(first)]
 
-    def _of_shards(self, first: SpillFirst) -> list[tuple[Kind, int]]:
+    def _of_shards(self, first: SpillFirst) -> list[tuple[SpillKind, int]]:
         """Return the data of optimizer shards that can be spilled, in the order of spilling.
 
         Costs decide the order. A byte of a gradient or of state moves twice per step, a byte of activations twice per
@@ -125,10 +125,10 @@ class Spillable:
         able.sort(key=ranks.get(first, lambda i: (not is_block[i], -i)))
         waits_in_slab = self.plan.step.update_order is UpdateOrder.FORWARD and self.plan.gradients.sums is Tier.HBM
         waits = waits_in_slab and {i for i in able if self.plan.layers[i].gradients is Tier.HOST}
-        of_gradients = [(Kind.GRADIENT, i) for i in able if waits and i in waits]
-        of_state = [(Kind.STATE, i) for i in able]
+        of_gradients = [(SpillKind.GRADIENT, i) for i in able if waits and i in waits]
+        of_state = [(SpillKind.STATE, i) for i in able]
         readable = able if self.plan.hosts.num_gpus == 1 else []
-        of_weights = [(Kind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
+        of_weights = [(SpillKind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
         both = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
         return [*both, *of_weights]
 
@@ -155,11 +155,11 @@ class Spillable:
     @cached_property
     def _by_moving(self) -> list[int]:
         """Return by how many bytes host memory shrinks with none, one, two, … activations on disk."""
-        windows, live, on_disk = Windows(0, 0), self.plan.step.num_live_micro_batches, Counter[int]()
+        windows, live, on_disk = StagingBuffers(0, 0), self.plan.step.num_live_micro_batches, Counter[int]()
         gained, freed, num_blocks = [0], 0, 0
         for size in (self._size(*item) for item in self._moving):
             if size > max(on_disk, default=0):
-                windows = Windows.of([size])
+                windows = StagingBuffers.of([size])
                 num_blocks = sum(count * windows.num_blocks([other]) for other, count in on_disk.items())
             on_disk[size] += live
             freed += live * size
@@ -168,7 +168,7 @@ class Spillable:
             gained.append(self.plan.hosts.gpus_per_host * (freed - taken))
         return gained
 
-    def _choice(self, missing: int, first: SpillFirst) -> OnDisk:
+    def _choice(self, missing: int, first: SpillFirst) -> LayersOnDisk:
         items, most, count_of_most = self.order(first), 0, 0
         for count, gained in enumerate(self.gained(first)):
             if gained >= missing:
@@ -177,16 +177,16 @@ class Spillable:
                 most, count_of_most = gained, count
         return _on_disk(items[:count_of_most])
 
-    def _without_needless(self, items: list[Item], missing: int) -> OnDisk:
+    def _without_needless(self, items: list[Item], missing: int) -> LayersOnDisk:
         """Return the choice without data of shards that is not needed beside something larger.
 
         Such data comes earlier in the order than what is larger. Items that stay in memory are taken from the end of
         the order.
         """
-        on_disk, needed = _on_disk(items), set[tuple[Kind | Activations, int]]()
+        on_disk, needed = _on_disk(items), set[tuple[SpillKind | Activations, int]]()
         for kind, layer in reversed(items[:-1]):
             size = self._size(kind, layer)
-            is_held = isinstance(kind, Activations) or (kind is Kind.STATE and layer in on_disk.weights)
+            is_held = isinstance(kind, Activations) or (kind is SpillKind.STATE and layer in on_disk.weights)
             if is_held or (kind, size) in needed:
                 continue
             field = FIELDS[kind]
@@ -197,19 +197,19 @@ class Spillable:
                 needed.add((kind, size))
         return on_disk
 
-    def gain(self, on_disk: OnDisk) -> int:
+    def gain(self, on_disk: LayersOnDisk) -> int:
         """Return by how many bytes host memory shrinks with this on disk."""
         moving = Counter(self._size(kind, i) for kind in Activations for i in getattr(on_disk, FIELDS[kind]))
         of_moving, live = 0, self.plan.step.num_live_micro_batches
         if moving:
-            windows = Windows.of([max(moving)])
+            windows = StagingBuffers.of([max(moving)])
             num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
             of_moving = self.plan.hosts.gpus_per_host * (live * freed - windows.number * windows.num_bytes)
         sizes = Sizes(*([self.layout.host_trained_sizes[i] for i in layers] for layers in on_disk[:3]))
         return of_moving + self._spilling.gain(sizes, self._deferred_bytes)
 
-    def num_bytes(self, on_disk: OnDisk) -> int:
+    def num_bytes(self, on_disk: LayersOnDisk) -> int:
         """Return the bytes that this takes on disk, not filled up to whole pages."""
         plan, live = self.plan, self.plan.hosts.gpus_per_host * self.plan.step.num_live_micro_batches
         items = (
@@ -222,12 +222,12 @@ class Spillable:
         sizes = [sum([self._size(kind, i) for i in getattr(on_disk, field)]) for kind, field in FIELDS.items()]
         return sum(map(mul, items, sizes))
 
-    def _size(self, kind: Kind | Activations, layer: int) -> int:
+    def _size(self, kind: SpillKind | Activations, layer: int) -> int:
         """Return the trained elements of a layer, or the bytes of its activations of one micro-batch."""
         if isinstance(kind, Activations):
             return num_bytes(self.plan.layers[layer], kind)
         return self.layout.host_trained_sizes[layer]
 
 
-def _on_disk(items: Sequence[Item]) -> OnDisk:
-    return OnDisk(*(frozenset(i for kind, i in items if kind is of_kind) for of_kind in FIELDS))
+def _on_disk(items: Sequence[Item]) -> LayersOnDisk:
+    return LayersOnDisk(*(frozenset(i for kind, i in items if kind is of_kind) for of_kind in FIELDS))

@@ -11,7 +11,7 @@ from functools import cached_property
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind
-from megatrain_ray.engine.plan.activation_windows import NUM_WINDOWS
+from megatrain_ray.engine.plan.activation_staging import NUM_WINDOWS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.residency import group_of

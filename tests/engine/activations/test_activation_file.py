@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megatrain_ray.engine.activations import disk_activations
-from megatrain_ray.engine.activations.disk_activations import ActivationFile, OnDisk
+from megatrain_ray.engine.activations.disk_activations import DiskActivations, OffloadedToDisk
 from megatrain_ray.engine.device.cpu_device import CpuDevice
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.activation_windows import Part, Places
+from megatrain_ray.engine.plan.activation_staging import DiskAllocator, StorageSpan
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import DiskSettings
 from megatrain_ray.errors import DeadlineError, MegatrainError
@@ -48,11 +48,11 @@ def plan_of(num_windows: int, activations: tuple[int, ...] = (SIZE,) * len(LAYER
 class Desk:
     """Holds a file with three places, and what was put into them."""
 
-    file: ActivationFile
+    file: DiskActivations
     device: CpuDevice
     store: Watched
     tensors: dict[int, torch.Tensor]
-    away: dict[int, OnDisk]
+    away: dict[int, OffloadedToDisk]
 
     def send(self, layer: int) -> None:
         self.tensors[layer] = torch.arange(SIZE, dtype=torch.int64).mul(layer).to(torch.uint8)
@@ -76,7 +76,7 @@ class Desk:
 def desk(num_windows: int) -> Iterator[Desk]:
     plan, device = plan_of(num_windows), CpuDevice()
     store = Watched(plan.activation_file_bytes)
-    file = ActivationFile(plan, device, store, BLOB, poison=True)
+    file = DiskActivations(plan, device, store, BLOB, poison=True)
     try:
         file.begin()
         yield Desk(file, device, store, {}, {})
@@ -88,11 +88,15 @@ def desk(num_windows: int) -> Iterator[Desk]:
 
 
 def test_storages_lie_one_behind_the_other_in_blocks() -> None:
-    places = Places(plan_of(2, (2 * PAGE, PAGE)))
+    places = DiskAllocator(plan_of(2, (2 * PAGE, PAGE)))
     first = places.take(1, [PAGE + 100, 50, PAGE - 200])
     assert [block.parts for block in first] == [
-        (Part(0, Span(0, PAGE), 0),),
-        (Part(0, Span(PAGE, PAGE + 100), 0), Part(1, Span(0, 50), 100), Part(2, Span(0, PAGE - 200), 150)),
+        (StorageSpan(0, ElementRange(0, PAGE), 0),),
+        (
+            StorageSpan(0, ElementRange(PAGE, PAGE + 100), 0),
+            StorageSpan(1, ElementRange(0, 50), 100),
+            StorageSpan(2, ElementRange(0, PAGE - 200), 150),
+        ),
     ]
     (second,) = places.take(2, [10])
     extents = [block.extent for block in (*first, second)]

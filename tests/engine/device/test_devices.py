@@ -20,7 +20,7 @@ from megatrain_ray.engine.device.device import (
 )
 from megatrain_ray.engine.layout.split_master import split
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.stochastic_rounding import rounding_counter
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice
@@ -217,8 +217,8 @@ def test_an_update_on_the_device_is_torchs_on_the_cpu(
 
     There are three million elements and five. The last ones have random bits from counters that begin at 0 again.
     """
-    hyper = Hyper(0.9, 0.95, 1e-8, 0.1, moments_seed=5 if moments is torch.bfloat16 else None)
-    weighting, size = Weighting(0.7, 0.1), 3_000_005
+    hyper = AdamWConstants(0.9, 0.95, 1e-8, 0.1, moments_seed=5 if moments is torch.bfloat16 else None)
+    weighting, size = ParamWeighting(0.7, 0.1), 3_000_005
     generator = torch.Generator().manual_seed(0)
     master, m, g = (torch.randn(size, generator=generator) * scale for scale in (1.0, 1e-3, 1e-2))
     v, gradient = (torch.rand(size, generator=generator) * 1e-5).to(moments), g.to(dtype)

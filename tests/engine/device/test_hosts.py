@@ -22,8 +22,8 @@ from megatrain_ray.crew.ray_resources import check_hosts, lacking_hosts
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.rank_group import Meeting, RankGroup, interface_of
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.host.gradient_slab import SlabPool
-from megatrain_ray.engine.host.host_words import HostWords
+from megatrain_ray.engine.host.gradient_slab import GradientSlab
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
@@ -110,7 +110,7 @@ def test_what_a_plan_counts_is_enough_for_every_host(num_hosts: int, *, clip: bo
         sizes = arena_sizes(plan, layout)
         assert sizes[WORKING] <= counted["working copy"]
         assert sizes[state_arena(0)] <= aligned(counted["optimizer state"])
-        SlabPool(
+        GradientSlab(
             torch.empty(sizes[SLAB], dtype=torch.uint8),
             layout.gradient_bytes(plan.gradients.slab_itemsize),
             passing=None,
@@ -189,7 +189,7 @@ def test_a_wait_for_nodes_says_which_there_are() -> None:
 
 
 def test_messages_number_the_shards_of_all_hosts() -> None:
-    words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(1, 2))), 1, 2, first_shard=2)
+    words = SharedUpdateState(memoryview(mmap.mmap(-1, 8 * SharedUpdateState.num_words(1, 2))), 1, 2, first_shard=2)
     words.reset(0, [{0}, {0}])
     words.updates.commit(header(1))
     words.gradients.land(0, 1, 0)
@@ -256,8 +256,8 @@ def test_a_run_dir_that_another_host_does_not_share_is_told(monkeypatch: pytest.
 
     def check() -> None:
         place, owners = SimpleNamespace(addresses=["10.0.0.1", "10.0.0.2"]), [Owner(name) for name in seen]
-        prepared = SimpleNamespace(config=SimpleNamespace(run_dir="/runs/a"))
-        host_roles.check_run_dir(prepared, place, owners, lambda: None)  # type: ignore[arg-type]
+        run_spec = SimpleNamespace(config=SimpleNamespace(run_dir="/runs/a"))
+        host_roles.check_run_dir(run_spec, place, owners, lambda: None)  # type: ignore[arg-type]
 
     monkeypatch.setattr(host_roles, "answer", lambda late, call, check: call)
     monkeypatch.setattr(host_roles, "SAME_S", 0.0)

@@ -17,10 +17,10 @@ import torch
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
-from megatrain_ray.engine.host.gradient_slab import FollowedSlab
-from megatrain_ray.engine.host.host_words import HostWords
-from megatrain_ray.engine.host.signal_words import Placed
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec, Span
+from megatrain_ray.engine.host.gradient_slab import FollowerSlab
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
+from megatrain_ray.engine.host.signal_words import SlabRegion
+from megatrain_ray.engine.layout.flat_layout import ElementRange, FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from tests.support.reference import MuonRecipe, Recipe
 from tests.support.run_engine import Mode, folder_source, plan_for
@@ -44,9 +44,9 @@ class Threads:
         self.rank, self.size = rank, size
         self._table, self._barrier = table, barrier
 
-    def sum_part(self, flat: torch.Tensor, part: Span) -> None:
+    def sum_part(self, flat: torch.Tensor, part: ElementRange) -> None:
         """Sum over ranks. The parts are the whole, or lie in the order of ranks, as a reduce-scatter has them."""
-        spans = [Span(*map(int, span)) for span in self._all(torch.tensor(part))]
+        spans = [ElementRange(*map(int, span)) for span in self._all(torch.tensor(part))]
         is_whole = all(span == (0, flat.numel()) for span in spans)
         assert is_whole or [0, *(s.stop for s in spans)] == [*(s.start for s in spans), flat.numel()]
         total = torch.stack(self._all(flat)).sum(0)
@@ -138,8 +138,10 @@ def random_gradients(model: ModelLayout, layer: int, rank: int) -> dict[str, tor
     return {s.name: torch.randn(s.shape, generator=generator) for s in model.layers[layer].trained_segments}
 
 
-def words_of(num_ranks: int) -> HostWords:
-    words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(2, 1, num_ranks))), 2, 1, num_ranks)
+def words_of(num_ranks: int) -> SharedUpdateState:
+    words = SharedUpdateState(
+        memoryview(mmap.mmap(-1, 8 * SharedUpdateState.num_words(2, 1, num_ranks))), 2, 1, num_ranks
+    )
     words.reset(4, [{0, 1}])
     return words
 
@@ -153,18 +155,20 @@ def test_a_gradient_has_landed_when_all_ranks_have_landed_their_parts() -> None:
     assert not words.gradients.wait_landed(0, 5, 0.0, committed=True)
     words.gradients.land(0, 5, 8192)
     assert words.gradients.wait_landed(0, 5, 0.0, committed=True)
-    assert words.gradients.start(Placed.GRADIENT, 0) == 8192, "the first rank's word"
+    assert words.gradients.start(SlabRegion.GRADIENT, 0) == 8192, "the first rank's word"
     assert not words.gradients.has_landed(1, 5)
 
 
 def test_what_part_of_the_ranks_has_landed_is_withdrawn() -> None:
     words = words_of(2)
-    words.gradients.place(Placed.GRADIENT, 0, 5, 128)
-    words.gradients.place(Placed.DIRECTIONS, 0, 5, 256)
+    words.gradients.place(SlabRegion.GRADIENT, 0, 5, 128)
+    words.gradients.place(SlabRegion.DIRECTIONS, 0, 5, 256)
     words.gradients.land(0, 5, 128, rank=1)
     words.gradients.withdraw(4)
     assert (
-        words.gradients.placed_at(Placed.GRADIENT, 0, 5) is words.gradients.placed_at(Placed.DIRECTIONS, 0, 5) is None
+        words.gradients.placed_at(SlabRegion.GRADIENT, 0, 5)
+        is words.gradients.placed_at(SlabRegion.DIRECTIONS, 0, 5)
+        is None
     )
     words.gradients.land(0, 5, 128)
     assert not words.gradients.has_landed(0, 5), "the other one's is to come again"
@@ -172,12 +176,12 @@ def test_what_part_of_the_ranks_has_landed_is_withdrawn() -> None:
 
 async def test_a_rank_leases_where_the_first_one_does() -> None:
     words = words_of(2)
-    slab = FollowedSlab(
-        torch.arange(256, dtype=torch.uint8), [64, 32], partial(words.gradients.placed_at, Placed.GRADIENT)
+    slab = FollowerSlab(
+        torch.arange(256, dtype=torch.uint8), [64, 32], partial(words.gradients.placed_at, SlabRegion.GRADIENT)
     )
     leasing = asyncio.create_task(slab.lease(1, 5))
     await asyncio.sleep(0)
-    words.gradients.place(Placed.GRADIENT, 1, 5, 128)
+    words.gradients.place(SlabRegion.GRADIENT, 1, 5, 128)
     await asyncio.sleep(0)
     assert not leasing.done(), "it looks when it is woken"
     await slab.wake()
@@ -188,13 +192,18 @@ async def test_a_rank_leases_where_the_first_one_does() -> None:
 
 def test_directions_have_a_place_of_their_own() -> None:
     words = words_of(2)
-    words.gradients.place(Placed.GRADIENT, 1, 5, 128)
-    assert words.gradients.placed_at(Placed.DIRECTIONS, 1, 5) is None
-    words.gradients.place(Placed.DIRECTIONS, 1, 5, 192)
-    assert (words.gradients.placed_at(Placed.GRADIENT, 1, 5), words.gradients.placed_at(Placed.DIRECTIONS, 1, 5)) == (
+    words.gradients.place(SlabRegion.GRADIENT, 1, 5, 128)
+    assert words.gradients.placed_at(SlabRegion.DIRECTIONS, 1, 5) is None
+    words.gradients.place(SlabRegion.DIRECTIONS, 1, 5, 192)
+    assert (
+        words.gradients.placed_at(SlabRegion.GRADIENT, 1, 5),
+        words.gradients.placed_at(SlabRegion.DIRECTIONS, 1, 5),
+    ) == (
         128,
         192,
     )
     assert (
-        words.gradients.placed_at(Placed.DIRECTIONS, 0, 5) is words.gradients.placed_at(Placed.DIRECTIONS, 1, 6) is None
+        words.gradients.placed_at(SlabRegion.DIRECTIONS, 0, 5)
+        is words.gradients.placed_at(SlabRegion.DIRECTIONS, 1, 6)
+        is None
     )

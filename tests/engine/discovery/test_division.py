@@ -24,8 +24,8 @@ from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.step import step_runner
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.model.flop_count import FlopCount
-from megatrain_ray.planning import prepare
-from megatrain_ray.planning.prepare import predictor, question_of
+from megatrain_ray.planning import run_spec
+from megatrain_ray.planning.run_spec import predictor, question_of
 from megatrain_ray.virtual_clock import Stage
 from tests.support.expert_ranges import NORM_ERROR, assert_same_but_norms
 from tests.support.families import FAMILIES
@@ -275,8 +275,8 @@ def test_parts_of_a_block_do_not_help_where_host_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    ask = prepare._question
-    monkeypatch.setattr(prepare, "_question", lambda *args: asked.append(args[3]) or ask(*args))
+    ask = run_spec._question
+    monkeypatch.setattr(run_spec, "_question", lambda *args: asked.append(args[3]) or ask(*args))
     with pytest.raises(CapacityError, match=r"^needs .* of host RAM"):
         question_of(tight(tmp_path, ram_limit="6GiB", hbm_limit="24GiB", hbm_layers=0)).plan()
     assert asked == [1]

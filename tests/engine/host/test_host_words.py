@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain_ray.engine.host.signal_words import NUM_LOGGED, Placed
+from megatrain_ray.engine.host.signal_words import NUM_LOGGED, SlabRegion
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from tests.support.shards import header, new_words
@@ -76,7 +76,7 @@ def test_a_gradient_may_not_land_on_one_that_is_still_read() -> None:
     words.generations.finish(0, 0, 1)
     with pytest.raises(MegatrainError, match="layer 0 landed for update 2, but the layer is at generation 0"):
         words.gradients.land(0, 2, 256)
-    assert words.gradients.start(Placed.GRADIENT, 0) == 128
+    assert words.gradients.start(SlabRegion.GRADIENT, 0) == 128
 
 
 def test_gradients_of_a_step_that_was_not_committed_are_withdrawn() -> None:

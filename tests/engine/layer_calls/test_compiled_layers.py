@@ -31,7 +31,7 @@ from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.planning.prepare import prepare
+from megatrain_ray.planning.run_spec import prepare
 from tests.engine.planner.test_planner import MACHINE, REQUEST
 from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe

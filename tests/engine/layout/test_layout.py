@@ -13,9 +13,9 @@ from megatrain_ray.engine.layout.flat_layout import (
     ALIGN_ELEMENTS,
     CUT_ELEMENTS,
     NODE_CUT_ELEMENTS,
+    ElementRange,
     FlatLayout,
     ParameterSpec,
-    Span,
 )
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
@@ -118,7 +118,7 @@ def test_shards_store_their_parts_one_after_the_other() -> None:
         assert shard.starts == (0, shard.spans[0].size)
         assert shard.slice(1) == slice(shard.spans[0].size, shard.size)
     # A layer of one cut belongs to one shard; the others own an empty span of it.
-    assert [s.spans[1] for s in shards] == [Span(0, 0), Span(0, 0), Span(0, 2048)]
+    assert [s.spans[1] for s in shards] == [ElementRange(0, 0), ElementRange(0, 0), ElementRange(0, 2048)]
 
 
 @given(layers(), st.integers(1, 9), granularities)
@@ -138,11 +138,11 @@ def test_cuts_lie_on_vector_boundaries_of_every_parameter(
 def test_logical_and_padded_are_each_others_inverse(layout: FlatLayout, data: st.DataObject) -> None:
     """It holds for any span, whether it begins and ends in parameters or in the padding between them."""
     padded_of = torch.full((layout.logical_size,), -1)
-    for run in layout.runs(Span(0, layout.size)):
+    for run in layout.runs(ElementRange(0, layout.size)):
         padded_of[run.logical : run.logical + run.length] = torch.arange(run.padded, run.padded + run.length)
     assert (padded_of.diff() > 0).all() and (padded_of >= 0).all()
     start = data.draw(st.integers(0, layout.size))
-    span = Span(start, data.draw(st.integers(start, layout.size)))
+    span = ElementRange(start, data.draw(st.integers(start, layout.size)))
     logical = layout.logical(span)
     inside = (padded_of >= span.start) & (padded_of < span.stop)
     assert inside.nonzero().flatten().tolist() == list(range(logical.start, logical.stop))
@@ -190,6 +190,6 @@ def test_shards_own_every_element_of_a_model_once(flats: list[FlatLayout], num_s
 
 def test_a_layer_of_tied_parameters_alone_is_empty() -> None:
     layout = FlatLayout.build("head", [ParameterSpec("head", "weight", (9, 8), tied_to="e")], num_fragments=3)
-    assert (layout.size, layout.logical_size, layout.fragments) == (0, 0, (Span(0, 0),))
-    assert layout.cuts(layout.trained, 3) == 3 * (Span(0, 0),)
-    assert list(layout.runs(Span(0, 0))) == []
+    assert (layout.size, layout.logical_size, layout.fragments) == (0, 0, (ElementRange(0, 0),))
+    assert layout.cuts(layout.trained, 3) == 3 * (ElementRange(0, 0),)
+    assert list(layout.runs(ElementRange(0, 0))) == []

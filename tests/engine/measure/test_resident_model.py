@@ -17,7 +17,7 @@ from megatrain_ray.engine.measure.resident_model import ResidentModel
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.planner.request import Machine
-from megatrain_ray.planning.prepare import prepare
+from megatrain_ray.planning.run_spec import prepare
 from megatrain_ray.virtual_clock import Record, Stage
 from tests.support.recipes import step_input
 from tests.support.reference import Recipe

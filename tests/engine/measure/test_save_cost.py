@@ -15,8 +15,8 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.measure.save_cost import measure_copy, predict_stall_s
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
-from megatrain_ray.engine.shards.spare_memory import SpareMemory
-from megatrain_ray.planning.prepare import prepare
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
+from megatrain_ray.planning.run_spec import prepare
 from tests.support.runs import config
 from tests.support.shards import open_shards
 from tests.support.tiny import build_tiny
@@ -57,7 +57,7 @@ def test_copying_is_measured_where_there_is_room(num_layers: int) -> None:
         (shard,) = shards.shards
         layer_bytes = sorted(shard.copy_bytes(layer) for layer in range(len(shard.layout.spans)))[:num_layers]
         before = shards.all_bytes()
-        with closing(SpareMemory(layer_bytes, 1 << 30)) as spare:
+        with closing(SnapshotBuffers(layer_bytes, 1 << 30)) as spare:
             assert 0 < measure_copy(shard, spare) < 1e13
             assert all(spare.take(num_bytes) is not None for num_bytes in layer_bytes)
             assert measure_copy(shard, spare) == math.inf, "no room is left"

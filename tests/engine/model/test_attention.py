@@ -19,7 +19,7 @@ from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
-from megatrain_ray.planning.prepare import prepare
+from megatrain_ray.planning.run_spec import prepare
 from tests.engine.discovery.test_packing import packed
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family

@@ -30,7 +30,7 @@ from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.model.flop_count import FlopCount
-from megatrain_ray.planning.prepare import predictor, question_of
+from megatrain_ray.planning.run_spec import predictor, question_of
 from tests.support.expert_ranges import NORM_ERROR, assert_same_but_norms
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family, family_batches

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.split_master import join, split
-from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.torch_blocks import Scratch, adamw_block
 from megatrain_ray.engine.optimizer.torch_kernel import BlockPool
 
 pytestmark = pytest.mark.pairwise
 
-HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 SCRATCH = Scratch(0)
 
 
@@ -45,9 +45,9 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def blocks(length: int) -> Iterator[Span]:
+def blocks(length: int) -> Iterator[ElementRange]:
     for start in range(0, length, BLOCK_ELEMENTS):
-        yield Span(start, min(start + BLOCK_ELEMENTS, length))
+        yield ElementRange(start, min(start + BLOCK_ELEMENTS, length))
 
 
 def random_master(size: int) -> Tensor:
@@ -78,9 +78,9 @@ def new_state(master: Tensor, case: Case) -> AdamState:
     return AdamState(working, residual, torch.zeros_like(master), torch.zeros_like(master))
 
 
-def in_blocks(master: Tensor, case: Case, feed: Iterable[Tensor], spans: Iterable[Span]) -> AdamState:
+def in_blocks(master: Tensor, case: Case, feed: Iterable[Tensor], spans: Iterable[ElementRange]) -> AdamState:
     state = new_state(master, case)
-    spans, weighting = list(spans), Weighting(1.0, HYPER.weight_decay if case.decay else 0.0)
+    spans, weighting = list(spans), ParamWeighting(1.0, HYPER.weight_decay if case.decay else 0.0)
     for step, gradient in enumerate(feed, 1):
         params = UpdateParams(step, step, case.lr(step), case.scale)
         for span in spans:
@@ -118,7 +118,7 @@ def test_modes(split: bool, gradient_dtype: torch.dtype, decay: bool, scale: flo
 def test_cuts_at_multiples_of_64_change_nothing(size: int, cuts: set[int], split: bool) -> None:
     case, master = Case(num_steps=3, split=split), random_master(size)
     edges = [0, *sorted(64 * c for c in cuts if 64 * c < size), size]
-    spans = [Span(a, b) for a, b in itertools.pairwise(edges)]
+    spans = [ElementRange(a, b) for a, b in itertools.pairwise(edges)]
     expected = whole(master, case, gradients(size, case))
     assert_bit_equal(in_blocks(master, case, gradients(size, case), spans), expected)
 
@@ -126,7 +126,7 @@ def test_cuts_at_multiples_of_64_change_nothing(size: int, cuts: set[int], split
 def test_a_cut_inside_a_vector_would_be_seen() -> None:
     size, case = 6000, Case(split=False)
     master = random_master(size)
-    odd = in_blocks(master, case, gradients(size, case), [Span(0, 2011), Span(2011, size)])
+    odd = in_blocks(master, case, gradients(size, case), [ElementRange(0, 2011), ElementRange(2011, size)])
     assert not torch.equal(odd.v, whole(master, case, gradients(size, case))[2])
 
 
@@ -151,8 +151,10 @@ def test_any_number_of_threads(num_threads: int) -> None:
         for step, gradient in enumerate(gradients(size, case), 1):
             params = UpdateParams(step, step, case.lr(step), case.scale)
 
-            def job(span: Span, scratch: Scratch, gradient: Tensor = gradient, params: UpdateParams = params) -> None:
-                weighting = Weighting(1.0, HYPER.weight_decay)
+            def job(
+                span: ElementRange, scratch: Scratch, gradient: Tensor = gradient, params: UpdateParams = params
+            ) -> None:
+                weighting = ParamWeighting(1.0, HYPER.weight_decay)
                 adamw_block(state.cut(span), gradient[slice(*span)], HYPER, params, weighting, scratch)
 
             pool.run(partial(job, span) for span in blocks(size))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.optimizer.undo_log import BLOCK_UNITS, UNIT_ELEMENTS, Journal, ParamSlice
 from megatrain_ray.errors import MegatrainError
@@ -66,11 +66,11 @@ class Crash:
     def age(self) -> None:
         """Leave records and marks of an older transaction in the journal."""
         for thread, part in enumerate(self._parts[:MAX_THREADS]):
-            units = Span(part.first_unit, part.first_unit + 1)
+            units = ElementRange(part.first_unit, part.first_unit + 1)
             self._journal.save(thread, units, part.state.cut(part.elements(units)), OLD)
-        self._journal.mark(Span(0, self._parts[-1].units.stop // 2), OLD)
+        self._journal.mark(ElementRange(0, self._parts[-1].units.stop // 2), OLD)
 
-    def thread_at(self, thread: int, units: Span, phase: Phase) -> None:
+    def thread_at(self, thread: int, units: ElementRange, phase: Phase) -> None:
         part, after = next((p, a) for p, a in zip(self._parts, self._after, strict=True) if units.start < p.units.stop)
         elements = part.elements(units)
         state, new = part.state.cut(elements), after.state.cut(elements)
@@ -84,7 +84,7 @@ class Crash:
                 old[:written] = value[:written]
         last = {Phase.MARKING: units.stop - 1, Phase.DONE: units.stop}.get(phase, units.start)
         if last > units.start:
-            self._journal.mark(Span(units.start, last), TORN)
+            self._journal.mark(ElementRange(units.start, last), TORN)
 
 
 def recover(memory: Memory, kernel: str, num_threads: int) -> None:
@@ -98,18 +98,18 @@ def recover(memory: Memory, kernel: str, num_threads: int) -> None:
 @pytest.mark.parametrize("phase", Phase)
 def test_a_block_torn_at_each_step(phase: Phase, precision: Precision, kernel: str) -> None:
     crash = Crash(precision)
-    crash.thread_at(0, Span(0, BLOCK_UNITS), phase)
+    crash.thread_at(0, ElementRange(0, BLOCK_UNITS), phase)
     large, norm, _, _, matrix = (part.units for part in parts_of(crash.memory))
-    crash.thread_at(1, Span(BLOCK_UNITS, large.stop), phase)
+    crash.thread_at(1, ElementRange(BLOCK_UNITS, large.stop), phase)
     crash.thread_at(2, norm, phase)
-    crash.thread_at(3, Span(matrix.start, matrix.start + BLOCK_UNITS), phase)
+    crash.thread_at(3, ElementRange(matrix.start, matrix.start + BLOCK_UNITS), phase)
     recover(crash.memory, kernel, 2)
     crash.memory.assert_equal(updated(precision))
 
 
 def test_without_rolling_back_a_torn_block_would_be_updated_twice() -> None:
     crash = Crash(Precision.BF16)
-    crash.thread_at(0, Span(0, BLOCK_UNITS), Phase.HALF)
+    crash.thread_at(0, ElementRange(0, BLOCK_UNITS), Phase.HALF)
     with crash.memory.shard(KERNELS["native"]) as shard:
         shard.update(0, crash.memory.gradient(1), header(1), TORN, DIRECTIONS)
     with pytest.raises(AssertionError, match="bytes differ"):
@@ -117,14 +117,14 @@ def test_without_rolling_back_a_torn_block_would_be_updated_twice() -> None:
 
 
 @st.composite
-def crashes(draw: st.DrawFn) -> list[tuple[int | None, Span, Phase]]:
+def crashes(draw: st.DrawFn) -> list[tuple[int | None, ElementRange, Phase]]:
     """Draw the state of every block: done, untouched (not listed) or on the way, in at most one block of a thread."""
     threads = iter(range(MAX_THREADS))
-    found: list[tuple[int | None, Span, Phase]] = []
+    found: list[tuple[int | None, ElementRange, Phase]] = []
     for part in parts_of(filled(Precision.FP32)):
         start = part.units.start
         while start < part.units.stop:
-            units = Span(start, min(start + draw(st.sampled_from([1, 40, BLOCK_UNITS])), part.units.stop))
+            units = ElementRange(start, min(start + draw(st.sampled_from([1, 40, BLOCK_UNITS])), part.units.stop))
             start = units.stop
             fate = draw(st.sampled_from(["untouched", "done", "on the way"]))
             thread = next(threads, None) if fate == "on the way" else None
@@ -144,7 +144,7 @@ def crashes(draw: st.DrawFn) -> list[tuple[int | None, Span, Phase]]:
     aged=st.booleans(),
 )
 def test_any_crash_is_recovered(
-    blocks: list[tuple[int | None, Span, Phase]],
+    blocks: list[tuple[int | None, ElementRange, Phase]],
     precision: Precision,
     kernel: str,
     num_threads: int,
@@ -175,10 +175,10 @@ def test_a_transaction_is_done_once(kernel: str) -> None:
 
 def test_a_roll_back_that_is_killed_is_done_again() -> None:
     crash = Crash(Precision.BF16)
-    crash.thread_at(0, Span(0, BLOCK_UNITS), Phase.MARKING)
+    crash.thread_at(0, ElementRange(0, BLOCK_UNITS), Phase.MARKING)
     half_back = crash.memory.copy()
-    first = parts_of(half_back)[0].state.cut(Span(0, 1000))
-    for tensor, old in zip(first, parts_of(filled(Precision.BF16))[0].state.cut(Span(0, 1000)), strict=True):
+    first = parts_of(half_back)[0].state.cut(ElementRange(0, 1000))
+    for tensor, old in zip(first, parts_of(filled(Precision.BF16))[0].state.cut(ElementRange(0, 1000)), strict=True):
         if tensor is not None and old is not None:
             tensor.copy_(old)
     recover(half_back, "native", 1)

@@ -10,7 +10,7 @@ import torch
 
 from megatrain_ray.engine.device.ranks import RankParts
 from megatrain_ray.engine.host.host_state import Momenta
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec, Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange, FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.matrix_parts import MatrixPart, largest_part, matrix_parts
@@ -42,7 +42,7 @@ def model(*matrices: tuple[str, tuple[int, ...]], num_layers: int = 6) -> ModelL
     return ModelLayout(layers, tuple(segment.name for flat in layers for segment in flat.segments))
 
 
-def work(flat: FlatLayout, span: Span) -> int:
+def work(flat: FlatLayout, span: ElementRange) -> int:
     """Return the FLOPs of the matrices in a part, which must have no pieces of matrices."""
     flops = 0
     for run in flat.runs(span):
@@ -75,8 +75,8 @@ def test_two_ranks_divide_a_block_behind_its_gate_proj() -> None:
     in front is padded to 2048 elements.
     """
     flat, unit = layer(*DENSE), 2 * 64**3
-    first = Span(0, 2048 + 4 * 64 * 64 + 192 * 64)
-    second = Span(first.stop, first.stop + 2 * 192 * 64)
+    first = ElementRange(0, 2048 + 4 * 64 * 64 + 192 * 64)
+    second = ElementRange(first.stop, first.stop + 2 * 192 * 64)
     assert matrix_parts(flat, 2) == (MatrixPart(first, 19 * unit), MatrixPart(second, 14 * unit))
     assert largest_part(flat, 2) == 30720
 
@@ -119,10 +119,13 @@ def test_momenta_of_a_part_come_from_whichever_shards_have_it() -> None:
     flats = [torch.arange(1000.0 * i, 1000.0 * i + flat.trained.size) for i, flat in enumerate(layout.layers)]
     m = [torch.cat([flat[span.start : span.stop] for flat, span in zip(flats, s.spans, strict=True)]) for s in shards]
     momenta = Momenta(shards, m)
-    for span in (Span(1, layout.layers[2].trained.size - 1), Span(shards[1].spans[2].start, shards[1].spans[2].stop)):
+    for span in (
+        ElementRange(1, layout.layers[2].trained.size - 1),
+        ElementRange(shards[1].spans[2].start, shards[1].spans[2].stop),
+    ):
         found = torch.full((span.size,), torch.nan)
         for part in momenta.of(2, span):
             found[part.start : part.start + part.values.numel()] = part.values
         assert torch.equal(found, flats[2][span.start : span.stop])
-    assert len(momenta.of(2, Span(1, layout.layers[2].trained.size - 1))) == 3
-    assert [(part.start, part.values.numel()) for part in momenta.of(2, Span(7, 7))] == [(0, 0)]
+    assert len(momenta.of(2, ElementRange(1, layout.layers[2].trained.size - 1))) == 3
+    assert [(part.start, part.values.numel()) for part in momenta.of(2, ElementRange(7, 7))] == [(0, 0)]

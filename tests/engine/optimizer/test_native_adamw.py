@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.split_master import join, split
 from megatrain_ray.engine.optimizer import update_kernel
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.optimizer.native import native_kernel
 from megatrain_ray.engine.optimizer.native.native_kernel import VARIANTS, NativeAdamW
@@ -28,7 +28,7 @@ from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction, num
 from megatrain_ray.engine.optimizer.update_kernel import NATIVE, SIZES, UpdateKernel, check_kernel, open_kernel
 from megatrain_ray.errors import MegatrainError
 
-HYPER = Hyper(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 MUON = Muon(momentum=0.95, nesterov=True, ns_steps=5, adjust_lr=LrAdjustment.ORIGINAL)
 NARROW = replace(HYPER, moments_seed=5)
 LARGEST = (3 << 20) + 1
@@ -46,14 +46,14 @@ def parts_of(state: AdamState, sizes: Sequence[int]) -> list[ParamSlice]:
     """Parameters one after the other; every second one decays, every third one has another learning rate."""
     parts, start, unit = [], 0, 0
     for index, size in enumerate(sizes):
-        weighting = Weighting(1.0 if index % 3 else 0.7, HYPER.weight_decay * (index % 2))
-        own = state.cut(Span(start, start + size))
+        weighting = ParamWeighting(1.0 if index % 3 else 0.7, HYPER.weight_decay * (index % 2))
+        own = state.cut(ElementRange(start, start + size))
         parts.append(ParamSlice(own, start, weighting, unit, f"parameter {index}", 1000 * index))
         start, unit = start + size, unit + num_units(size)
     return parts
 
 
-def native(num_threads: int = 2, hyper: Hyper = HYPER) -> NativeAdamW:
+def native(num_threads: int = 2, hyper: AdamWConstants = HYPER) -> NativeAdamW:
     kernel = open_kernel(num_threads, hyper)
     assert isinstance(kernel, NativeAdamW)
     return kernel
@@ -74,7 +74,9 @@ def assert_same(got: AdamState, want: AdamState) -> None:
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
 
 
-def compare(sizes: Sequence[int], dtype: torch.dtype, scale: float, *, is_split: bool, hyper: Hyper = HYPER) -> None:
+def compare(
+    sizes: Sequence[int], dtype: torch.dtype, scale: float, *, is_split: bool, hyper: AdamWConstants = HYPER
+) -> None:
     generator = torch.Generator().manual_seed(len(sizes))
     gradients = [(torch.randn(sum(sizes), generator=generator) * 3e-3).to(dtype) for _ in range(2)]
     before = [gradient.clone() for gradient in gradients]
@@ -93,7 +95,9 @@ def compare(sizes: Sequence[int], dtype: torch.dtype, scale: float, *, is_split:
     is_split=st.booleans(),
     hyper=st.sampled_from([HYPER, NARROW]),
 )
-def test_sizes_and_modes(sizes: list[int], dtype: torch.dtype, scale: float, is_split: bool, hyper: Hyper) -> None:
+def test_sizes_and_modes(
+    sizes: list[int], dtype: torch.dtype, scale: float, is_split: bool, hyper: AdamWConstants
+) -> None:
     compare(sizes, dtype, scale, is_split=is_split, hyper=hyper)
 
 
@@ -114,7 +118,7 @@ def test_a_light_first_moment(beta1: float) -> None:
     compare([77, 3000, 20_001], torch.float32, 0.3, is_split=True, hyper=replace(HYPER, beta1=beta1))
 
 
-def with_variant(variant: int, vector: int, num_threads: int, hyper: Hyper) -> NativeAdamW:
+def with_variant(variant: int, vector: int, num_threads: int, hyper: AdamWConstants) -> NativeAdamW:
     kernel = NativeAdamW(num_threads, hyper, vector=vector)
     kernel._variant = variant
     return kernel
@@ -238,9 +242,9 @@ def test_muon_of_large_matrices_is_torchs(dtype: torch.dtype, is_split: bool) ->
         master = join(state.working[200:], state.residual[200:])
     m.lerp_(gradient[200:].float() * torch.tensor(0.3), 1 - MUON.momentum)
     master.mul_(1 - 0.7 * lr * decay).add_(directions[200:], alpha=-(0.7 * lr * 1.5))
-    norm = ParamSlice(state.cut(Span(0, 200)), 0, Weighting(1.0, 0.0), 0)
+    norm = ParamSlice(state.cut(ElementRange(0, 200)), 0, ParamWeighting(1.0, 0.0), 0)
     matrix = ParamSlice(
-        state.cut(Span(200, 200 + size))._replace(v=None), 200, Weighting(0.7, decay, 1.5), norm.units.stop
+        state.cut(ElementRange(200, 200 + size))._replace(v=None), 200, ParamWeighting(0.7, decay, 1.5), norm.units.stop
     )
     with closing(native(3, replace(HYPER, muon=MUON))) as kernel:
         params = UpdateParams(1, 1, lr, float(torch.tensor(0.3)))

@@ -12,13 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatrain_ray.engine.optimizer.adamw import AdamState, Hyper, UpdateParams, Weighting
+from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.stochastic_rounding import as_int32, random_bits, round_into, rounding_counter
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice
 from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from tests.support.rounded_moments import murmur3_finalizer
 
-NARROW = Hyper(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, moments_seed=3)
+NARROW = AdamWConstants(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, moments_seed=3)
 EVERY = torch.arange(1 << 16, dtype=torch.int32)  # 16 random bits
 LARGEST = torch.finfo(torch.bfloat16).max
 
@@ -111,7 +111,7 @@ def test_a_second_moment_does_not_stall() -> None:
     with closing(open_kernel(1, NARROW)) as kernel:
         for step in range(1, steps + 1):
             params = UpdateParams(step, step, 1e-3, 1.0)
-            kernel.update([ParamSlice(state, 0, Weighting(1.0, 0.0), 0, "w")], gradient, params, None)
+            kernel.update([ParamSlice(state, 0, ParamWeighting(1.0, 0.0), 0, "w")], gradient, params, None)
             nearest = (nearest.float() * 0.999 + 0.001).bfloat16()
     expected = 1 - 0.999**steps
     assert state.v is not None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec, Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange, FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
@@ -47,7 +47,7 @@ def test_extents_cover_what_a_shard_owns(layers: list[list[int]], num_shards: in
             spans = [layout.extents[number].span for number in layout.state_of(layer)]
             assert all(extent.layer == layer for extent in map(layout.extents.__getitem__, layout.state_of(layer)))
             edges = [part.spans[layer].start, *(span.stop for span in spans)]
-            assert spans == [*itertools.starmap(Span, itertools.pairwise(edges))]
+            assert spans == [*itertools.starmap(ElementRange, itertools.pairwise(edges))]
             assert edges[-1] == part.spans[layer].stop
             assert all(span.size <= most for span in spans)
             assert all(span.size >= most - SLACK_ELEMENTS for span in spans[:-1])
@@ -80,7 +80,7 @@ def test_a_gradient_comes_before_the_state_of_its_part(
         for extent in layout.extents:
             if extent.is_gradient:
                 assert extent.span.start == waiting.get(extent.layer, part.spans[extent.layer].start)
-                assert extent.kinds == {GRADIENT: Span(0, extent.span.size * offload_dtype.itemsize)}
+                assert extent.kinds == {GRADIENT: ElementRange(0, extent.span.size * offload_dtype.itemsize)}
                 assert extent.span.size * offload_dtype.itemsize <= most * Precision.BF16.state_bytes
                 waiting[extent.layer] = extent.span.stop
             else:
@@ -100,8 +100,8 @@ def test_a_roll_back_of_a_part_leaves_the_others() -> None:
         part = ShardLayout(model_layout(), 0, 1, spilled=frozenset({0}))
         first, second, *_ = SpillLayout.of(part, Precision.BF16, range(3), 2, SLACK_ELEMENTS + 1).extents
         (torn,) = shard.parts(0, shard.hyper, first.span)
-        block = torn.state.cut(torn.elements(Span(0, 1)))
-        shard._journal.save(0, Span(0, 1), block, 1)
+        block = torn.state.cut(torn.elements(ElementRange(0, 1)))
+        shard._journal.save(0, ElementRange(0, 1), block, 1)
         before = block.m.clone()
         block.m.fill_(7.0)
         shard._journal.roll_back(shard.parts(0, shard.hyper, second.span), 1)

@@ -6,7 +6,7 @@ import pytest
 
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import LayerState
-from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.saves.save_writer import Piece
 from tests.support.blocking_fakes import KINDS, NUM_LAYERS, WAIT_S, attempt, read, running
@@ -286,6 +286,6 @@ def test_a_save_that_was_abandoned_before_it_began_stays_so() -> None:
 
 
 def test_a_shard_that_owns_nothing_of_any_layer_needs_no_memory_for_copies() -> None:
-    spare = SpareMemory([0, 0], 1 << 20)
+    spare = SnapshotBuffers([0, 0], 1 << 20)
     assert spare.take(0) is None
     spare.close()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host.generations import TornLayer
-from megatrain_ray.engine.host.host_words import HostWords
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
@@ -24,7 +24,7 @@ from megatrain_ray.engine.optimizer.undo_log import Journal, serial_of
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.shards.save_gate import SaveGate
 from megatrain_ray.engine.shards.shard_loop import ShardLoop
-from megatrain_ray.engine.shards.spare_memory import SpareMemory
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.workers.arenas import state_views
 from tests.support.shards import (
@@ -50,13 +50,13 @@ WAIT_S = 60.0
 PRECISION = Precision.BF16
 
 
-def wait_generation(words: HostWords, layer: int, generation: int, num_shards: int = 2) -> None:
+def wait_generation(words: SharedUpdateState, layer: int, generation: int, num_shards: int = 2) -> None:
     for shard in range(num_shards):
         words.generations.wait(shard, layer, generation, WAIT_S)
 
 
-def gate_of(shard: AdamShard, words: HostWords, order: tuple[int, ...]) -> SaveGate:
-    return SaveGate(shard, words, shard.layout.index, order, SpareMemory([], 0), timeout_s=WAIT_S)
+def gate_of(shard: AdamShard, words: SharedUpdateState, order: tuple[int, ...]) -> SaveGate:
+    return SaveGate(shard, words, shard.layout.index, order, SnapshotBuffers([], 0), timeout_s=WAIT_S)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Worker:
     """Does what a GPU worker does to the host: gradients into the slab, landings, commits."""
 
     layout: ModelLayout
-    words: HostWords
+    words: SharedUpdateState
     slab: Tensor  # every layer's gradient (bf16) at its own place, and then its directions
 
     def land(self, update: int, layer: int, gradient: Tensor) -> None:
@@ -93,7 +93,7 @@ class Worker:
 
 @contextmanager
 def serving(
-    shards: Shards, words: HostWords, slab: Tensor, order: tuple[int, ...], traced: range = range(0)
+    shards: Shards, words: SharedUpdateState, slab: Tensor, order: tuple[int, ...], traced: range = range(0)
 ) -> Iterator[list[ShardLoop]]:
     loops = [
         ShardLoop(shard, words, slab, torch.bfloat16, order, gate_of(shard, words, order), traced)
@@ -142,7 +142,7 @@ def tear(shard: AdamShard, journal: Journal, serial: int) -> None:
     """Leave the last unit of layer 1, which is Muon's, as a kill can leave it: saved, half overwritten."""
     last = shard.parts(1, shard.hyper)[-1]
     assert last.by_muon
-    unit = Span(last.units.stop - 1, last.units.stop)
+    unit = ElementRange(last.units.stop - 1, last.units.stop)
     elements = last.elements(unit)
     state = last.state.cut(elements)
     journal.save(0, unit, state, serial)
@@ -182,7 +182,7 @@ def test_updates_that_are_traced_leave_spans() -> None:
 def serve_in_a_process(paths: dict[str, str], index: int, num_shards: int) -> None:
     """Run as the main of a shard process. It maps its own state only."""
     part = ShardLayout(model_layout(), index, num_shards)
-    words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
+    words = SharedUpdateState(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
     own = state_tensors(mapped(paths[f"state {index}"]), part)
     shard = shard_over(part, PRECISION, mapped(paths["working"]).view(PRECISION.working_dtype), own, num_threads=1)
     shard.load(Dictionary(random_masters(part.model)))
@@ -217,11 +217,15 @@ def memfds(sizes: dict[str, int]) -> Iterator[dict[str, str]]:
 def test_processes_share_words_working_copies_and_slab_only() -> None:
     layout, num_shards = model_layout(), 2
     parts = [ShardLayout(layout, k, num_shards) for k in range(num_shards)]
-    sizes = {"words": 8 * HostWords.num_words(3, num_shards), "working": 2 * layout.size, "slab": 4 * layout.size}
+    sizes = {
+        "words": 8 * SharedUpdateState.num_words(3, num_shards),
+        "working": 2 * layout.size,
+        "slab": 4 * layout.size,
+    }
     sizes |= {f"state {part.index}": part.num_bytes(PRECISION.state_kinds) for part in parts}
     context = multiprocessing.get_context("spawn")
     with memfds(sizes) as paths:
-        words = HostWords(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
+        words = SharedUpdateState(memoryview(mapped(paths["words"]).numpy()), 3, num_shards)
         words.reset(0, [range(3)] * num_shards)
         children = [context.Process(target=serve_in_a_process, args=(paths, k, num_shards)) for k in range(num_shards)]
         for child in children:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host.host_state import Momenta
-from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.optimizer.undo_log import serial_of
 from megatrain_ray.engine.plan.spill_layout import GRADIENT
@@ -48,12 +48,12 @@ def two_memories() -> list[Memory]:
     return [memory_of(k, 2, FORWARD, 3, working, stored=stored, offload_dtype=torch.bfloat16) for k in range(2)]
 
 
-def loop_of(shard: AdamShard, words: HostWords, slab: Tensor) -> ShardLoop:
+def loop_of(shard: AdamShard, words: SharedUpdateState, slab: Tensor) -> ShardLoop:
     gate = gate_of(shard, words, FORWARD)
     return ShardLoop(shard, words, slab, torch.bfloat16, FORWARD, gate, stored=STORED)
 
 
-def wait_stored(words: HostWords, layer: int, update: int) -> None:
+def wait_stored(words: SharedUpdateState, layer: int, update: int) -> None:
     seen = words.generation_bell()
     while words.gradients.stored(layer) < update:
         words.check()
@@ -82,7 +82,7 @@ def expected(num_updates: int) -> dict[tuple[str, str, int], bytes]:
         return content(shards.shards)
 
 
-def end(words: HostWords, loops: Sequence[ShardLoop], num_updates: int) -> None:
+def end(words: SharedUpdateState, loops: Sequence[ShardLoop], num_updates: int) -> None:
     for layer in FORWARD:
         wait_generation(words, layer, num_updates)
     words.stop()
@@ -161,7 +161,7 @@ async def test_a_lease_ends_when_every_shard_has_the_gradient(tmp_path: Path, si
     folder, mode = build_tiny(tmp_path), Mode(num_shards=2, stored=frozenset({1, 2}))
     structure, plan = plan_for(folder_source(folder).factory, Recipe(1), mode, (4, 32))
     layout, num_layers = structure.layout(), len(plan.layers)
-    words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, 2))), num_layers, 2)
+    words = SharedUpdateState(memoryview(mmap.mmap(-1, 8 * SharedUpdateState.num_words(num_layers, 2))), num_layers, 2)
     words.reset(0, plan.updated_layers)
     publish = words.gradients.store if signal == "stored" else words.generations.finish
     slab = torch.empty(plan.gradients.slab_bytes, dtype=torch.uint8)

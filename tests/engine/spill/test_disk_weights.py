@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatrain_ray.engine.device.cpu_device import CpuEvent
 from megatrain_ray.engine.host.host_state import Momenta
-from megatrain_ray.engine.host.host_words import HostWords
 from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.plan.plan_shards import read_bytes, shard_layout, spill_layout
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.spill_layout import WORKING
@@ -50,7 +50,9 @@ class Rig:
         self.layout = structure.layout(num_fragments)
         self.rings, self.stores, files, self.meter = [], [], [], DiskMeter()
         self.plan, num_layers = plan, len(plan.layers)
-        self.words = HostWords(memoryview(mmap.mmap(-1, 8 * HostWords.num_words(num_layers, 2))), num_layers, 2)
+        self.words = SharedUpdateState(
+            memoryview(mmap.mmap(-1, 8 * SharedUpdateState.num_words(num_layers, 2))), num_layers, 2
+        )
         self.words.reset(0, plan.updated_layers)
         self.written, self._loop = asyncio.Condition(), asyncio.get_running_loop()
         for k in range(2):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.undo_log import Journal, serial_of
@@ -268,7 +268,10 @@ def test_a_copy_of_a_layer_that_is_on_disk(on_disk: frozenset[int]) -> None:
 
 def small_ring(store: Watched, slots: Tensor, num_slots: int, timeout_s: float = WAIT_S) -> SpillRing:
     """Return a ring of four layers of a page each."""
-    extents = [Extent(layer, Span(0, 1024), PAGE * layer, PAGE, {"m": Span(0, PAGE)}, layer) for layer in range(4)]
+    extents = [
+        Extent(layer, ElementRange(0, 1024), PAGE * layer, PAGE, {"m": ElementRange(0, PAGE)}, layer)
+        for layer in range(4)
+    ]
     return SpillRing(SpillLayout(extents, num_slots), slots, store, BLOB, timeout_s, poison=True)
 
 
@@ -277,7 +280,7 @@ def fill_small(ring: SpillRing) -> None:
         with ring.blank(layer):
             ring.bytes_of(layer)["m"].fill_(layer)
     for layer in range(4):
-        assert set(ring.read(layer, Span(0, PAGE))) == {layer}
+        assert set(ring.read(layer, ElementRange(0, PAGE))) == {layer}
 
 
 def all_are_read(ring: SpillRing) -> bool:
@@ -501,7 +504,7 @@ def test_a_disk_that_does_not_answer_is_a_deadline() -> None:
     with pytest.raises(
         DeadlineError, match="elements 0 to 4096 of layer 0 to be written: spill in memory does not get on"
     ):
-        ring.read(0, Span(0, 4096))
+        ring.read(0, ElementRange(0, 4096))
     store.release("write")
     ring.close()
 
@@ -521,7 +524,7 @@ def test_a_shard_that_died_loading_leaves_nothing_of_that() -> None:
         for layer in range(4):
             with second.blank(layer):
                 second.bytes_of(layer)["m"].fill_(layer)
-            second.read(layer, Span(0, PAGE))  # all slots are free again
+            second.read(layer, ElementRange(0, PAGE))  # all slots are free again
         for layer in (*range(4), *range(4)):
             second.bring(layer)
             assert set(second.bytes_of(layer)["m"].tolist()) == {layer}
@@ -592,7 +595,7 @@ def test_a_save_hears_of_a_disk_that_does_not_answer() -> None:
         store.held.add("read")
         ring._transfers.timeout_s = 0.01
         with pytest.raises(DeadlineError, match="waited 0 s for block 1 to be read: spill in memory does not get on"):
-            ring.read(1, Span(0, PAGE))
+            ring.read(1, ElementRange(0, PAGE))
         store.release("read")
 
 
@@ -612,7 +615,7 @@ def test_a_save_that_reads_ends_with_the_ring(kind: str, layer: int) -> None:
 
     def save() -> None:
         try:
-            ring.read(layer, Span(0, PAGE))
+            ring.read(layer, ElementRange(0, PAGE))
         except MegatrainError as error:
             failures.append(error)
 
@@ -625,7 +628,7 @@ def test_a_save_that_reads_ends_with_the_ring(kind: str, layer: int) -> None:
     assert time.monotonic() - start_s < WAIT_S / 2
     assert [str(failure) for failure in failures] == ["spill in memory is not used any more"]
     with pytest.raises(MegatrainError, match="is not used any more"):
-        ring.read(0, Span(0, PAGE))
+        ring.read(0, ElementRange(0, PAGE))
     store.release(kind)
     ring._transfers._thread.join(WAIT_S)
 
@@ -637,8 +640,8 @@ def test_gradients_wait_between_slots_and_disk() -> None:
     before, or none at all.
     """
     store = Watched(4 * PAGE)
-    kinds = [{"gradient": Span(0, PAGE)}, {"m": Span(0, PAGE)}] * 2
-    extents = [Extent(i // 2, Span(0, 1024), PAGE * i, PAGE, kind, i) for i, kind in enumerate(kinds)]
+    kinds = [{"gradient": ElementRange(0, PAGE)}, {"m": ElementRange(0, PAGE)}] * 2
+    extents = [Extent(i // 2, ElementRange(0, 1024), PAGE * i, PAGE, kind, i) for i, kind in enumerate(kinds)]
     with closing(SpillRing(SpillLayout(extents, 3), small_slots(), store, BLOB, WAIT_S, poison=True)) as ring:
         for state in (1, 3):
             with ring.blank(state):
@@ -658,7 +661,7 @@ def test_gradients_wait_between_slots_and_disk() -> None:
                 mark = len(store.calls)
                 ring.leave(gradient + 1)
                 ring.leave(gradient)
-            ring.read(3, Span(0, PAGE))  # all is written
+            ring.read(3, ElementRange(0, PAGE))  # all is written
             beyond = [call for call in store.calls[mark:] if call[0] == "read" and call[1] < 3 * PAGE]
             assert not beyond
             written = sorted(offset for kind, offset in store.calls if kind == "write")

@@ -15,7 +15,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.machine import machine
 from megatrain_ray.machine.numa_topology import Topology
-from megatrain_ray.planning.prepare import question_of
+from megatrain_ray.planning.run_spec import question_of
 from megatrain_ray.virtual_clock import Record, Stage
 from tests.support.runs import ROOT
 from tests.support.simulated_device import StandIn

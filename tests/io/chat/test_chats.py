@@ -19,7 +19,7 @@ from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder, Truncation, read_chats
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.records.read_records import RecordLocation
-from megatrain_ray.io.records.record_tally import BadRecords, Fate, RecordTally
+from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.tokens.token_block import TokenBlock
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, TEMPLATES, build
@@ -74,14 +74,14 @@ def test_a_sequence_is_ids_mask_and_place(tmp_path: Path) -> None:
     ("max_tokens", "kept", "fates"),
     [
         (12, ["q:AB#rr:CDE#", "x:Y#"], []),
-        (11, ["q:AB#", "x:Y#"], [Fate.CUT_AT_TURN]),
-        (5, ["q:AB#", "x:Y#"], [Fate.CUT_AT_TURN]),
-        (4, ["q:AB", "x:Y#"], [Fate.CUT_INSIDE]),
-        (3, ["q:A", "x:Y"], [Fate.CUT_INSIDE, Fate.CUT_INSIDE]),
+        (11, ["q:AB#", "x:Y#"], [RecordOutcome.CUT_AT_TURN]),
+        (5, ["q:AB#", "x:Y#"], [RecordOutcome.CUT_AT_TURN]),
+        (4, ["q:AB", "x:Y#"], [RecordOutcome.CUT_INSIDE]),
+        (3, ["q:A", "x:Y"], [RecordOutcome.CUT_INSIDE, RecordOutcome.CUT_INSIDE]),
     ],
 )
 def test_what_is_too_long_is_cut_after_an_answer_where_one_fits(
-    tmp_path: Path, max_tokens: int, kept: list[str], fates: list[Fate]
+    tmp_path: Path, max_tokens: int, kept: list[str], fates: list[RecordOutcome]
 ) -> None:
     path, tally = write(tmp_path, chat("q", "ab", "rr", "cde"), chat("x", "y")), RecordTally()
     assert [shown(s) for s in read(path, tally, max_tokens=max_tokens)] == kept
@@ -91,13 +91,13 @@ def test_what_is_too_long_is_cut_after_an_answer_where_one_fits(
 def test_a_question_that_leaves_no_room_for_an_answer_is_dropped(tmp_path: Path) -> None:
     path, tally = write(tmp_path, chat("long", "a"), chat("q", "a")), RecordTally()
     assert [shown(s) for s in read(path, tally, max_tokens=5)] == ["q:A#"]
-    assert tally.counts == {Fate.TOO_LONG: 1}
+    assert tally.counts == {RecordOutcome.TOO_LONG: 1}
 
 
 def test_dropping_takes_only_what_fits_whole(tmp_path: Path) -> None:
     path, tally = write(tmp_path, chat("q", "ab"), chat("q", "ab", "r", "c"), chat("q", "abc")), RecordTally()
     assert [shown(s) for s in read(path, tally, max_tokens=5, truncation="drop")] == ["q:AB#"]
-    assert tally.counts == {Fate.TOO_LONG: 2}
+    assert tally.counts == {RecordOutcome.TOO_LONG: 2}
     assert tally.lines()[1].endswith(f"2 too long, dropped ({path}, line 2; {path}, line 3)")
 
 
@@ -119,7 +119,7 @@ def test_any_cut_is_a_prefix_with_something_to_learn(
         if sequence.location.number == 1:
             assert whole.ids[: sequence.ids.size].tolist() == sequence.ids.tolist()
             assert whole.supervised[: sequence.ids.size].tolist() == sequence.supervised.tolist()
-            assert sequence.ids[-1] == ord("#") or tally.counts[Fate.CUT_INSIDE]
+            assert sequence.ids[-1] == ord("#") or tally.counts[RecordOutcome.CUT_INSIDE]
 
 
 # --- counting ---
@@ -143,7 +143,7 @@ def test_the_first_token_is_nobodys_target(tmp_path: Path) -> None:
     path, tally = write(tmp_path, chat("q", "x")), RecordTally("skip")
     with pytest.raises(ConfigError, match="nothing to learn"):
         read(path, tally, template="{% generation %}x{% endgeneration %}...")
-    assert tally.counts == {Fate.NOTHING: 1}
+    assert tally.counts == {RecordOutcome.NOTHING: 1}
 
 
 def test_a_token_of_prompt_and_answer_is_learned_for_its_visible_part(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_template_that_rewrites_earlier_answers_gives_a_sequence_for_each(tmp_
     learned = [bytes(s.ids[s.supervised].astype(np.uint8)).decode() for s in sequences]
     assert learned == [f"<think>\n\n</think>\n\n{answer}<|im_end|>" for answer in "abc"]
     assert {s.location.number for s in sequences} == {1}
-    assert tally.counts == {Fate.SPLIT: 1}
+    assert tally.counts == {RecordOutcome.SPLIT: 1}
 
 
 def test_nothing_to_learn_is_an_error_that_says_why(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_bad_record_ends_the_reading_or_is_counted(tmp_path: Path, name: str, 
             read(path, tally, template=template)
     else:
         assert [s.location.number for s in read(path, tally, template=template)] == [1, 3]
-        assert tally.counts == {Fate.BAD: 1}
+        assert tally.counts == {RecordOutcome.BAD: 1}
         assert "line 2: " in tally.lines()[1]
 
 
@@ -213,7 +213,7 @@ def test_half_a_character_is_found_with_every_tokenizer(tmp_path: Path) -> None:
 def test_only_the_first_places_are_told(tmp_path: Path) -> None:
     tally = RecordTally("skip")
     read(write(tmp_path, chat("q", "a"), *["[]"] * 9), tally)
-    assert tally.counts[Fate.BAD] == 9
+    assert tally.counts[RecordOutcome.BAD] == 9
     assert tally.lines()[1].count("line") == 3
     assert tally.lines()[1].endswith("; …)")
 

@@ -13,7 +13,7 @@ import zstandard
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.read_texts import BLOCK_BYTES, read_texts
-from megatrain_ray.io.records.record_tally import Fate, RecordTally
+from megatrain_ray.io.records.record_tally import RecordOutcome, RecordTally
 
 TEXTS = ["plain", "line\r\nline\rline\n", "日本語 😀 é", "\ufeffnot at the start of the file", "x" * (10 << 20), "\0"]
 
@@ -56,7 +56,7 @@ def test_a_record_is_a_document_and_arrives_as_it_was(tmp_path: Path, make: Call
     make(file, [*TEXTS, "", "last"])
     tally = RecordTally("error")
     assert texts_of(file, tally) == [*TEXTS, "last"]
-    assert (tally.counts[Fate.EMPTY], tally.counts[Fate.BAD]) == (1, 0)
+    assert (tally.counts[RecordOutcome.EMPTY], tally.counts[RecordOutcome.BAD]) == (1, 0)
 
 
 @pytest.mark.parametrize("text", ["", "a", "é" * BLOCK_BYTES, "a" * BLOCK_BYTES, "a\r\nb\rcé€\U0001f600\0"])
@@ -65,7 +65,7 @@ def test_a_plain_file_is_one_document_without_its_byte_order_mark(tmp_path: Path
     (tmp_path / "a.txt").write_bytes(mark + text.encode())
     tally = RecordTally("error")
     assert texts_of(tmp_path / "a.txt", tally) == ([text] if text else [])
-    assert tally.counts[Fate.EMPTY] == (not text)
+    assert tally.counts[RecordOutcome.EMPTY] == (not text)
 
 
 @pytest.mark.parametrize("before", [0, 5, BLOCK_BYTES - 1, BLOCK_BYTES + 7])
@@ -100,15 +100,15 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, line: bytes)
         texts_of(file)
     tally = RecordTally("skip")
     assert texts_of(file, tally) == ["first", "last"]
-    assert tally.counts[Fate.BAD] == 1
-    assert "line 3" in tally.locations(Fate.BAD)[0]
+    assert tally.counts[RecordOutcome.BAD] == 1
+    assert "line 3" in tally.locations(RecordOutcome.BAD)[0]
 
 
 def test_the_first_places_are_remembered_and_all_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"{\n" * 9)
     tally = RecordTally("skip")
     assert texts_of(tmp_path / "a.jsonl", tally) == []
-    assert (tally.counts[Fate.BAD], len(tally.locations(Fate.BAD))) == (9, 5)
+    assert (tally.counts[RecordOutcome.BAD], len(tally.locations(RecordOutcome.BAD))) == (9, 5)
 
 
 def test_a_row_without_text_is_named_or_skipped(tmp_path: Path) -> None:
@@ -118,7 +118,11 @@ def test_a_row_without_text_is_named_or_skipped(tmp_path: Path) -> None:
         texts_of(file)
     tally = RecordTally("skip")
     assert texts_of(file, tally) == ["a", "b"]
-    assert (tally.counts[Fate.BAD], tally.counts[Fate.EMPTY], tally.locations(Fate.BAD)[1][-37:]) == (
+    assert (
+        tally.counts[RecordOutcome.BAD],
+        tally.counts[RecordOutcome.EMPTY],
+        tally.locations(RecordOutcome.BAD)[1][-37:],
+    ) == (
         2,
         1,
         "row 5: text: expected a text, got None"[-37:],

@@ -10,7 +10,7 @@ import pytest
 
 from megatrain_ray.io.storage import measured_store
 from megatrain_ray.io.storage.blob_store import aligned_block
-from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore, Moved
+from megatrain_ray.io.storage.measured_store import DiskMeter, IoBytes, MeasuredStore
 from tests.support.memory_store import MemoryStore
 
 
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def test_transfers_at_the_same_time_count_once(clock: list[float]) -> None:
     meter = DiskMeter()
-    first, second = meter.transfer(Moved(read=100)), meter.transfer(Moved(written=20))
+    first, second = meter.transfer(IoBytes(read=100)), meter.transfer(IoBytes(written=20))
     with first:
         clock[0] = 1.0
         with second:
@@ -34,7 +34,7 @@ def test_transfers_at_the_same_time_count_once(clock: list[float]) -> None:
         clock[0] = 4.0
     clock[0] = 9.0
     assert (meter.moved, meter.busy) == ((100, 20), [(0.0, 4.0)])
-    with pytest.raises(OSError), meter.transfer(Moved(read=1)):
+    with pytest.raises(OSError), meter.transfer(IoBytes(read=1)):
         clock[0] = 10.0
         raise OSError
     assert (meter.moved, meter.busy) == ((101, 20), [(0.0, 4.0), (9.0, 10.0)])
@@ -45,7 +45,7 @@ def test_the_newest_times_are_kept(clock: list[float], monkeypatch: pytest.Monke
     meter = DiskMeter()
     for start in range(4):
         clock[0] = float(start)
-        with meter.transfer(Moved(1, 0)):
+        with meter.transfer(IoBytes(1, 0)):
             clock[0] += 0.5
     assert meter.busy == [(2.0, 2.5), (3.0, 3.5)]
     assert meter.moved == (4, 0)

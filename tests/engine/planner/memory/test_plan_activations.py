@@ -13,7 +13,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.measure.plan_traffic import moved_bytes
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.plan.activation_moves import away, is_on_disk
-from megatrain_ray.engine.plan.activation_windows import NUM_WINDOWS
+from megatrain_ray.engine.plan.activation_staging import NUM_WINDOWS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES

@@ -22,7 +22,6 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.spill.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.spill.spill_table import SpillTable
-from megatrain_ray.io.storage.blob_store import MemoryStore
 from tests.engine.planner.memory.test_plan_spill import (
     BLOCKS,
     CUDA,
@@ -36,6 +35,7 @@ from tests.engine.planner.memory.test_plan_spill import (
     shape,
     state_bytes,
 )
+from tests.support.memory_store import MemoryStore
 
 
 def without_state() -> int:

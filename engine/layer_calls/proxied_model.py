@@ -19,7 +19,7 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError
 
 
-class Skeleton:
+class ProxiedModel:
     """Takes over a model on the meta device and replaces its layers with proxies.
 
     modules: the layers' modules by path, to be called as templates.

@@ -11,7 +11,7 @@ from megatrain_ray.engine.host.signal_words import ShardWord, SignalWords, Word
 from megatrain_ray.engine.host.update_log import UpdateLog
 
 
-class HostWords(SignalWords):
+class SharedUpdateState(SignalWords):
     """Reads and writes the signal words of one host."""
 
     def __init__(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatrain_ray.engine.layout.flat_layout import Span
+from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES, Extent
 from megatrain_ray.errors import MegatrainError
@@ -21,8 +21,8 @@ KIND = "activations"  # the only kind in an extent of activations (Extent.kinds)
 AT_ONCE = 3
 
 
-class Part(NamedTuple):
-    """A range of one storage's bytes, and its place in a block.
+class StorageSpan(NamedTuple):
+    """Represents a range of one storage's bytes, and its place in a block.
 
     storage: index among the storages that are offloaded together.
     span: bytes of that storage.
@@ -30,36 +30,36 @@ class Part(NamedTuple):
     """
 
     storage: int
-    span: Span
+    span: ElementRange
     start: int
 
 
-class Block(NamedTuple):
-    """The unit of disk transfer: it is written at once, read at once, and has one checksum.
+class ActivationBlock(NamedTuple):
+    """Defines the unit of disk transfer: it is written at once, read at once, and has one checksum.
 
     extent: its place in the file, rounded up to whole pages.
     parts: the storages' bytes that it holds.
     """
 
     extent: Extent
-    parts: tuple[Part, ...]
+    parts: tuple[StorageSpan, ...]
 
 
-class Windows(NamedTuple):
+class StagingBuffers(NamedTuple):
     """Number and size of the windows."""
 
     number: int
     num_bytes: int  # of each window
 
     @staticmethod
-    def of(activations: Sequence[int]) -> Windows:
+    def of(activations: Sequence[int]) -> StagingBuffers:
         """Return the windows that some activations need.
 
         activations: bytes of each; at least one.
         """
         largest = max(activations)
         num_bytes = min(BLOCK_BYTES, aligned(largest))
-        return Windows(min(NUM_WINDOWS, AT_ONCE * -(-largest // num_bytes)), num_bytes)
+        return StagingBuffers(min(NUM_WINDOWS, AT_ONCE * -(-largest // num_bytes)), num_bytes)
 
     def num_blocks(self, activations: Sequence[int]) -> int:
         """Return the number of blocks that activations of these sizes (bytes) take on disk."""
@@ -73,19 +73,19 @@ class Windows(NamedTuple):
         return self.number * self.num_bytes + WORD_BYTES * self.num_blocks(activations)
 
 
-def windows_of(plan: Plan) -> Windows:
-    return Windows(plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes)
+def windows_of(plan: Plan) -> StagingBuffers:
+    return StagingBuffers(plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes)
 
 
 def with_windows(plan: Plan) -> Plan:
     """Return the plan with windows for the activations that it has on disk, if any."""
     if not plan.disk_activations:
         return plan
-    number, num_bytes = Windows.of(plan.disk_activations)
+    number, num_bytes = StagingBuffers.of(plan.disk_activations)
     return replace(plan, disk=replace(plan.disk, num_staging_buffers=number, staging_buffer_bytes=num_bytes))
 
 
-class Places:
+class DiskAllocator:
     """Allocates places in the file of activations, from its start on, until `clear` frees all of them."""
 
     def __init__(self, plan: Plan) -> None:
@@ -96,7 +96,7 @@ class Places:
     def clear(self) -> None:
         self._end_byte = self._end_block = 0
 
-    def take(self, layer: int, storage_bytes: Sequence[int]) -> tuple[Block, ...]:
+    def take(self, layer: int, storage_bytes: Sequence[int]) -> tuple[ActivationBlock, ...]:
         """Allocate blocks for storages of a layer, which lie one after the other.
 
         storage_bytes: bytes of each storage.
@@ -104,11 +104,11 @@ class Places:
         """
         blocks = []
         for parts in _cut(storage_bytes, self._block_bytes):
-            span = Span(0, parts[-1].start + parts[-1].span.size)
+            span = ElementRange(0, parts[-1].start + parts[-1].span.size)
             extent = Extent(layer, span, self._end_byte, aligned(span.size), {KIND: span}, self._end_block)
             self._end_byte += extent.nbytes
             self._end_block += 1
-            blocks.append(Block(extent, parts))
+            blocks.append(ActivationBlock(extent, parts))
         if self._end_byte > self._file_bytes:
             raise MegatrainError(
                 f"activations take {self._end_byte} bytes of disk, the plan has {self._file_bytes} for them: "
@@ -117,15 +117,15 @@ class Places:
         return tuple(blocks)
 
 
-def _cut(storage_bytes: Sequence[int], block_bytes: int) -> Iterator[tuple[Part, ...]]:
+def _cut(storage_bytes: Sequence[int], block_bytes: int) -> Iterator[tuple[StorageSpan, ...]]:
     """Yield the parts of each block, for storages that lie one after the other."""
-    parts: list[Part] = []
+    parts: list[StorageSpan] = []
     room = block_bytes
     for storage, num_bytes in enumerate(storage_bytes):
         start = 0
         while start < num_bytes:
             size = min(room, num_bytes - start)
-            parts.append(Part(storage, Span(start, start + size), block_bytes - room))
+            parts.append(StorageSpan(storage, ElementRange(start, start + size), block_bytes - room))
             start, room = start + size, room - size
             if not room:
                 yield tuple(parts)

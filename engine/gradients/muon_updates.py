@@ -34,7 +34,7 @@ from megatrain_ray.engine.plan.schedule import Visit
 from megatrain_ray.virtual_clock import Op
 
 
-class Orthogonalizer(StepHooks):
+class MuonUpdates(StepHooks):
     """Computes and offloads Muon's directions, and offloads the gradients that they complete.
 
     None of it is state: the directions are discarded once every shard has the update.

@@ -17,7 +17,7 @@ PAGE_BYTES = 4096
 POPULATE_THREADS = 4  # they run while other work starts or computes
 
 
-class SpareMemory:
+class SnapshotBuffers:
     """Holds memory regions for copies of as many layers as fit in a budget. Not thread-safe, except for `populate`."""
 
     def __init__(self, layer_bytes: Sequence[int], budget_bytes: int) -> None:

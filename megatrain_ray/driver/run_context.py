@@ -11,19 +11,19 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.ray_cluster import Daemons
 from megatrain_ray.crew.recovery import FailureBudget
-from megatrain_ray.crew.worker_group import Crew
+from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.discovery.packing_check import check_packing
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
 from megatrain_ray.metrics.sinks import check_packages
-from megatrain_ray.planning.prepare import Prepared
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_dir import RunDir
 
 
 @dataclass(frozen=True)
-class Job:
+class RunContext:
     """Holds what all attempts at a run have in common.
 
     tokens: folders of the tokens of the data's sources.
@@ -32,7 +32,7 @@ class Job:
     left: processes that the previous attempt left on other hosts, as Crew.elsewhere returns them.
     """
 
-    prepared: Prepared
+    run_spec: RunSpec
     tokens: tuple[Path, ...]
     held_out: HeldOutData | None
     run: RunDir
@@ -40,7 +40,7 @@ class Job:
     daemons: Daemons
     startup: Startup
     failures: FailureBudget
-    at_end: Callable[[Job, Crew], None] = lambda job, crew: None
+    at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
     left: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -57,30 +57,30 @@ class Inputs:
         return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
 
 
-def check_inputs(prepared: Prepared, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
+def check_inputs(run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
     """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
-    config = prepared.config
+    config = run_spec.config
     check_packages(config)
     with startup.phase("looking for weights and tokenizer"):
-        prepared.source.check_weights(prepared.structure)
+        run_spec.source.check_weights(run_spec.structure)
         if manifest is None:
-            prepared.source.check_adapter(prepared.structure)
+            run_spec.source.check_adapter(run_spec.structure)
         tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
-    vocab_size = prepared.structure.vocab_size
+    vocab_size = run_spec.structure.vocab_size
     startup.tell("reading data")
     tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
     stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
-    held_out = _held_out(prepared, run_dir)
+    held_out = _held_out(run_spec, run_dir)
     if stream.joins_documents or (held_out and held_out.open().joins_documents):
-        check_packing(prepared.source.factory, prepared.structure)
+        check_packing(run_spec.source.factory, run_spec.structure)
     if manifest is not None:
         stream.seek(manifest.data)
     return Inputs(tokens, held_out)
 
 
-def _held_out(prepared: Prepared, run_dir: Path) -> HeldOutData | None:
+def _held_out(run_spec: RunSpec, run_dir: Path) -> HeldOutData | None:
     """Return the held-out data, or None if nothing is evaluated."""
-    config, plan, vocab_size = prepared.config, prepared.plan, prepared.structure.vocab_size
+    config, plan, vocab_size = run_spec.config, run_spec.plan, run_spec.structure.vocab_size
     data = config.data.held_out
     if data is None:
         return None

@@ -36,7 +36,7 @@ BLOCK_PARTS = (2, 4, 8)  # numbers of parts that are tried if whole blocks do no
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunSpec:
     """Holds everything that is known before the first process starts. It is picklable; actors receive it whole.
 
     config: configuration with the plan's split into micro-batches.
@@ -57,7 +57,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanningProblem:
     """Holds the inputs of the planner.
 
     source: the model, with experts divided as in `structure`.
@@ -100,7 +100,7 @@ class Question:
         return self._answer.shortfall if isinstance(self._answer, CapacityError) else 0.0
 
 
-def question_of(config: TrainConfig) -> Question:
+def question_of(config: TrainConfig) -> PlanningProblem:
     """Return the planner's inputs as `megatrain plan` needs them: without weights, data or a GPU.
 
     Only the model's configuration is read. Raises ConfigError as a training would.
@@ -108,7 +108,7 @@ def question_of(config: TrainConfig) -> Question:
     return _question_that_fits(config, _source_of(config), _machine(config, imagined=True))
 
 
-def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> Prepared:
+def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> RunSpec:
     """Make the plan of a run.
 
     machine: machine with its rates and spill space; None: this machine, with the rates measured so far.
@@ -120,7 +120,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     question = _question_that_fits(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
     split = config.with_split(plan.step.micro_batch_size, plan.step.num_micro_batches)
-    return Prepared(split, question.source, question.structure, plan)
+    return RunSpec(split, question.source, question.structure, plan)
 
 
 def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:
@@ -158,7 +158,7 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
     return source
 
 
-def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> Question:
+def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> PlanningProblem:
     """Return the planner's inputs, with blocks divided into parts if whole blocks do not fit the device.
 
     Among several numbers of parts, the one with the fastest predicted step is chosen. If nothing fits, the one with the
@@ -170,7 +170,7 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
         return whole
     if whole.fits or not lacks_device_memory(whole.structure, whole.activations, machine, whole.request):
         return whole
-    different: dict[tuple[str, ...], Question] = {}
+    different: dict[tuple[str, ...], PlanningProblem] = {}
     for parts in BLOCK_PARTS:
         try:
             question = _question_of_parts(config, source, machine, parts, trials)
@@ -184,7 +184,7 @@ def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machi
     return min((whole, *different.values()), key=lambda question: question.shortfall)
 
 
-def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Question:
+def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> PlanningProblem:
     """Return the planner's inputs for which the plan was made.
 
     The plan stores how many parts blocks have, not how many were allowed, so the possible numbers are tried.
@@ -199,7 +199,7 @@ def _question_of_plan(config: TrainConfig, plan: Plan, machine: Machine) -> Ques
     raise ConfigError(f"the model's blocks are not divided any more as the plan has them: {', '.join(names[:4])}, …")
 
 
-def _predicted_s(question: Question) -> float:
+def _predicted_s(question: PlanningProblem) -> float:
     """Return the predicted seconds of a step; infinite if nothing fits or nothing is predicted."""
     prediction = question.plan().prediction if question.fits else None
     return prediction.step_s if prediction else math.inf
@@ -207,7 +207,7 @@ def _predicted_s(question: Question) -> float:
 
 def _question_of_parts(
     config: TrainConfig, source: ModelSource, machine: Machine, block_parts: int, trials: dict[int, Trials]
-) -> Question:
+) -> PlanningProblem:
     """Return the planner's inputs with blocks divided into at most `block_parts` parts.
 
     Experts are divided into as many groups. Each number of groups is another model, so `trials` are kept by that
@@ -252,7 +252,7 @@ def _question_of_parts(
         num_hosts=hardware.num_hosts,
         gathers_slots=None if hardware.all_gather == "auto" else hardware.all_gather,
     )
-    return Question(source, structure, activations, machine, request)
+    return PlanningProblem(source, structure, activations, machine, request)
 
 
 def _captured(config: TrainConfig) -> bool | None:
