@@ -294,7 +294,7 @@ def _blocks(structure: ModelStructure) -> Collection[int]:
 
 
 def _request(config: TrainConfig, *, compiled: bool) -> Request:
-    """Return the request that planning.prepare makes for a dense model with one document a row and a given split."""
+    """Return the request that `prepare` makes for a dense model with one document a row and a given split."""
     micro_batch_size, num_micro_batches = config.split()
     return Request(
         precision=Precision(config.train.precision),

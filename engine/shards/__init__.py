@@ -1,1 +1,1 @@
-"""Runs the optimizer shards: their state, their update loop, and saves that are written while training goes on."""
+"""Runs the optimizer shards: state and gradients in memory or on disk, the update loop, saves during training."""

@@ -47,7 +47,7 @@ class DiskRange:
 
 
 class SpillingShard(AdamShard):
-    """Keeps the state of some layers on disk.
+    """Keeps the state of some layers on disk, and gradients that wait there for their update (`store`).
 
     Only one caller at a time, except for `fetch`. Parameters that Muon trains do not spill, because the GPU worker
     reads their momenta.

@@ -2,7 +2,7 @@
 
 At each point hooks are called in the order in which build_engine.py lists them. That order matters only in
 `scale_known`: deferred gradients are requested first, then the device updates its own layers, then Muon's directions
-are computed. Muon's hook is muon_directions.py.
+are computed. Muon's hook is muon_updates.py.
 """
 
 from __future__ import annotations

@@ -57,11 +57,10 @@ class WorkerGroup(Supervisor):
         """Return the handle of the current data process. Valid after `start`."""
         return self.group.data.actor
 
-    def start(self, data_arguments: Callable[[], Mapping[str, Any]]) -> None:
+    def start(self, data_arguments: Mapping[str, Any]) -> None:
         """Place and start all actors. Weights are not loaded yet.
 
-        data_arguments: returns the arguments of a data process that continues from where training stands at that
-            moment.
+        data_arguments: of every data process (`GpuWorkerGroup.data_arguments`).
         """
         self._place.wait(check=self.check)
         self.group.data_arguments = data_arguments

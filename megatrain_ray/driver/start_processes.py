@@ -52,7 +52,7 @@ def start_processes(
             check_save_room(job.run_spec, run.saves, progress().step, run.token)
             disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, config.save_compress)
     with startup.phase(f"starting {crew_spec(job.run_spec).num_processes} processes"):
-        crew.start(lambda: _data_arguments(job, manifest))
+        crew.start(_data_arguments(job, manifest))
     with startup.phase(_loading(job, manifest)):
         crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
         copy_bytes_per_s = crew.copy_bytes_per_s()

@@ -88,7 +88,7 @@ class Run(Supervisor):
         faults = SimpleNamespace(died=self.deaths.append, replaced=lambda name, _: self.replaced.append(name))
         self.budget = FailureBudget(2)
         super().__init__(run_spec, placement=place, failures=self.budget, faults=faults)  # type: ignore[arg-type]
-        self.group.data_arguments = dict
+        self.group.data_arguments = {}
         for role in self._owners:
             role.arguments = lambda holders: {"holders": holders}
         for role in self._roles:

@@ -55,7 +55,7 @@ def arguments_of(ready: RunSpec) -> dict[str, Any]:
 def started(ready: RunSpec, placement: Placement | None = None) -> Iterator[WorkerGroup]:
     crew = WorkerGroup(ready, placement=placement)
     try:
-        crew.start(lambda: arguments_of(ready))
+        crew.start(arguments_of(ready))
         crew.load(None, None)
         crew.begin(lambda: Progress(0, 0))
         yield crew
@@ -145,7 +145,7 @@ def test_who_cannot_be_set_up_is_named(tmp_path: Path, ray_address: str) -> None
         with pytest.raises(
             MegatrainError, match=r"^a process of the run \(the data process\) could not start: TypeErr"
         ):
-            crew.start(lambda: wrong)
+            crew.start(wrong)
     finally:
         crew.kill()
 
@@ -156,7 +156,7 @@ def test_what_the_gpu_worker_failed_by_is_told_while_shards_load(tmp_path: Path,
     ready = run_spec(tmp_path, SHAPES[300_000])
     crew = WorkerGroup(ready)
     try:
-        crew.start(lambda: arguments_of(ready))
+        crew.start(arguments_of(ready))
         shard = crew.pids["optimizer shard 0"]
         os.kill(shard, signal.SIGSTOP)
         end(crew.pids["GPU worker"])
@@ -252,7 +252,7 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
     crew = WorkerGroup(ready)
 
     try:
-        crew.start(lambda: arguments_of(ready))
+        crew.start(arguments_of(ready))
         crew.load(None, None)
         crew.begin(lambda: Progress(len(losses), len(losses)))
         for victims in ((), ("GPU worker",), ("data",), ("data", "GPU worker")):

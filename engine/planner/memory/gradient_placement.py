@@ -1,4 +1,4 @@
-"""Decides where gradients are: while they are summed, while they leave the device, and until their update."""
+"""Decides where gradients are while they are summed and offloaded: on device or host (disk: spill_choice.py)."""
 
 from __future__ import annotations
 
