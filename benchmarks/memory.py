@@ -56,7 +56,7 @@ def measure(num_layers: int) -> dict[str, Any]:
         try:
             crew.start(data_arguments(ready))
             crew.load(None, None)
-            crew.begin(Progress(0, 0))
+            crew.begin(lambda: Progress(0, 0))
             rows = [run_step(crew, step) for step in range(1, STEPS + 1)]
             processes = {name: pss(pid) for name, pid in crew.pids.items()}
             crew.stop()

@@ -181,7 +181,7 @@ def _line(report: Mapping[str, Any]) -> str:
         "busy": report["busy_share"] and round(report["busy_share"], 4),
         "exposed": {cause: round(s, 3) for cause, s in report["exposed_s"].items() if s >= 0.0005},
         "aliased": (report["aliased"] or {}).get("note"),
-        "split": f"{plan['num_micro_batches']} x {plan['micro_batch_size']}",
+        "split": f"{plan['step']['num_micro_batches']} x {plan['step']['micro_batch_size']}",
         "order": plan["step"]["order"],
         "sums": plan["gradients"]["sums"],
         "in HBM": plan["hbm_layers"],

@@ -104,7 +104,7 @@ class Trainer:
     def fit(self, at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None) -> TrainSummary:
         """Train until `train.steps` updates are made, and return a summary.
 
-        at_end: called when all steps are made, as in Job.
+        at_end: called when all steps are made, as in RunContext.
 
         Raises ConfigError (2), CapacityError (3), InterruptedRunError (130, after a save unless `save_every: null`),
         and MegatrainError (1) for anything that failed while running. The numbers are exit codes.

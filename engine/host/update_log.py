@@ -43,7 +43,9 @@ class UpdateLog:
         """
         found = self._logged(update)
         if found.update != update:
-            raise MegatrainError(f"the header of update {update} is not there: its place holds update {found.update}")
+            raise MegatrainError(
+                f"the parameters of update {update} are not there: its place holds update {found.update}"
+            )
         return found
 
     def saved_at(self, generation: int) -> bool:

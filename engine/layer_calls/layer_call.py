@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     """Holds what a call produced."""
 
     result: Any  # what the layer returned
-    added: list[dict[Any, Any]]  # what it added to containers among its arguments (Stores.added)
+    added: list[dict[Any, Any]]  # what it added to containers among its arguments (MutableContainers.added)
     recorded: dict[str, list[torch.Tensor]]  # outputs of inner modules, by key
 
 

@@ -1,4 +1,4 @@
-"""Simulates on the clocks of a step when activations are on disk and back, as ActivationFile moves them."""
+"""Simulates on the clocks of a step when activations are on disk and back, as DiskActivations moves them."""
 
 from __future__ import annotations
 

@@ -24,10 +24,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+def _dtype(name: object) -> torch.dtype:
+    for dtype in (torch.bfloat16, torch.float32):
+        if dtype_name(dtype) == name:
+            return dtype
+    raise ValueError(f"no type of gradients: {name}")
+
+
 GradientDtype = Annotated[
     torch.dtype,
-    PlainValidator(lambda name: _DTYPES[name]),
+    PlainValidator(_dtype),
     PlainSerializer(dtype_name),
 ]
 

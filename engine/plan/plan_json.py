@@ -81,6 +81,6 @@ def as_version_2(text: str) -> str:
     new: dict[str, Any] = {key: old[key] for key in ("device", "precision", "layers", "prediction") if key in old}
     for group, keys in GROUPS.items():
         new[group] = {now: old[before] for now, before in keys.items() if before in old}
-    if old.get("num_hosts", 1) > 1:
+    if old.get("num_hosts", 1) != 1:
         new["slots"]["gathered"] = True  # plans of several hosts always gathered slots, also before they had this key
     return json.dumps({"version": 2, "memory_items": old.get("rows", []), **new})

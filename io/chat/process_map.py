@@ -57,6 +57,10 @@ def map_in_order(
             in_flight.append((keys, pool.submit(_run, batch)))
         while in_flight:
             yield from _results(*in_flight.popleft())
+    except loky.process_executor.TerminatedWorkerError as error:  # of a result, or of the next submit
+        raise MegatrainError(
+            "a process that prepares data crashed or was killed, perhaps for want of memory; start again"
+        ) from error
     finally:
         pool.shutdown(kill_workers=True)
 
@@ -78,10 +82,6 @@ def _results(keys: list[Key], results: Future[list[Result]]) -> Iterator[tuple[K
         answers = results.result(ANSWER_S)
     except TimeoutError:
         raise MegatrainError(f"a process that prepares data did not answer within {ANSWER_S:.0f} s") from None
-    except loky.process_executor.TerminatedWorkerError as error:
-        raise MegatrainError(
-            "a process that prepares data crashed or was killed, perhaps for want of memory; start again"
-        ) from error
     yield from zip(keys, answers, strict=True)
 
 

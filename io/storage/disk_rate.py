@@ -24,23 +24,18 @@ IN_FLIGHT = 4  # blocks in each direction at a time: a guess of what keeps a dri
 FILL_S, MIXED_S = 0.5, 1.5  # no block begins later: while the file is filled, and while it is measured
 
 
-Copied = Callable[[memoryview], Block]
-
-
 def _on_host(content: memoryview) -> Block:
     block = aligned_block(len(content))
     block[:] = content
     return block
 
 
-def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN, copied: Copied = _on_host) -> float:
+def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN) -> float:
     """Return bytes per second, reads and writes together, of both at the same time.
 
     Reads `num_bytes` and writes as many in place, bypassing the page cache if the file system can. On a slow disk it
     moves only as much as two seconds allow. If blocks are packed, all their bytes count, however few are stored. The
     file has no name, so nothing of it remains, whatever ends this process. Raises MegatrainError.
-
-    copied: returns a copy of its argument in the memory to transfer, which is read into and written from.
     """
     with explained("write", folder), tempfile.TemporaryFile(dir=folder) as file:
         num_blocks = -(-num_bytes // BLOCK_BYTES)
@@ -48,7 +43,7 @@ def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN, copied: Co
         store: BlobStore = held_files(way.io)
         if way.packed:
             store = _packing(store, num_blocks)
-        return asyncio.run(_mixed_rate(store, str(file.fileno()), num_blocks, copied))
+        return asyncio.run(_mixed_rate(store, str(file.fileno()), num_blocks))
 
 
 def _packing(store: BlobStore, num_blocks: int) -> BlobStore:
@@ -65,10 +60,10 @@ def _moments() -> memoryview:
     return memoryview((values * np.exp(scales)).tobytes())
 
 
-async def _mixed_rate(store: BlobStore, name: str, num_blocks: int, copied: Copied) -> float:
+async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * IN_FLIGHT))
-    into = [copied(memoryview(bytes(BLOCK_BYTES))) for _ in range(IN_FLIGHT)]
-    values = copied(_moments())  # zeros may cost a drive less
+    into = [aligned_block(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
+    values = _on_host(_moments())  # zeros may cost a drive less
     async with store.update(name) as blob:
 
         async def write(number: int, block: Block) -> None:

@@ -193,11 +193,12 @@ def tokenizer_files(name: str) -> tuple[Path, ...]:
 def named_tokens(folder: Path) -> dict[str, str]:
     """Return bos_token, eos_token and the other `*_token` settings of a tokenizer's folder. Raises ConfigError."""
     tokens: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in read_settings(folder / name).items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and text and isinstance(text, str):
-                tokens[key] = text
+    # A null in tokenizer_config.json removes what the map names.
+    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / "tokenizer_config.json")
+    for key, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and text and isinstance(text, str):
+            tokens[key] = text
     return tokens
 
 

@@ -7,7 +7,6 @@ import functools
 import logging
 import mmap
 import platform
-import struct
 import sys
 import time
 from enum import IntEnum
@@ -161,14 +160,6 @@ class Words:
         value = self._atomics.add(self._at(i), n)
         self.wake(i)
         return value
-
-    def load_float(self, i: int) -> float:
-        value: float = struct.unpack("<d", struct.pack("<q", self.load(i)))[0]
-        return value
-
-    def store_float(self, i: int, value: float) -> None:
-        """Store the exact bits of a float64, NaNs included."""
-        self.store(i, struct.unpack("<q", struct.pack("<d", value))[0])
 
     def wait_at_least(self, i: int, value: int, timeout_s: float) -> int:
         """Block, without the GIL, until word `i` is at least `value`; return its value then.

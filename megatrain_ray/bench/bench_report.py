@@ -29,7 +29,7 @@ from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.machine.environment import commit, hardware, versions
 from megatrain_ray.units import format_bytes, format_count, format_ranges
 
-VERSION = 1
+VERSION = 2  # 2: `plan` has the groups of plan.json 2
 ABOVE_CEILING = 1.02  # a run faster than this share of its ceiling: more than the noise of a quiet machine
 
 

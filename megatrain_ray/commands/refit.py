@@ -160,7 +160,9 @@ def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder
     """Scale the rate of updates that predictions of this plan use."""
     term = found.term("updates")
     if term is None or not term.predicted:
-        return profile, ["AdamW         not timed: no optimizer shard updated anything, or one was replaced"]
+        return profile, [
+            "AdamW         not timed: no optimizer shard updated anything, or the rows are of an earlier version"
+        ]
     before = update_rate(profile, order)
     rate = before * term.predicted / term.measured
     forward = order is UpdateOrder.FORWARD

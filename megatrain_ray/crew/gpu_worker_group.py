@@ -90,7 +90,7 @@ class GpuWorkerGroup:
     def _arguments(self, rank: int, holders: Sequence[Handles]) -> dict[str, Any]:
         host = self.workers[rank].host
         return {
-            "prepared": self._run_spec,
+            "run_spec": self._run_spec,
             "holders": holders,
             "data": self.data.actor,
             # All earlier workers of its host: Ray decides whose GPU it gets.

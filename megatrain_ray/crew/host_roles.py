@@ -26,7 +26,7 @@ SAME_S = 30.0  # seconds within which a file system that hosts share shows them 
 def owner_role(run_spec: RunSpec, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> ActorRole:
     """Return the role of the arena owner of a host.
 
-    left: ids of processes that an earlier attempt left on each Ray node, as Crew.elsewhere returns them.
+    left: ids of processes that an earlier attempt left on each Ray node, as `Supervisor.elsewhere` returns them.
     """
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def shard_role(run_spec: RunSpec, place: Placement, number: int) -> ActorRole:
     """
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
-        return {"prepared": run_spec, "index": number, "holders": holders, "after_pid": role.pid, "pinned": True}
+        return {"run_spec": run_spec, "index": number, "holders": holders, "after_pid": role.pid, "pinned": True}
 
     host = number // run_spec.plan.shards.num_shards
     role = ActorRole(ProcessKind.SHARED_STATE, shard_name(number), host, place.take, arguments)

@@ -56,7 +56,7 @@ class Supervisor:
         self._run_spec = run_spec
         self._check_cluster = check_cluster
         self._record = record
-        place = self._place = placement or Placement(crew_spec(run_spec), awaits_nodes=True)
+        place = self._place = placement or self._new_placement()
         self._failures = failures or FailureBudget(run_spec.config.max_failures)
         self._faults = faults
         plan = run_spec.plan
@@ -66,6 +66,13 @@ class Supervisor:
         self._gone: set[str] = set()  # ids of actors that died, or were replaced
         self._progress: Callable[[], Progress] | None = None  # set once steps can run
         self._own_handles: Handles = {}  # what the driver holds while actors start
+
+    def _new_placement(self) -> Placement:
+        try:
+            return Placement(crew_spec(self._run_spec), awaits_nodes=True)
+        except RayError as error:
+            self._check_cluster()  # names the process of Ray that died
+            raise MegatrainError(f"the Ray cluster does not answer: {error}") from error
 
     @property
     def _roles(self) -> list[ActorRole]:

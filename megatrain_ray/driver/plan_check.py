@@ -53,13 +53,13 @@ class PlanCheck:
             self._thread.start()
         if self._num_usual >= self._next:
             self._next = 2 * self._num_usual
-            self._compare(at_end=False)
+            self._compare_safely(at_end=False)
 
     def finish(self, crew: WorkerGroup) -> None:
         """Make the last comparison. Call it after the last step, while the processes still live."""
         if self._thread is not None:
             await_thread(self._thread, crew.check, DEADLINE_S)
-        self._compare(at_end=True)
+        self._compare_safely(at_end=True)
 
     def close(self) -> None:
         """Stop comparing. Call it when no process answers any more. Idempotent."""
@@ -77,6 +77,12 @@ class PlanCheck:
             log.info("host memory was not measured: %s", error)
         else:
             History(self._run_dir).memory(self._pss_bytes)
+
+    def _compare_safely(self, *, at_end: bool) -> None:
+        try:
+            self._compare(at_end=at_end)
+        except Exception:  # a comparison never ends a run
+            log.exception("the plan was not compared with the run")
 
     def _compare(self, *, at_end: bool) -> None:
         prediction = self._plan.prediction

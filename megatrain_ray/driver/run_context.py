@@ -29,7 +29,7 @@ class RunContext:
     tokens: folders of the tokens of the data's sources.
     failures: of all attempts together.
     at_end: called when all steps are made, while every process still lives.
-    left: processes that the previous attempt left on other hosts, as Crew.elsewhere returns them.
+    left: processes that the previous attempt left on other hosts, as `Supervisor.elsewhere` returns them.
     """
 
     run_spec: RunSpec

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayActorError
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.config.yaml_file import config_to_dict
@@ -107,12 +108,19 @@ class RunningSave:
         self._waited_since_s: float | None = None
         self._parts: list[WrittenPart] = []
         self._progress: Progress | None = None
+        self._position: Mapping[str, Any] | None = None  # of the data, after the saved step
+        self._position_call: Any = None
         folder = prepare_save(run.saves, step, run.token)
         self.calls = crew.write_parts(folder, step, job.run_spec.config.save_compress)
 
     def reached(self, progress: Progress) -> None:
         """Note where training stands at the end of the saved step. It may be further when the last part is written."""
         self._progress = progress
+        self._ask_position()
+
+    def _ask_position(self) -> None:
+        self._position_call = self._crew.position_after(self.step)
+        self.calls.append(self._position_call)
 
     def hold_up(self) -> None:
         """Note that from now on training waits for the end of this save, because the next one is due."""
@@ -135,9 +143,16 @@ class RunningSave:
         return self._progress is not None and not self.calls
 
     def take(self, call: Any) -> None:
-        """Take the part that one of `calls` has written. Raises what the shard raised."""
+        """Take the part that one of `calls` has written, or the data position. Raises what a shard raised."""
         self.calls.remove(call)
-        self._parts.append(self._crew.result(call))
+        if call != self._position_call:
+            self._parts.append(self._crew.result(call))
+            return
+        try:
+            self._position = self._crew.result(call)
+        except RayActorError as error:  # its replacement knows as well
+            self._crew.recover(error)
+            self._ask_position()
 
     def check_deadline(self) -> None:
         """Raise DeadlineError if the save takes longer than the steps before it and the slowest disk would."""
@@ -149,7 +164,7 @@ class RunningSave:
 
     def commit(self) -> SaveTiming:
         """Make a complete save exist, and delete saves beyond `save_keep`."""
-        assert self._progress is not None
+        assert self._progress is not None and self._position is not None
         parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
         timing = SaveTiming(
             predicted_stall_s=self._predicted_stall_s,
@@ -158,8 +173,7 @@ class RunningSave:
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
         run_spec, run, crew = self._job.run_spec, self._job.run, self._crew
-        position = crew.position_after(self.step)
-        manifest = _manifest(run_spec, self._progress, position, parts, timing, crew.base_checksums)
+        manifest = _manifest(run_spec, self._progress, self._position, parts, timing, crew.base_checksums)
         commit_save(run.saves, self.step, replace(manifest, run=run.token))
         prune(run.saves, run_spec.config.save_keep, run.token)
         return timing

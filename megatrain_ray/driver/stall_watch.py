@@ -18,9 +18,9 @@ class StallWatch:
     def __init__(self, current_phase: Callable[[], str]) -> None:
         """Begin to measure.
 
-        whereabouts: returns what the GPU worker is doing.
+        current_phase: returns what the GPU worker is doing.
         """
-        self._whereabouts = current_phase
+        self._current_phase = current_phase
         self.reset()
 
     def reset(self) -> None:
@@ -35,7 +35,7 @@ class StallWatch:
         now_s = time.monotonic()
         if now_s - self._told_s > SILENCE_S:
             self._told_s = now_s
-            say(f"still waiting for {awaited}: {self._whereabouts()}")
+            say(f"still waiting for {awaited}: {self._current_phase()}")
         limit_s = STEP_DEADLINE_S + more_s
         if now_s - self._since_s > limit_s:
-            raise DeadlineError(f"{awaited} did not end within {limit_s:.0f} s: {self._whereabouts()}")
+            raise DeadlineError(f"{awaited} did not end within {limit_s:.0f} s: {self._current_phase()}")

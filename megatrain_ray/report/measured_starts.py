@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -58,7 +58,8 @@ def compare_start(files: RunFiles, start: MeasuredStart) -> Comparison | None:
     """
     plan = files.read_plan(start.plan_sha256)
     try:
-        return compare(plan, start.rows, start.pss_bytes) if plan else None
+        found = compare(plan, start.rows, start.pss_bytes) if plan else None
+        return found and replace(found, plan_sha256=start.plan_sha256)  # a plan of version 1 has another hash now
     except (LookupError, TypeError, ValueError):
         return None
 

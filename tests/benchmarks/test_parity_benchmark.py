@@ -166,7 +166,7 @@ def test_a_failed_mode_leaves_no_thread_behind(tmp_path: Path, monkeypatch: pyte
     async def fail(engine: Engine, coming: object) -> None:
         raise MegatrainError("no memory")
 
-    monkeypatch.setattr(Engine, "rehearse", fail)
+    monkeypatch.setattr(Engine, "run_warm_up", fail)
     file, out = write_config(tmp_path / "tiny.yaml", config(tmp_path / "run", MODEL, **CHANGES)), tmp_path / "out.json"
     before = {thread.name for thread in threading.enumerate()}
     assert parity.main([str(out), "--config", str(file), "--steps", "1", "--modes", "uncompiled"]) == 1

@@ -56,7 +56,7 @@ class FakeCrew:
         row |= {"lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1.0, "bad_parameter": "head"}
         return StepResult(row, Progress(step, self._num_applied))
 
-    def replace(self, error: RayActorError) -> None:
+    def recover(self, error: RayActorError, gpu: int | None = None) -> None:
         self.gpu += 1
 
     def check(self, within_s: float = 0.0) -> None: ...
@@ -111,7 +111,7 @@ def trained(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, crew: FakeCrew, *, interrupted: bool = False,
     save_every: int | None = None,
 ) -> tuple[int, float | None]:  # fmt: skip
-    monkeypatch.setattr(session, "Crew", lambda *_: crew)
+    monkeypatch.setattr(session, "WorkerGroup", lambda *_: crew)
     monkeypatch.setattr(session, "start_processes", lambda *_: SaveRates(1e9, 1e9))
     monkeypatch.setattr(run_saves, "RunningSave", FakeSave)
     settings = run.config.model_copy(update={"save_every": save_every})

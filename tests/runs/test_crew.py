@@ -275,7 +275,8 @@ def test_the_gpu_worker_and_the_data_process_are_replaced_and_nothing_changes(tm
             deadline_s = time.monotonic() + 60
             while replaced(crew, before) != set(victims) and time.monotonic() < deadline_s:
                 crew.wait([], 1.0)  # a step may end before it is noticed that there is no batch for the next one
-            assert crew.position_after(len(losses))["cursor"] == len(losses) * ready.plan.batch_size
+            position = crew.until(crew.position_after(len(losses)), "no position", 60)
+            assert position["cursor"] == len(losses) * ready.plan.batch_size
             assert replaced(crew, before) == set(victims)
         crew.stop()
     finally:

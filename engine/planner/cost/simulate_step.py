@@ -4,9 +4,9 @@ The times are those of the engine on the virtual clock (megatrain_ray/virtual_cl
 slots, the offloader and the shards wait for is repeated here in a few lines each;
 tests/engine/planner/cost/test_simulation.py compares both.
 
-Visits, loads and updates are in this module. Gradients (simulate_gradients.py), Muon's directions
-and working copies on disk (simulated_buffers.py), activations (simulate_activations.py) and state that spills
-(simulate_disk.py) move on the same clocks.
+Visits, loads and updates are in this module. On the same clocks move gradients (simulate_gradients.py), Muon's
+directions and working copies on disk (simulated_buffers.py), activations (simulate_activations.py) and spilled state
+(simulate_disk.py).
 
 Without clipping the room in the slab is not simulated. A full slab can then hold up a backward, but otherwise the next
 forward would wait as long, so a step takes as long.

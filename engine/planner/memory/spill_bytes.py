@@ -78,12 +78,6 @@ def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
     return plan.disk.num_state_slots * Spilling(plan).slot_room(Sizes.of(plan, layout).largest)
 
 
-def most_room_in_slots(plan: Plan, layout: ModelLayout) -> int:
-    """Return an upper bound of `room_in_slots` for a plan with nothing on disk, whatever of it will be spilled."""
-    spilling, largest = Spilling.of(plan), Largest(*[max(layout.host_trained_sizes)] * 3)
-    return spilling.num_slots(largest) * spilling.slot_room(largest)
-
-
 class SpillKind(Enum):
     """Names what optimizer shards have on disk; values are positions in the tuples of sizes in this module."""
 

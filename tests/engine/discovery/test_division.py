@@ -178,7 +178,7 @@ def test_what_a_part_returned_and_nothing_reads_gives_its_memory_back(
         assert all(call.leaves[0].untyped_storage().nbytes() == 0 for _, call in calls if call)
         freed.extend((path.rpartition(".")[2], num_bytes) for path, num_bytes in before.items())
 
-    monkeypatch.setattr(step_runner, "let_go", noted)
+    monkeypatch.setattr(step_runner, "release_spent", noted)
     build_tiny(tmp_path)
     recipe, batches = Recipe(1, micro_batch_size=4), tiny_batches(1)
     ours = train_engine(tmp_path, batches, recipe, Mode(LAYERS, KEEP, block_parts=8))
@@ -275,8 +275,8 @@ def test_parts_of_a_block_do_not_help_where_host_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    ask = run_spec._question
-    monkeypatch.setattr(run_spec, "_question", lambda *args: asked.append(args[3]) or ask(*args))
+    ask = run_spec._question_of_parts
+    monkeypatch.setattr(run_spec, "_question_of_parts", lambda *args: asked.append(args[3]) or ask(*args))
     with pytest.raises(CapacityError, match=r"^needs .* of host RAM"):
         question_of(tight(tmp_path, ram_limit="6GiB", hbm_limit="24GiB", hbm_layers=0)).plan()
     assert asked == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import shutil
 import struct
@@ -45,14 +44,6 @@ def test_words_are_independent_signed_64_bit_little_endian(kind: Kind) -> None:
     assert words.add(3, -7) == -7
     assert [words.load(i) for i in range(NUM_WORDS)] == [0, 2**62 + 2**33 + 5, -1, -7]
     assert struct.unpack("<4q", memory) == (0, 2**62 + 2**33 + 5, -1, -7)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [0.1 / 3, -0.0, 5e-324, math.inf, struct.unpack("<d", b"\1\2\3\4\5\6\xf8\x7f")[0]])
-def test_a_float_keeps_its_bits(kind: Kind, value: float) -> None:
-    words = new_words(kind)
-    words.store_float(0, value)
-    assert struct.pack("<d", words.load_float(0)) == struct.pack("<d", value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
