@@ -29,7 +29,6 @@ from megatrain_ray.engine.plan.activation_disk_clock import SimulatedFile
 from megatrain_ray.engine.plan.activation_staging import ActivationBlock, DiskAllocator, windows_of
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.spill.spill_transfers import Checksums, SpillTransfers
-from megatrain_ray.io.storage import blob_store
 from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
 from megatrain_ray.spans import Row
@@ -248,7 +247,7 @@ class DiskActivations:
             pairs.append((there, here) if stage is Stage.D2H else (here, there))
         return self._device.copy_part(stage, pairs, moved.op, copying.after, copying.end_s)
 
-    def _block(self, block: ActivationBlock, window: int) -> blob_store.Block:
+    def _block(self, block: ActivationBlock, window: int) -> memoryview:
         return self._windows[window][: block.extent.nbytes].numpy().data
 
     async def _free_window(self, window: int, stage: Stage, op: Op, copied: Event) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.plan.spill_layout import Extent
 from megatrain_ray.errors import DeadlineError, MegatrainError
-from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block, aligned_block
+from megatrain_ray.io.storage.blob_store import Blob, BlobStore, aligned_block
 from megatrain_ray.io.words.atomic_words import Words
 
 Found = TypeVar("Found")
@@ -27,7 +27,7 @@ TRANSFERS = 8  # blocks that are transferred at the same time, over all slots
 CLOSE_S = 1.0  # that `close` waits for blocks that the disk is working on: a few MiB each
 
 
-def checksum_of(block: Block) -> int:
+def checksum_of(block: memoryview) -> int:
     """Return the sum of the block's 64-bit words. It begins and ends at multiples of 8 bytes.
 
     It runs at 50 GB/s on one core of a small machine while the block is in its caches. It changes when a disk returns
@@ -104,12 +104,12 @@ class SpillTransfers:
         """Run a coroutine that reads and writes on the event loop. An exception that it raises becomes `error`."""
         self._loop.call_soon_threadsafe(self._begin, work)
 
-    async def read(self, extent: Extent, memory: Block) -> None:
+    async def read(self, extent: Extent, memory: memoryview) -> None:
         """Read a whole extent. Raises MegatrainError if it cannot be read or is not what was written."""
         blocks = enumerate(extent.blocks)
         await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
 
-    async def write(self, extent: Extent, memory: Block) -> None:
+    async def write(self, extent: Extent, memory: memoryview) -> None:
         """Write a whole extent. Raises MegatrainError if it cannot be written."""
         blocks = enumerate(extent.blocks)
         await asyncio.gather(*(self._write_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
@@ -210,12 +210,12 @@ class SpillTransfers:
         if isinstance(error, Exception):
             self.fail(error)
 
-    async def _read_block(self, extent: Extent, index: int, block: ElementRange, memory: Block) -> None:
+    async def _read_block(self, extent: Extent, index: int, block: ElementRange, memory: memoryview) -> None:
         async with self._room:
             where = self._store.describe(self._name)
             await read_block(self._blob, where, self._checksums, extent, index, block, memory)
 
-    async def _write_block(self, extent: Extent, index: int, block: ElementRange, memory: Block) -> None:
+    async def _write_block(self, extent: Extent, index: int, block: ElementRange, memory: memoryview) -> None:
         async with self._room:
             self._checksums.store(extent, index, await asyncio.to_thread(checksum_of, memory))
             await self._blob.write_at(extent.start + block.start, memory)
@@ -228,7 +228,7 @@ async def read_block(
     extent: Extent,
     index: int,
     block: ElementRange,
-    memory: Block,
+    memory: memoryview,
 ) -> None:
     """Read block `index` of the extent into `memory` and compare its checksum.
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import aiofiles
 
@@ -23,20 +23,6 @@ ALIGN_BYTES = 4096  # O_DIRECT needs file offset, size and address to be multipl
 T = TypeVar("T")
 
 
-class DeviceBlock(Protocol):
-    """Represents contiguous bytes of GPU memory, such as a 1-D uint8 tensor on CUDA. Only some stores can reach it."""
-
-    @property
-    def __cuda_array_interface__(self) -> Any: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice) -> DeviceBlock: ...
-
-
-Block = memoryview | DeviceBlock
-
-
 class BlobWriter(Protocol):
     """Writes a blob. Blocks may be written in any order, several at the same time."""
 
@@ -45,16 +31,10 @@ class BlobWriter(Protocol):
 
 
 class Blob(BlobWriter, Protocol):
-    """Reads and writes a blob in place. Its size stays: `write_at` raises MegatrainError past its end.
+    """Reads and writes a blob in place. Its size stays: `write_at` raises MegatrainError past its end."""
 
-    Both methods raise it for device memory if the store cannot move that.
-    """
-
-    async def write_at(self, offset: int, block: Block) -> None:
-        """Write a block, as BlobWriter does. Device work on the block's memory must have ended before the call."""
-
-    async def read_into(self, offset: int, block: Block) -> None:
-        """Read into a block, as BlobStore does. On return the bytes are in the block, also in device memory."""
+    async def read_into(self, offset: int, block: memoryview) -> None:
+        """Fill `block`, aligned as for `write_at`. Raises UnreadableError if the blob ends before that."""
 
 
 class BlobStore(Protocol):
@@ -95,13 +75,6 @@ def aligned(nbytes: int) -> int:
 def aligned_block(nbytes: int) -> memoryview:
     """Return `aligned(nbytes)` zeros at an address that is a multiple of ALIGN_BYTES. They take RAM when touched."""
     return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
-
-
-def host_memory(where: str, block: Block) -> memoryview:
-    """Return the block if it is host memory. Raises MegatrainError, naming the blob, for device memory."""
-    if not isinstance(block, memoryview):
-        raise MegatrainError(f"cannot move memory of a device to {where} or from there; only kvikio can")
-    return block
 
 
 class FileStore:
@@ -166,7 +139,7 @@ class _FileBlob:
         self._path = path
         self._fd = fd
 
-    async def write_at(self, offset: int, block: Block) -> None:
+    async def write_at(self, offset: int, block: memoryview) -> None:
         with explained("write", self._path):
             await self._completed(self._write, offset, block)
 
@@ -174,8 +147,7 @@ class _FileBlob:
         with explained("write", self._path):
             await self._completed(os.fsync, self._fd)
 
-    def _write(self, offset: int, block: Block) -> None:
-        block = host_memory(str(self._path), block)
+    def _write(self, offset: int, block: memoryview) -> None:
         while block:
             written = _transfer(self._fd, partial(os.pwrite, self._fd, block, offset))
             block, offset = block[written:], offset + written
@@ -197,19 +169,19 @@ class FileInPlace(_FileBlob):
         super().__init__(path, fd)
         self._nbytes = os.fstat(fd).st_size
 
-    async def write_at(self, offset: int, block: Block) -> None:
+    async def write_at(self, offset: int, block: memoryview) -> None:
         check_inside(str(self._path), offset + len(block), self._nbytes)
         await super().write_at(offset, block)
 
-    async def read_into(self, offset: int, block: Block) -> None:
+    async def read_into(self, offset: int, block: memoryview) -> None:
         with explained("read", self._path):
             got = await self._completed(self._read, offset, block)
         if got < len(block):
             raise too_short(str(self._path), offset + len(block), self._nbytes)
 
-    def _read(self, offset: int, block: Block) -> int:
+    def _read(self, offset: int, block: memoryview) -> int:
         """Return the number of bytes read. It is smaller than the block only at the end of the file."""
-        block, total = host_memory(str(self._path), block), 0
+        total = 0
         while total < len(block):
             got = _transfer(self._fd, partial(os.preadv, self._fd, [block[total:]], offset + total))
             if not got:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.storage.blob_store import BlobStore, Block, aligned_block
+from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
 from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay, held_files
 from megatrain_ray.io.storage.packed_store import Packable, PackedStore
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
@@ -24,7 +24,7 @@ IN_FLIGHT = 4  # blocks in each direction at a time: a guess of what keeps a dri
 FILL_S, MIXED_S = 0.5, 1.5  # no block begins later: while the file is filled, and while it is measured
 
 
-def _on_host(content: memoryview) -> Block:
+def _on_host(content: memoryview) -> memoryview:
     block = aligned_block(len(content))
     block[:] = content
     return block
@@ -66,13 +66,13 @@ async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
     values = _on_host(_moments())  # zeros may cost a drive less
     async with store.update(name) as blob:
 
-        async def write(number: int, block: Block) -> None:
+        async def write(number: int, block: memoryview) -> None:
             await blob.write_at(number * BLOCK_BYTES, block)
 
-        async def rewrite(number: int, block: Block) -> None:
+        async def rewrite(number: int, block: memoryview) -> None:
             await write((number + num_filled // 2) % num_filled, block)
 
-        async def read(number: int, block: Block) -> None:
+        async def read(number: int, block: memoryview) -> None:
             await blob.read_into(number % num_filled * BLOCK_BYTES, block)
 
         # Not counted: spilled state is written in place, and allocating disk space costs other time than that.
@@ -87,12 +87,12 @@ async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
 class _Direction:
     """Transfers blocks 0, 1, … in one direction, as many at a time as there are buffers; `begun` so far."""
 
-    transfer: Callable[[int, Block], Awaitable[None]]
-    buffers: Sequence[Block]
+    transfer: Callable[[int, memoryview], Awaitable[None]]
+    buffers: Sequence[memoryview]
     num_blocks: int
     begun: int = 0
 
-    async def work(self, buffer: Block, end_s: float) -> None:
+    async def work(self, buffer: memoryview, end_s: float) -> None:
         """Transfer blocks until all are begun or the time is over, but at least one."""
         while not self.begun or (self.begun < self.num_blocks and time.monotonic() < end_s):
             number, self.begun = self.begun, self.begun + 1

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import FULL, GONE, explained
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, Blob, Block, FileInPlace, aligned_block
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, Blob, FileInPlace, aligned_block
 from megatrain_ray.io.storage.spill_file import HeldFiles
 
 NUM_THREADS = 8  # kvikio's threads in this process: one for each block in flight (spill/spill_transfers.py)
@@ -66,13 +66,13 @@ class _KvikioInPlace(FileInPlace):
         super().__init__(path, file.fileno())
         self._file = file
 
-    def _write(self, offset: int, block: Block) -> None:
+    def _write(self, offset: int, block: memoryview) -> None:
         with _os_errors():
             written = self._file.pwrite(block, file_offset=offset).get()
         if written != len(block):
             raise OSError(errno.EIO, f"kvikio wrote {written} of {len(block)} bytes")
 
-    def _read(self, offset: int, block: Block) -> int:
+    def _read(self, offset: int, block: memoryview) -> int:
         there = os.fstat(self._fd).st_size - offset
         if there < len(block):  # kvikio fails for reads beyond the end
             return max(0, there)

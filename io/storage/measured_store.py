@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block
+from megatrain_ray.io.storage.blob_store import Blob, BlobStore
 
 MAX_TIMES = 4096  # kept at most; a step that waits for the disk has few of them
 
@@ -109,10 +109,10 @@ class _MeasuredBlob:
         self._blob = blob
         self._meter = meter
 
-    async def read_into(self, offset: int, block: Block) -> None:
+    async def read_into(self, offset: int, block: memoryview) -> None:
         with self._meter.transfer(IoBytes(read=len(block))):
             await self._blob.read_into(offset, block)
 
-    async def write_at(self, offset: int, block: Block) -> None:
+    async def write_at(self, offset: int, block: memoryview) -> None:
         with self._meter.transfer(IoBytes(written=len(block))):
             await self._blob.write_at(offset, block)

@@ -21,7 +21,7 @@ import numpy as np
 import zstandard
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.storage.blob_store import Blob, BlobStore, Block, aligned, aligned_block, host_memory
+from megatrain_ray.io.storage.blob_store import Blob, BlobStore, aligned, aligned_block
 from megatrain_ray.io.words.atomic_words import Words
 
 ZSTD_LEVEL = 1
@@ -72,30 +72,28 @@ class _PackedBlob:
         self._blob = blob
         self._where = where
 
-    async def write_at(self, offset: int, block: Block) -> None:
+    async def write_at(self, offset: int, block: memoryview) -> None:
         packable = self._store.blocks.get(offset)
         if packable is None:
             await self._blob.write_at(offset, block)
             return
-        content = host_memory(self._where, block)
         with self._store.packer() as packer:
-            packed = await asyncio.to_thread(packer.pack, content, packable.itemsize)
+            packed = await asyncio.to_thread(packer.pack, block, packable.itemsize)
             # Store the size before the block is written, like its checksum: a later reader reads this much.
             self._store.words.store(packable.word, len(packed))
             await self._blob.write_at(offset, packed)
 
-    async def read_into(self, offset: int, block: Block) -> None:
+    async def read_into(self, offset: int, block: memoryview) -> None:
         packable = self._store.blocks.get(offset)
         num_bytes = self._store.words.load(packable.word) if packable else len(block)
         if packable is None or num_bytes in (0, len(block)):  # 0: it was never written
             await self._blob.read_into(offset, block)
             return
-        content = host_memory(self._where, block)
         with self._store.packer() as packer:
             packed = packer.room(num_bytes)
             await self._blob.read_into(offset, packed)
             try:
-                await asyncio.to_thread(packer.unpack, packed, content, packable.itemsize)
+                await asyncio.to_thread(packer.unpack, packed, block, packable.itemsize)
             except ValueError as error:
                 raise MegatrainError(
                     f"{self._where}: bytes {offset} to {offset + num_bytes} are not what was written there ({error}): "

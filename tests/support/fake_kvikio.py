@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.io.storage.blob_store import Block
-from tests.support.isolated_device import ApartMemory
-
 
 class IOFuture:
     def __init__(self, done: Future[int]) -> None:
@@ -41,19 +38,14 @@ class CuFile:
     def fileno(self) -> int:
         return self._fd
 
-    def pread(self, buf: Block, size: int | None = None, file_offset: int = 0) -> IOFuture:
-        return _submitted("pread", os.preadv, self._fd, [_content(buf)], file_offset)
+    def pread(self, buf: memoryview, size: int | None = None, file_offset: int = 0) -> IOFuture:
+        return _submitted("pread", os.preadv, self._fd, [buf], file_offset)
 
-    def pwrite(self, buf: Block, size: int | None = None, file_offset: int = 0) -> IOFuture:
-        return _submitted("pwrite", os.pwrite, self._fd, _content(buf), file_offset)
+    def pwrite(self, buf: memoryview, size: int | None = None, file_offset: int = 0) -> IOFuture:
+        return _submitted("pwrite", os.pwrite, self._fd, buf, file_offset)
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def _content(buf: Block) -> memoryview:
-    """Return the bytes of a buffer of the host, or of memory that stands for a GPU's."""
-    return buf.content if isinstance(buf, ApartMemory) else memoryview(buf)  # type: ignore[arg-type]  # a buffer
 
 
 def _submitted(name: str, call: Any, *arguments: Any) -> IOFuture:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from megatrain_ray.io.files.disk_errors import UnreadableError
-from megatrain_ray.io.storage.blob_store import Blob, BlobWriter, Block, check_inside, host_memory, too_short
+from megatrain_ray.io.storage.blob_store import Blob, BlobWriter, check_inside, too_short
 
 
 class MemoryStore:
@@ -53,12 +53,11 @@ class _MemoryInPlace(_MemoryBlob):
         super().__init__(blob)
         self._where = where
 
-    async def write_at(self, offset: int, block: Block) -> None:
+    async def write_at(self, offset: int, block: memoryview) -> None:
         check_inside(self._where, offset + len(block), len(self._blob))
-        await super().write_at(offset, host_memory(self._where, block))
+        await super().write_at(offset, block)
 
-    async def read_into(self, offset: int, block: Block) -> None:
-        block = host_memory(self._where, block)
+    async def read_into(self, offset: int, block: memoryview) -> None:
         part = self._blob[offset : offset + len(block)]
         if len(part) < len(block):
             raise too_short(self._where, offset + len(block), len(self._blob))

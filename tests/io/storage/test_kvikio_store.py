@@ -25,7 +25,6 @@ from megatrain_ray.io.storage.kvikio_store import SETTINGS, KvikioFiles, unusabl
 from megatrain_ray.io.storage.spill_file import create_spill_file
 from tests.support import fake_kvikio
 from tests.support.fake_kvikio import CuFile, IOFuture
-from tests.support.isolated_device import ApartMemory
 
 NBYTES = 8192
 
@@ -55,24 +54,6 @@ async def test_a_file_without_a_name_is_updated_past_the_page_cache(fd: int, mon
     settings = fake_kvikio.install(monkeypatch)
     assert await write_and_read(fd) == bytes(range(256)) * (NBYTES // 256)
     assert settings == SETTINGS
-    os.close(fd)
-
-
-async def test_memory_of_a_gpu_is_moved_as_it_is(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which other stores refuse."""
-    fake_kvikio.install(monkeypatch)
-    written, found = (ApartMemory(memoryview(bytearray(content))) for content in (os.urandom(NBYTES), bytes(NBYTES)))
-    async with held_files(DiskIo.KVIKIO).update(str(fd)) as blob:
-        await blob.write_at(0, written[:4096])
-        await blob.write_at(4096, written[4096:])
-        await blob.read_into(0, found)
-        with pytest.raises(UnreadableError, match="is truncated: expected at least 12288 bytes, got 8192"):
-            await blob.read_into(4096, found)
-    assert found.content == written.content
-    async with held_files(DiskIo.POSIX).update(str(fd)) as blob:
-        for move in (blob.write_at, blob.read_into):
-            with pytest.raises(MegatrainError, match=r"cannot move memory of a device to .* only kvikio can"):
-                await move(0, found)
     os.close(fd)
 
 
