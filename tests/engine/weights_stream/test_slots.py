@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -35,9 +36,23 @@ def test_a_slot_in_use_cannot_be_refilled() -> None:
         slots.to(1, SlotState.FILLING, "layers.9")
 
 
-def test_an_unfilled_slot_cannot_be_read() -> None:
-    with pytest.raises(SlotStateError, match="slot 2 is FREE"):
-        ring().to(2, SlotState.IN_USE, "layers.1")
+def test_no_state_is_skipped() -> None:
+    """From every state only those that follow it can be reached."""
+    order = [SlotState.FILLING, SlotState.READY, SlotState.IN_USE]
+    follow = {
+        SlotState.FREE: {SlotState.FILLING},
+        SlotState.FILLING: {SlotState.READY},
+        SlotState.READY: {SlotState.IN_USE, SlotState.FREE},
+        SlotState.IN_USE: {SlotState.READY, SlotState.FREE},
+    }
+    for number, (state, allowed) in enumerate(follow.items()):
+        for after in SlotState:
+            slots = ring()
+            for step in order[:number]:
+                slots.to(2, step, "layers.7")
+            refused = pytest.raises(SlotStateError, match=f"slot 2 is {state.name}")
+            with nullcontext() if after in allowed else refused:
+                slots.to(2, after, "layers.9")
 
 
 def test_errors_survive_pickling() -> None:
