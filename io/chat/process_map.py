@@ -7,6 +7,7 @@ script without `if __name__ == "__main__"`. Forked ones would inherit the locks 
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import signal
 import sys
@@ -48,7 +49,7 @@ def map_in_order(
             break
     else:
         return
-    pool = loky.ProcessPoolExecutor(num_processes, initializer=_begin, initargs=(work,))
+    pool = loky.ProcessPoolExecutor(num_processes, initializer=_begin, initargs=(work, os.getpid()))
     in_flight: deque[tuple[list[Key], Future[list[Result]]]] = deque()
     try:
         for keys, batch in _batches(left):
@@ -65,10 +66,12 @@ def map_in_order(
         pool.shutdown(kill_workers=True)
 
 
-def _begin(work: Callable[[Any], Any]) -> None:
+def _begin(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # loky's processes outlive a parent that is killed
+    if os.getppid() != parent:
+        os._exit(1)  # it was killed before that call
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all processes; the parent kills the others
     sys.stdout = sys.stderr  # the parent's output may be read by another program
 
