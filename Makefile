@@ -18,9 +18,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# A run with Ray has processes of its own for every core; all other tests leave cores idle.
+# Whole runs first: a long file at the end would leave a worker idle. A run with Ray has processes of its own for every
+# core, so these go one after the other.
 unit: $(READY)
-	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile $(CASES)
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile --no-loadscope-reorder $(CASES) tests/runs tests
 	$(BIN)/python -m pytest -m ray $(CASES)
 
 # Every case of every test, and the kill campaign (docs/testing.md says when).

@@ -19,9 +19,12 @@ def test_the_page_has_its_seven_examples() -> None:
     assert len(EXAMPLES) == 7
 
 
-@pytest.mark.spread(2)
 @pytest.mark.parametrize(
-    ("command", "shown"), EXAMPLES, ids=["120b", "72b", "72b in 128 GB", "7.6b", "105b", "512k", "1m"]
+    ("command", "shown"),
+    [
+        pytest.param(*example, id=name, marks=[] if name == "7.6b" else [pytest.mark.long])
+        for example, name in zip(EXAMPLES, ("120b", "72b", "72b in 128 GB", "7.6b", "105b", "512k", "1m"), strict=True)
+    ],
 )
 def test_a_plan_is_what_the_page_says(
     command: str, shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory

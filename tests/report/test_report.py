@@ -50,7 +50,7 @@ def frame_of(svg: str) -> tuple[float, float, float, float]:
     return min(xs), min(ys), max(xs), max(ys)
 
 
-@pytest.mark.parametrize("num_rows", [5, 100_000])
+@pytest.mark.parametrize("num_rows", [5, 10_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_everything_is_on_the_page_whatever_the_length(tmp_path: Path, num_rows: int) -> None:
     run_dir = make_run(tmp_path / "run", num_rows, reason="the disk is full")
     page = page_of(run_dir)

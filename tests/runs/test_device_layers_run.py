@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.support.in_process import Train
-from tests.support.runs import assert_equals_reference, cli_here, config, exported_masters, plan_of, rows, write_config
+from tests.support.runs import assert_equals_reference, config, exported_masters, plan_of, rows, write_config
 from tests.support.tiny import build_tiny
 
 STEPS = 6
@@ -43,8 +43,8 @@ def test_saved_and_resumed_wherever_layers_live(tmp_path: Path, train: Train) ->
             assert torch.equal(master, masters[name]), name
 
 
-def test_too_many(tmp_path: Path) -> None:
+def test_too_many(tmp_path: Path, train: Train) -> None:
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), hardware__hbm_layers=6)
-    refused = cli_here("train", str(write_config(tmp_path / "config.yaml", tree)))
+    refused = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert refused.returncode == 2
     assert "hardware.hbm_layers: 6 layers cannot live on the device, only 5 of 5" in refused.stderr

@@ -30,6 +30,7 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(run_dir)]
 
 
+@pytest.mark.long
 def test_saves_are_the_same_however_blocks_are_divided(tmp_path: Path, train: Train) -> None:
     """A resumed run has the same bits, however blocks are divided.
 

@@ -26,6 +26,7 @@ def norms(run_dir: Path) -> list[float]:
     return [row["grad_norm"] for row in rows(run_dir)]
 
 
+@pytest.mark.long
 def test_saves_and_exports_are_those_of_whole_experts(tmp_path: Path, train: Train) -> None:
     """A run with whole blocks equals one with eight parts, which goes on from its save with two, one and eight.
 

@@ -65,6 +65,7 @@ def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
     assert plan_of(run_dir).gradients.accumulate_dtype is torch.float32, "the sum over GPUs is one over micro-batches"
 
 
+@pytest.mark.long
 def test_a_layer_uploaded_in_parts_is_the_same_layer(tmp_path: Path, train: Train) -> None:
     """Some of it frozen, some layers on the devices, and parts of two sizes."""
     changes = {"train__freeze": [r"layers\.1\.mlp"], "hardware__hbm_layers": 1, "train__steps": 3}

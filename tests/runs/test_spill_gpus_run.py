@@ -36,6 +36,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "changes",

@@ -39,6 +39,7 @@ def test_a_run_with_weights_on_disk_equals_plain_pytorch(tmp_path: Path, train: 
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_save_goes_on_where_weights_live_elsewhere(tmp_path: Path, train: Train) -> None:
     """A run goes on from disk to memory and back, with a start each; evaluations read the weights, too."""
     model = small_model(tmp_path, num_layers=NUM_LAYERS)

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -30,7 +30,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatrain_ray import trainer
 from megatrain_ray.crew import placement
-from megatrain_ray.driver import attempts
+from megatrain_ray.driver import attempts, plan_check
 from megatrain_ray.engine.model import structure
 from megatrain_ray.model import architecture
 from megatrain_ray.model.architecture import Architecture
@@ -255,6 +255,10 @@ def _empty_weights_in_turn(*, include_buffers: bool) -> Iterator[None]:
         yield
 
 
+def _unknown_memory(pids: Mapping[str, int]) -> dict[str, Any]:
+    raise OSError("all actors are this process, which holds much that is none of theirs")
+
+
 @contextmanager
 def actors_as_threads() -> Iterator[None]:
     """Let runs of the block have threads of this process for actors. Nothing of them is left afterwards."""
@@ -271,6 +275,7 @@ def actors_as_threads() -> Iterator[None]:
         for module in (architecture, structure):
             patch.setattr(module, "init_empty_weights", _empty_weights_in_turn)
         patch.setattr(gpu_worker, "RankGroup", ThreadRanks)
+        patch.setattr(plan_check, "pss_of_run", _unknown_memory)
         patch.setattr(gc, "freeze", lambda: None)  # objects of a run are not those of this process for ever
         for module in (trainer, attempts):
             patch.setattr(module, "await_end", lambda path: None)  # for this process

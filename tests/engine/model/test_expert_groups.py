@@ -228,6 +228,7 @@ def mixtral(folder: Path, **hardware: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree).resolve()
 
 
+@pytest.mark.long
 def test_a_layer_larger_than_the_slots_is_planned(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"^needs 14\.\d+ GiB of device memory, 11\.18 GiB available"):
         question_of(mixtral(tmp_path, block_parts=1)).plan()

@@ -30,8 +30,13 @@ def ended_s(records: tuple[Record, ...], plan: Plan) -> float:
     return max(record.end_s for record in records if record.stage in stages)
 
 
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("settings", COMMANDS[:5], ids=["120b", "72b", "72b in 128 GB", "7.6b", "105b"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=[] if name == "7.6b" else [pytest.mark.long])
+        for settings, name in zip(COMMANDS, ("120b", "72b", "72b in 128 GB", "7.6b", "105b"), strict=False)
+    ],
+)
 def test_a_step_takes_as_long_as_predicted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step takes as long as predicted, to the last digits.
 

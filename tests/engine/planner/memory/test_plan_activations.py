@@ -80,7 +80,7 @@ def test_how_fast_others_are_packed_makes_no_difference_to_them() -> None:
     """They go to the disk by its rate without, and nothing is said of packing where they alone are there."""
     packing = DiskWay(packed=True)
     slow, fast = SpillSpace(1 << 40, 2e10, packing, 3e8), SpillSpace(1 << 40, 3e9, packing, DISK.bytes_per_s)
-    in_memory, on_disk = (make_plan(*shape(), replace(SHORT, spill=DISK), REQUEST) for disk in (slow, fast))
+    in_memory, on_disk = (make_plan(*shape(), replace(SHORT, spill=disk), REQUEST) for disk in (slow, fast))
     assert not in_memory.disk_activations
     assert on_disk.layers == make_plan(*shape(), replace(SHORT, spill=DISK), REQUEST).layers
     assert on_disk.disk_activations and not on_disk.uses_disk
