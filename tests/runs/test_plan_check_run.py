@@ -57,7 +57,7 @@ def test_wrong_rates_are_refitted_and_a_lower_limit_is_planned_for(tmp_path: Pat
     log = (run_dir / "logs" / "driver.log").read_text()
     assert log.index(f"plan.json has the SHA-256 {sha256}") < log.index("step 1  ")
     assert before.prediction and before.prediction.profile == far_too_fast()
-    assert_shown(run_dir, sha256)
+    assert_shown(run_dir, sha256, has_processes=train.has_processes)
 
     right = f"hardware.profile={tmp_path / 'right.json'}"
     assert_refitted(path, run_dir, found, right)
@@ -80,10 +80,11 @@ def test_wrong_rates_are_refitted_and_a_lower_limit_is_planned_for(tmp_path: Pat
     assert_equals_reference(run_dir, tree, tmp_path / "out")
 
 
-def assert_shown(run_dir: Path, sha256: str) -> None:
+def assert_shown(run_dir: Path, sha256: str, *, has_processes: bool) -> None:
     shown = cli_here("inspect", str(run_dir)).stdout
     assert f"plan and measurement\n  steps 1 to 5, by the plan {sha256[:12]}\n" in shown
-    for term in ("step", "compute", "shards at work", "host memory"):
+    memory = ("host memory",) if has_processes else ()  # else that of the tests
+    for term in ("step", "compute", "shards at work", *memory):
         assert re.search(rf"^  {term} +\S+ \S+ +\S+ \S+  [+-]\d+%$", shown, re.MULTILINE), term
 
 
