@@ -16,10 +16,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.plan import (
-    ActivationPolicy,
-    Plan,
-)
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits

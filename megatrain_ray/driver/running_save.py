@@ -35,12 +35,7 @@ from megatrain_ray.io.saves.manifest import (
     PartManifest,
     SaveTiming,
 )
-from megatrain_ray.io.saves.save_folder import (
-    commit_save,
-    list_saves,
-    prepare_save,
-    prune,
-)
+from megatrain_ray.io.saves.save_folder import commit_save, list_saves, prepare_save, prune
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD

@@ -13,11 +13,7 @@ import torch
 
 from megatrain_ray import __version__
 from megatrain_ray.engine.device.cuda_info import device_name, total_memory_bytes
-from megatrain_ray.machine.machine import (
-    cpu_name,
-    driver_version,
-    ram_bytes,
-)
+from megatrain_ray.machine.machine import cpu_name, driver_version, ram_bytes
 from megatrain_ray.machine.numa_topology import read_topology
 
 GIT_S = 10.0

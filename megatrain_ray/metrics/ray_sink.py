@@ -17,11 +17,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.metrics.sink import (
-    Count,
-    End,
-    MetricSink,
-)
+from megatrain_ray.metrics.sink import Count, End, MetricSink
 from megatrain_ray.run.run_processes import GPU, SHARD
 
 EXPOSED = "exposed_s/"

@@ -21,9 +21,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt
 from megatrain_ray.engine.shards.save_part import WrittenPart
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.engine import (
-    Engine,
-)
+from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import LostProcessError

@@ -17,10 +17,7 @@ import torch
 from megatrain_ray.commands import doctor_numa
 from megatrain_ray.commands.doctor_numa import examine_nodes
 from megatrain_ray.commands.finding import Severity
-from megatrain_ray.config.groups import (
-    HardwareConfig,
-    NodeConfig,
-)
+from megatrain_ray.config.groups import HardwareConfig, NodeConfig
 from megatrain_ray.engine.device.cuda_info import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
 from megatrain_ray.engine.layout.precision import Precision
@@ -35,10 +32,7 @@ from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.machine.numa_topology import gpu_node, named_gpus
 from megatrain_ray.report import page_placement
 from megatrain_ray.report.page_placement import PagePlaces, own_pages_of
-from megatrain_ray.run.run_processes import (
-    GPU,
-    gpu_name,
-)
+from megatrain_ray.run.run_processes import GPU, gpu_name
 from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, arena_sizes
 from megatrain_ray.workers.numa_binding import settle_gpu_worker

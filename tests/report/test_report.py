@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.report.charts import MOST_BARS, MOST_BUCKETS, decimate, line_chart, stacked_chart
-from megatrain_ray.run.run_dir import (
-    RunDir,
-)
+from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_lock import hold_lock

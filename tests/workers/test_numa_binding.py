@@ -25,10 +25,7 @@ from megatrain_ray.io.arenas.arena import HUGE_PAGE, Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
 from megatrain_ray.report.page_placement import PagePlaces, page_places, pages_of
-from megatrain_ray.run.run_processes import (
-    GPU,
-    shard_name,
-)
+from megatrain_ray.run.run_processes import GPU, shard_name
 from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, WORKING, arena_sizes, journal_arena, state_arena
 from megatrain_ray.workers.numa_binding import Stretch, settle_gpu_worker, settle_shard, shard_stretches

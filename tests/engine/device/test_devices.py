@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.device.cuda_device import (
-    CudaDevice,
-)
+from megatrain_ray.engine.device.cuda_device import CudaDevice
 from megatrain_ray.engine.device.cuda_info import num_gpus
-from megatrain_ray.engine.device.device import (
-    Device,
-)
+from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.split_master import split
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams

@@ -22,10 +22,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
-from megatrain_ray.engine.plan.plan import (
-    ActivationPolicy,
-    Plan,
-)
+from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.candidates import candidates

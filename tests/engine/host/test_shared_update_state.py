@@ -1,4 +1,4 @@
-"""HostWords: what GPU worker and shards tell each other, and how long they wait for it."""
+"""What GPU worker and shards tell each other in shared words, and how long they wait for it."""
 
 from __future__ import annotations
 
