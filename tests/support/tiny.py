@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
 from megatrain_ray.io.batching.windows import cut
+from megatrain_ray.io.tokens.corpus import Corpus
 from tests.support.texts import corpus_of
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "tinyshakespeare.txt"
@@ -25,6 +28,15 @@ def build_tiny(
     seed: int = 0,
 ) -> Path:
     """Write a model of 64 hidden units, 4 heads and 2 key-value heads, whose weights depend on nothing but `seed`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _files(tied, attention_dropout, num_layers, vocab_size, seed).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@cache
+def _files(tied: bool, attention_dropout: float, num_layers: int, vocab_size: int, seed: int) -> dict[str, bytes]:
+    """Return the files of a tiny model by name: building one takes longer than training it for a step."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -42,8 +54,9 @@ def build_tiny(
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(0.05 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)
-    model.save_pretrained(folder)
-    return folder
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 def tiny_batches(num_batches: int, batch_size: int = 4, seq_len: int = 32) -> list[Batch]:
@@ -52,6 +65,11 @@ def tiny_batches(num_batches: int, batch_size: int = 4, seq_len: int = 32) -> li
 
 
 def text_batches(num_batches: int, batch_size: int, seq_len: int, *, seed: int = 0) -> list[Batch]:
-    windows = cut(corpus_of(TEXT.read_bytes()), seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
+    windows = cut(_shipped_text(), seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
     stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=seed)
     return [stream.next_batch() for _ in range(num_batches)]
+
+
+@cache
+def _shipped_text() -> Corpus:
+    return corpus_of(TEXT.read_bytes())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -38,8 +40,14 @@ def run(
     folder: Path, recipe: Recipe, mode: Mode, *, tied: bool = False, steps: int = STEPS, **shape: Any
 ) -> tuple[EngineResult, Result]:
     build_tiny(folder, tied=tied, **shape)
-    batches = tiny_batches(steps)
-    return train_engine(folder, batches, recipe, mode), train_reference(folder, batches, recipe)
+    return train_engine(folder, tiny_batches(steps), recipe, mode), reference(recipe, steps, tied=tied, **shape)
+
+
+@cache
+def reference(recipe: Recipe, steps: int, **shape: Any) -> Result:
+    """Return what plain PyTorch gets, once for all modes of the engine."""
+    with TemporaryDirectory() as folder:
+        return train_reference(build_tiny(Path(folder), **shape), tiny_batches(steps), recipe)
 
 
 def assert_equal(ours: EngineResult, theirs: Result) -> None:
