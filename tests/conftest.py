@@ -50,8 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) not in left_out]
 
 
-def pytest_collection_finish() -> None:
-    """Exclude what was imported from garbage collections, each of which would visit half a million objects."""
+@pytest.fixture(scope="module", autouse=True)
+def short_garbage_collections() -> None:
+    """Exclude what is there before a module from garbage collections, each of which would visit a million objects."""
     gc.collect()
     gc.freeze()
 
@@ -81,6 +82,17 @@ def left_for_all_cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Give each run of the tests a cache of its own: tokens are made again, and the user's cache stays as it is."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_traced_once() -> Iterator[None]:
+    """Share the trial forwards of models among all runs and plans in this process."""
+    from megatrain_ray.model import discover_model
+    from tests.support.shared_trials import discover_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discover_model, "discover", discover_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.metrics import ray_sink
 from megatrain_ray.metrics.deaths import DeathRecorder
 from megatrain_ray.metrics.ray_sink import RaySink
@@ -64,8 +65,10 @@ class Now:
         return self.seconds
 
 
-def test_faults_and_the_disk_can_be_scraped(tmp_path: Path, ray_address: str) -> None:
-    plan = planned(PROFILE, spilled=True)
+@pytest.fixture(scope="module", autouse=True)
+def faulty(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Plan:
+    """Write what a run with deaths and a disk writes, before another run: series can be scraped some seconds later."""
+    plan, tmp_path = planned(PROFILE, spilled=True), tmp_path_factory.mktemp("faulty")
     sinks = MetricSinks({"Ray's metrics": RaySink("faulty", 9, plan)})
     faults = DeathRecorder(History(tmp_path), sinks, lambda: 1)
     faults.died("optimizer shard 0")
@@ -75,6 +78,10 @@ def test_faults_and_the_disk_can_be_scraped(tmp_path: Path, ray_address: str) ->
         of_gpu = {"weights_read": 7, "activations_read": 1, "activations_written": 0}
         moved = {"shards_read": read, "shards_written": written, **of_gpu}
         sinks.write({"step": 1, "step_s": 1.0, "disk_bytes": moved, "spill_bytes": 4097})
+    return plan
+
+
+def test_faults_and_the_disk_can_be_scraped(faulty: Plan) -> None:
     expected = {
         "ray_megatrain_deaths_total,kind=optimizer shard": 1,
         "ray_megatrain_deaths_total,kind=GPU worker": 1,
@@ -83,7 +90,7 @@ def test_faults_and_the_disk_can_be_scraped(tmp_path: Path, ray_address: str) ->
         "ray_megatrain_disk_written_bytes_total,kind=optimizer shard": 36,
         "ray_megatrain_disk_read_bytes_total,kind=GPU worker": 24,
         "ray_megatrain_tier_bytes,tier=nvme": 4097,
-        "ray_megatrain_planned_tier_bytes,tier=nvme": plan.total_bytes(Tier.NVME),
+        "ray_megatrain_planned_tier_bytes,tier=nvme": faulty.total_bytes(Tier.NVME),
     }
     series = await_series(expected, run="faulty")
     for unheard in ("ray_megatrain_replacements_total", "ray_megatrain_disk_written_bytes_total"):

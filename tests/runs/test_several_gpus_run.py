@@ -93,7 +93,7 @@ def test_a_save_goes_on_with_another_number_of_gpus(tmp_path: Path, train: Train
 
 
 @pytest.mark.ray
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "hbm_layers", "phase", "expected"),
     [

@@ -54,6 +54,7 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(nodes)
 
 
+@pytest.mark.long
 def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -> None:
     """One host has none of the held-out data, and each has two shards."""
     (tmp_path / "held_out.txt").write_text(TEXT.read_text()[:170])
@@ -130,8 +131,11 @@ LONG = {"train__steps": 60, "save_every": 4, "model__config": NO_DROPOUT}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    return losses(trained(IN_PROCESS, run_dir, 2, hardware__num_hosts=2, **LONG))
+    """Return the losses of two hosts, which are those of one GPU."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_dir = trained(IN_PROCESS, folder / "run", 2, hardware__num_hosts=2, **LONG)
+    assert worst(run_dir, trained(IN_PROCESS, folder / "one", 1, **LONG)) < CLOSE
+    return losses(run_dir)
 
 
 def disturbed(

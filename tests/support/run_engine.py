@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from megatrain_ray.config.groups import LoraConfig, ModelConfig
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.discovery.discover import Trials, discover
+from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
@@ -40,8 +39,7 @@ from tests.support.host_state import HostState, blob_in_memory
 from tests.support.local_host import LocalHost
 from tests.support.recipes import hyper_of, lora_of, muon_of, rules_of, schedule, step_input
 from tests.support.reference import Recipe
-
-_TRIALS: dict[object, Trials] = {}
+from tests.support.shared_trials import trials_of
 
 MACHINE = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
 
@@ -121,30 +119,23 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     batch: number of sequences, and their length.
     """
     request = _request_of(recipe, mode, batch)
+    rules = rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory))
     structure, activations = discover(
         factory,
         request.precision.working_dtype,
         recipe.micro_batch_size,
         request.seq_len,
-        rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)),
+        rules,
         compiled=request.compiled,
         chunked=mode.mlp_chunk_tokens > 0,
         block_parts=mode.block_parts,
-        trials=_trials_of(factory, recipe),
+        trials=trials_of(factory, rules),
     )
     if mode.mlp_chunk_tokens:
         activations = activations.in_chunks() or activations
     candidate = _candidate_of(mode, len(structure.layers) - 2)
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     return structure, _with_chosen(plan, recipe, mode, structure.layout(mode.num_fragments))
-
-
-def _trials_of(factory: ModelFactory, recipe: Recipe) -> Trials:
-    """Return the trial forwards so far of models of this configuration and recipe, in whatever folder they lie."""
-    if not is_dataclass(factory) or "code=None" not in repr(factory):
-        return {}
-    configuration = re.sub(r"PosixPath\([^)]*\)", "", repr(factory))
-    return _TRIALS.setdefault((configuration, rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory))), {})
 
 
 def _request_of(recipe: Recipe, mode: Mode, batch: tuple[int, int]) -> Request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, h
 REQUEST = Request(Precision.BF16, False, True, BATCH, 1, SEQ, hbm_layers=0)
 
 
+@cache
 def model(*, tied: bool = False, rules: ParameterRules = ALL_ALIKE) -> tuple[ModelStructure, ActivationBytes]:
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4,
