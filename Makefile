@@ -18,11 +18,10 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Whole runs first: a long file at the end would leave a worker idle. A run with Ray has processes of its own for every
-# core, so these go one after the other.
+# Whole runs first: a long file at the end would leave a worker idle. Tests with Ray, which wait much, go one after the
+# other in one of the workers.
 unit: $(READY)
-	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile --no-loadscope-reorder $(CASES) tests/runs tests
-	$(BIN)/python -m pytest -m ray $(CASES)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(CASES) tests/runs tests
 
 # Every case of every test, and the kill campaign (docs/testing.md says when).
 test-all: CASES = --all-cases --hypothesis-profile=many

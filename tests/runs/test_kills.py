@@ -38,7 +38,6 @@ pytestmark = pytest.mark.ray
 RAY_END_S = 30.0  # in which a run ends without one of Ray's processes that it needs (docs/troubleshooting.md)
 
 
-@pytest.mark.long  # tests/runs/test_spill_run.py does this to a run that has state on disk, too
 def test_whoever_dies_is_replaced(tmp_path: Path) -> None:
     """A shard, the arena owner, the GPU worker and the data process killed in one run, which ends as without deaths."""
     tree, path = prepare(tmp_path, train__steps=60, max_failures=4)

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.kill_campaign import checks
-from benchmarks.kill_campaign.cases import BACKWARD, DATA, FORWARD, GPU, OWNER, SHARD_0, SHARD_1, UPDATE
-from benchmarks.kill_campaign.checks import OK
+from benchmarks.kill_campaign.cases import BACKWARD, SHARD_0, SHARD_1
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.io.storage.packed_store import Packer
 from megatrain_ray.report.measured_starts import compare_starts
@@ -73,25 +71,19 @@ def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, train: Train
 
 
 @pytest.mark.ray
-def test_whoever_dies_while_state_is_on_disk_is_replaced(tmp_path: Path) -> None:
-    """What a shard's slots hold is ahead of the file; the next process writes it. One dies while gradients come."""
+@pytest.mark.long
+def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path) -> None:
+    """What its slots hold is ahead of the file; the next process writes it. One dies while gradients come."""
     model = small_model(tmp_path, hidden_size=384)
-    settings = {"hardware__num_shards": 2, "train__steps": 40, "max_failures": 5}
+    settings = {"hardware__num_shards": 2, "train__steps": 20, "max_failures": 4}
     tree = with_gradients_on_disk(tmp_path, config(tmp_path / "run", model, save_every=10, **settings, **ROUNDED))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
         kill(run, mid_update(0), SHARD_0)
         kill(run, BACKWARD, SHARD_1)
-        kill(run, UPDATE, OWNER)
-        kill(run, BACKWARD, GPU)
-        kill(run, FORWARD, DATA)
         assert run.process.wait(END_S) == 0, run.text()
-        for name in ("optimizer shard 0", "optimizer shard 1", "arena owner", "GPU worker", "data"):
-            assert run.text().count(f"{name} died and was replaced") == 1
-        assert run.processes.await_end(5.0) == []
-        assert checks.of_folders([run.process.pid]) == OK
-    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 41))
-    assert checks.of_unfinished(tmp_path / "run") == OK
+        for shard in range(2):
+            assert run.text().count(f"optimizer shard {shard} died and was replaced") == 1
     plan = plan_of(tmp_path / "run")
     assert plan.spilled_layers and plan.gradients_on_disk
     assert not list((tmp_path / "spill").iterdir())
