@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say
@@ -154,12 +155,10 @@ class Trainer:
 
 def _check_absolute(config: TrainConfig) -> None:
     """Raise ConfigError if run_dir or spill.path is relative. Folders of caches are not checked."""
-    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
-        if path is not None and not Path(path).is_absolute():
-            raise ConfigError(
-                f"{key}: {path} is relative, and a Ray job runs in a folder of its own that goes with it; give an "
-                "absolute path"
-            )
+    for problem in relative_paths(config):
+        raise ConfigError(
+            f"{problem}, and a Ray job runs in a folder of its own that goes with it; give an absolute path"
+        )
 
 
 def _machine(config: TrainConfig, startup: Startup) -> Machine:

@@ -6,17 +6,9 @@ import re
 from collections.abc import Iterable
 from decimal import Decimal
 
-SIZE_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SIZE_UNITS = {"": 1, **DECIMAL_UNITS, **BINARY_UNITS}
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 MOST_NUMBER = 1 << 16  # bound on the number of a CPU or node: a range beyond it is a mistake
@@ -46,9 +38,9 @@ def format_bytes(num_bytes: int) -> str:
 
     The unit is the largest of KiB, MiB, GiB, TiB that leaves at least 1. Below 1 KiB the number of bytes is written.
     """
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if num_bytes >= SIZE_UNITS[unit]:
-            return f"{num_bytes / SIZE_UNITS[unit]:.2f} {unit}"
+    for unit, scale in reversed(BINARY_UNITS.items()):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
     return f"{num_bytes} B"
 
 
