@@ -1,4 +1,8 @@
-"""Translates the data sets that files of other tools name."""
+"""Translates the data sets that files of other tools name.
+
+Both functions take the configuration file and return our settings of the data sets by dotted key. They raise
+RefusedError if data sets are missing or cannot be translated.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.convert.conversions import RefusedError, names
-from megatrain_ray.convert.key_tables import DataSetRules, load_table
+from megatrain_ray.convert.key_tables import DataSetRules, RefusedError, load_table, names
 from megatrain_ray.io.chat.find_chats import FILE_NAME
 
 
 def llama_factory_data(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the data sets, which the file names as entries of a dataset_info.json, by dotted key.
-
-    tree: the configuration file.
-
-    Raises RefusedError if they are missing or cannot be translated.
-    """
+    """Translate data sets that the file names as entries of a dataset_info.json."""
     if tree.get("mix_strategy", "concat") != "concat":
         raise RefusedError(f"mix_strategy: {load_table('llama_factory').refused['mix_strategy']}")
     if not tree.get("dataset"):
@@ -52,12 +50,7 @@ def _texts(info: Path, folder: Path, chosen: list[str]) -> dict[str, Any]:
 
 
 def axolotl_data(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the data sets, which must all be of one kind, by dotted key.
-
-    tree: the configuration file.
-
-    Raises RefusedError if they are missing or cannot be translated.
-    """
+    """Translate data sets that the file lists, which must all be of one kind."""
     rules = load_table("axolotl").data_sets
     assert rules is not None
     texts = tree.get("pretraining_dataset")
@@ -68,9 +61,7 @@ def axolotl_data(tree: Mapping[str, Any]) -> dict[str, Any]:
     entries = [{"path": item} if isinstance(item, str) else item for item in listed]
     if texts:
         entries = [{"type": "pretrain", **item} for item in entries]
-    found = _common(rules, entries)
-    if texts:
-        found["data.packing"] = True
+    found = _common(rules, entries) | ({"data.packing": True} if texts else {})
     if tests := tree.get("test_datasets"):
         found["data.eval_path"] = _common(rules, tests)["data.path"]
     return found

@@ -6,14 +6,14 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
-from megatrain_ray.convert.conversions import EVERY_LINEAR
+from megatrain_ray.convert.key_tables import EVERY_LINEAR
 from megatrain_ray.errors import ConfigError
 
 FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
@@ -63,7 +63,7 @@ def resolve(
         tree["train"]["trainable"] = _trainable_layers(tree["model"], theirs)
     if groups := _parameter_groups(theirs, tree["train"].get("lr", 0.0)):
         tree["train"].setdefault("groups", groups)
-    _resolve_steps(tree, theirs, default_warmup, _Clock(tree, theirs, count or _count_windows))
+    _resolve_steps(tree, theirs, default_warmup, count or _count_windows)
     return {key: tree[key] for key in (*GROUPS, *tree) if key in tree}
 
 
@@ -176,22 +176,30 @@ def _parameter_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, An
     return [embeddings, *theirs.get("lr_groups", ())]
 
 
-def _resolve_steps(tree: dict[str, Any], theirs: Mapping[str, Any], default_warmup: float, clock: _Clock) -> None:
+def _resolve_steps(
+    tree: dict[str, Any], theirs: Mapping[str, Any], default_warmup: float, count: Callable[[Mapping[str, Any]], int]
+) -> None:
     """Set everything that is counted in steps, some of which may be given as shares or epochs.
 
     What overrides have set is not changed.
     """
     train = tree["train"]
-    train["steps"] = steps = train.get("steps") or clock.steps()
+
+    @cache  # the data are counted on first use, and only once
+    def epoch_steps() -> float:
+        size = train.get("batch_size") or (train.get("micro_batch_size") or 1) * (train.get("accumulate") or 1)
+        return count(tree) / size
+
+    train["steps"] = steps = train.get("steps") or _steps(theirs, epoch_steps)
     if train["schedule"] == UNWARMED:
         train["schedule"] = "constant"
     else:
         warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), default_warmup, steps)
         train.setdefault("warmup_steps", warmup)
     if "save_every" not in tree:
-        tree["save_every"] = clock.every("save", steps)
+        tree["save_every"] = _every("save", theirs, steps, epoch_steps)
     if "eval_path" in tree["data"] and "eval_every" not in tree:
-        tree["eval_every"] = clock.every("eval", steps) or steps
+        tree["eval_every"] = _every("eval", theirs, steps, epoch_steps) or steps
 
 
 def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int) -> int:
@@ -204,38 +212,23 @@ def _warmup(warmup: float | None, ratio: float | None, default: float, steps: in
     return min(math.ceil((share or 0.0) * steps), steps)
 
 
-class _Clock:
-    """Converts epochs to steps. The data are counted on first use, and only once."""
+def _steps(theirs: Mapping[str, Any], epoch_steps: Callable[[], float]) -> int:
+    if (most := theirs.get("max_steps", -1)) > 0:
+        return int(most)
+    return math.ceil(float(theirs["epochs"]) * epoch_steps())
 
-    def __init__(
-        self, tree: Mapping[str, Any], theirs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]
-    ) -> None:
-        self._tree = tree
-        self._theirs = theirs
-        self._count = count
 
-    def steps(self) -> int:
-        if (most := self._theirs.get("max_steps", -1)) > 0:
-            return int(most)
-        return math.ceil(float(self._theirs["epochs"]) * self._per_epoch)
-
-    def every(self, what: str, steps: int) -> int:
-        """Return the number of steps between saves or evaluations; 0 if there are none before the end."""
-        strategy = self._theirs.get(f"{what}_strategy")
-        if strategy == "no":
-            return 0
-        if times := self._theirs.get(f"{what}s_per_epoch"):
-            return math.ceil(self._per_epoch / float(times))
-        if strategy == "epoch":
-            return math.ceil(self._per_epoch)
-        number = float(self._theirs.get(f"{what}_steps") or 0)
-        return math.ceil(number * steps) if number < 1 else int(number)
-
-    @cached_property
-    def _per_epoch(self) -> float:
-        train = self._tree["train"]
-        size = train.get("batch_size") or (train.get("micro_batch_size") or 1) * (train.get("accumulate") or 1)
-        return self._count(self._tree) / size
+def _every(what: str, theirs: Mapping[str, Any], steps: int, epoch_steps: Callable[[], float]) -> int:
+    """Return the number of steps between saves or evaluations; 0 if there are none before the end."""
+    strategy = theirs.get(f"{what}_strategy")
+    if strategy == "no":
+        return 0
+    if times := theirs.get(f"{what}s_per_epoch"):
+        return math.ceil(epoch_steps() / float(times))
+    if strategy == "epoch":
+        return math.ceil(epoch_steps())
+    number = float(theirs.get(f"{what}_steps") or 0)
+    return math.ceil(number * steps) if number < 1 else int(number)
 
 
 def _count_windows(tree: Mapping[str, Any]) -> int:

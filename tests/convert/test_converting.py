@@ -14,9 +14,8 @@ from megatrain_ray.cli import main
 from megatrain_ray.config.checks import _fields
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
-from megatrain_ray.convert.conversions import CONVERSIONS
 from megatrain_ray.convert.convert_config import DATA, convert
-from megatrain_ray.convert.key_tables import load_table
+from megatrain_ray.convert.key_tables import CONVERSIONS, load_table
 from megatrain_ray.convert.resolve_settings import RESOLVED
 from megatrain_ray.errors import ConfigError
 from tests.support.chat_fixtures import FAMILIES, build
