@@ -14,8 +14,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from megatrain_ray.commands.doctor_numa import examine_nodes
-from megatrain_ray.commands.finding import Finding, Severity
+from megatrain_ray.commands.doctor_numa import Finding, Severity, examine_nodes
 from megatrain_ray.crew.ray_cluster import session_folders
 from megatrain_ray.data.tokenize_data import token_cache
 from megatrain_ray.driver.running_save import measure_disk
@@ -29,7 +28,7 @@ from megatrain_ray.io.saves.save_folder import list_saves, save_folder
 from megatrain_ray.io.tokens.cache_pruning import UNUSED_DAYS, size_of, without_mark
 from megatrain_ray.machine.machine import cgroup_limits
 from megatrain_ray.machine.numa_topology import read_topology
-from megatrain_ray.machine.proc_files import read_text
+from megatrain_ray.machine.proc_files import meminfo, read_text
 from megatrain_ray.profiling.profiles import cached, describe_profile, profile_file, this_machine
 from megatrain_ray.units import format_bytes
 
@@ -110,7 +109,7 @@ def _attaching() -> Finding:
 
 
 def _memory(root: Path) -> Finding:
-    total, available = (_meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
+    total, available = (meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
     limit = min(cgroup_limits(root), default=None)
     text = f"{format_bytes(available)} of {format_bytes(total)} available"
     if limit is not None and limit < total:
@@ -126,7 +125,7 @@ def _overcommit(root: Path) -> Finding:
 
 
 def _swap(root: Path) -> Finding:
-    total = _meminfo(root, "SwapTotal")
+    total = meminfo(root, "SwapTotal")
     if total and read_text(root / "proc/sys/vm/swappiness") not in ("0", "1"):
         text = f"{format_bytes(total)} of swap: state that is swapped out makes a step wait for the disk"
         return Finding("swap", Severity.NOTE, text, "swapoff -a, or vm.swappiness=1")
@@ -227,12 +226,6 @@ def _disk(folder: Path) -> Finding:
     if rate < SLOW_DISK_BYTES_PER_S:
         return Finding("disk", Severity.SLOW, text, "a save of 12 bytes per parameter waits for it; use a faster one")
     return Finding("disk", Severity.GOOD, text)
-
-
-def _meminfo(root: Path, name: str) -> int:
-    """Return a value of /proc/meminfo in bytes; 0 if the kernel does not report it."""
-    lines = read_text(root / "proc/meminfo").splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _chosen(text: str) -> str:

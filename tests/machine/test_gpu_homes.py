@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatrain_ray.commands import doctor_numa
-from megatrain_ray.commands.doctor_numa import examine_nodes
-from megatrain_ray.commands.finding import Severity
+from megatrain_ray.commands.doctor_numa import Severity, examine_nodes
 from megatrain_ray.config.groups import HardwareConfig, NodeConfig
 from megatrain_ray.engine.device.cuda_info import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
