@@ -21,8 +21,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.report.comparison_table import ComparedTerm, compared_terms
-from megatrain_ray.report.measured_starts import compare_starts
+from megatrain_ray.report.measured_starts import compare_starts, compared_terms
 from megatrain_ray.report.run_state import RunState, read_state
 from megatrain_ray.run.run_files import REPORT_NAME, RunFiles
 from megatrain_ray.run.run_history import read_history
@@ -91,7 +90,10 @@ def render(files: RunFiles, now_s: float) -> str:
         facts=_facts(rows, evaluations, state),
         charts=_charts(rows, evaluations),
         tiers=list(_tiers(plan, rows)) if plan else [],
-        comparisons=_comparisons(files),
+        comparisons=[
+            (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
+            for found in reversed(compare_starts(files))
+        ],
         events=[_event(row) for row in history],
         surroundings=_surroundings(history),
         config=dump_config(config),
@@ -103,9 +105,9 @@ def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
     facts = {"step": f"{state.step:,} of {state.steps:,}"}
     usual = [row for row in rows[1:] or rows if _number(row, "step_s")]
     if rows:
-        facts["loss"] = _shown(_number(rows[-1], "loss"), "not finite")
+        facts["loss"] = _loss(rows[-1], "loss")
     if evaluations:
-        facts["held-out loss"] = _shown(_number(evaluations[-1], "eval_loss"), "not finite")
+        facts["held-out loss"] = _loss(evaluations[-1], "eval_loss")
     if usual:
         facts["median step"] = f"{statistics.median(row['step_s'] for row in usual):.3g} s"
     for key, name in (("tokens_per_s", "tokens/s"), ("model_tflops", "model TFLOPS")):
@@ -120,6 +122,11 @@ def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
     if state.faults:
         facts["deaths"] = f"{len(state.faults):,}"
     return facts
+
+
+def _loss(row: Mapping[str, Any], key: str) -> str:
+    value = _number(row, key)
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
@@ -150,7 +157,7 @@ def _points(rows: Rows, key: str) -> list[tuple[int, float]]:
 
 def _parts(rows: Rows) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield for each step the seconds of compute and of its waits by cause."""
-    causes = list(dict.fromkeys(cause for row in rows[-1:] for cause in row.get("exposed_s") or ()))
+    causes = list(rows[-1].get("exposed_s") or ()) if rows else []
     for row in rows:
         exposed, step_s = row.get("exposed_s"), _number(row, "step_s")
         if isinstance(exposed, Mapping) and step_s is not None:
@@ -174,15 +181,6 @@ def _tiers(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
             "measured": f"{format_bytes(int(max(values)))} {of_what}" if values else "",
             "rows": [(x.name, format_bytes(x.num_bytes), x.formula, 100 * x.num_bytes / largest) for x in planned],
         }
-
-
-def _comparisons(files: RunFiles) -> list[tuple[str, list[ComparedTerm]]]:
-    """Return the comparison of each start, newest first."""
-    starts = compare_starts(files)
-    return [
-        (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
-        for found in reversed(starts)
-    ]
 
 
 def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -224,10 +222,6 @@ def _number(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number else None
-
-
-def _shown(value: float | None, otherwise: str) -> str:
-    return otherwise if value is None else f"{value:.4f}"
 
 
 def _moment(unix_s: float) -> str:
