@@ -29,6 +29,7 @@ from megatrain_ray.io.files.disk_errors import free_bytes
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.storage.disk_rate import measure_mixed
 from megatrain_ray.io.storage.kvikio_store import unusable
+from megatrain_ray.profiling.profiles import warned_if_not_kept
 from megatrain_ray.profiling.spill_folder import check_folder, memory_warning, nearest
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,8 @@ class DiskRate:
     device: int
     bytes_per_s: dict[str, Rate]
 
-    def knows(self, ways: Sequence[DiskWay]) -> bool:
-        return {str(way) for way in ways} <= self.bytes_per_s.keys()
-
 
 _DISK_RATE = TypeAdapter(DiskRate)
-UNKNOWN = DiskRate(2, "", 0, {})
 
 
 def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) -> Machine:
@@ -80,10 +77,11 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
     if machine.profile and machine.profile.disk_bytes_per_s:
         ways, rates = _of_profile(machine.profile, able)
         return replace(machine, spill=_space(limit_bytes, ways, rates))
-    known, ways = _kept(folder), _with_plain(able)
-    if is_here and limit_bytes and not known.knows(ways):
-        known = _measured(folder, ways)
-    rates = known.bytes_per_s
+    rates = _kept(folder)
+    # Activations are never compressed, so the method without compression is measured as well.
+    needed = tuple(dict.fromkeys(each for way in able for each in (_plain(way), way)))
+    if is_here and limit_bytes and not {str(way) for way in needed} <= rates.keys():
+        rates = _measured(folder, needed)
     return replace(machine, spill=_space(limit_bytes, able, rates))
 
 
@@ -136,10 +134,6 @@ def _plain(way: DiskWay) -> DiskWay:
     return way._replace(packed=False)
 
 
-def _with_plain(able: Sequence[DiskWay]) -> tuple[DiskWay, ...]:
-    return tuple(dict.fromkeys(each for way in able for each in (_plain(way), way)))
-
-
 def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequence[DiskWay], Mapping[str, float]]:
     """Return the methods whose rates the profile has, and the rates by name.
 
@@ -172,37 +166,35 @@ def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float
     return best_rate or TYPICAL_DISK_BYTES_PER_S, best
 
 
-def _kept(folder: Path) -> DiskRate:
-    """Return the rates in the cache; without rates if nothing was measured or the file is damaged."""
+def _kept(folder: Path) -> Mapping[str, float]:
+    """Return the rates in the cache; none if nothing was measured or the file is damaged."""
     try:
-        return _DISK_RATE.validate_json(rate_file(folder).read_bytes())
+        return _DISK_RATE.validate_json(rate_file(folder).read_bytes()).bytes_per_s
     except FileNotFoundError:
-        return UNKNOWN
+        pass
     except (OSError, RuntimeError, ValidationError) as error:
         log.warning("what was measured of the disk of spill.path is left out: %s", error)
-        return UNKNOWN
+    return {}
 
 
-def _measured(folder: Path, able: Sequence[DiskWay]) -> DiskRate:
+def _measured(folder: Path, ways: Sequence[DiskWay]) -> Mapping[str, float]:
     """Measure the disk with all these methods and keep the result.
 
     A failed measurement is logged and does not prevent the training; the result then has no rates.
     """
     try:
-        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able}
+        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in ways}
     except MegatrainError as error:
         log.warning("spill.path is taken to be on a typical NVMe drive: %s", error)
-        return UNKNOWN
+        return {}
     by = ", ".join(f"{rate / 1e9:.2f} GB/s by {way}" for way, rate in rates.items())
     say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
     found = DiskRate(2, str(folder), _device_of(folder), rates)
-    try:
+    with warned_if_not_kept():
         file = rate_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, _DISK_RATE.dump_json(found).decode())
-    except (OSError, RuntimeError, MegatrainError) as error:
-        log.warning("what was measured is not kept: %s", error)
-    return found
+    return rates
 
 
 def _device_of(folder: Path) -> int:
