@@ -87,7 +87,9 @@ def read_topology(root: Path = Path("/"), allowed: Set[int] | None = None) -> To
     limits = _limits(root, "Mems_allowed_list", "cpuset.mems.effective", "cpuset.effective_mems")
     mems = _within(frozenset(numbers), limits)
     nodes = tuple(_node(root, number, numbers, cpus, mems) for number in numbers)
-    return Topology(nodes, cpus, _siblings(root, cpus))
+    folder = root / "sys/devices/system/cpu"
+    siblings = {cpu: _ranges(read_text(folder / f"cpu{cpu}/topology/thread_siblings_list")) for cpu in cpus}
+    return Topology(nodes, cpus, siblings)
 
 
 def gpu_node(address: str | None, root: Path = Path("/")) -> int | None:
@@ -126,17 +128,12 @@ def _node(root: Path, number: int, numbers: Sequence[int], cpus: Set[int], mems:
     distances = map(int, read_text(folder / "distance").split())
     return NodeFacts(
         number,
-        frozenset(_ranges(read_text(folder / "cpulist")) & cpus),
+        _ranges(read_text(folder / "cpulist")) & cpus,
         total,
         memory.get("MemFree", 0),
         total > 0 and number in mems,
         dict(zip(numbers, distances, strict=False)),
     )
-
-
-def _siblings(root: Path, cpus: Iterable[int]) -> dict[int, frozenset[int]]:
-    folder = root / "sys/devices/system/cpu"
-    return {cpu: frozenset(_ranges(read_text(folder / f"cpu{cpu}/topology/thread_siblings_list"))) for cpu in cpus}
 
 
 def _limits(root: Path, status: str, v2: str, v1: str) -> Iterator[frozenset[int]]:
