@@ -11,7 +11,7 @@ BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE_UNITS = {"": 1, **DECIMAL_UNITS, **BINARY_UNITS}
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-MOST_NUMBER = 1 << 16  # bound on the number of a CPU or node: a range beyond it is a mistake
+MAX_NUMBER = 1 << 16  # bound on the number of a CPU or node: a range beyond it is a mistake
 
 
 def parse_size(text: str | int) -> int:
@@ -80,7 +80,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     for part in filter(None, text.strip().split(",")):
         match = RANGE_PATTERN.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < MOST_NUMBER:
+        if not first <= last < MAX_NUMBER:
             raise ValueError(f"expected numbers and ranges, as in 0-3,8; got {text!r}")
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,7 +37,7 @@ def to_report(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
     """Return the results as plain data that can be written as JSON."""
     run_spec = result.observed.run_spec
     rows = result.rows[options.measured]
-    step_s = _distribution(row["step_s"] for row in rows)
+    step_s = _distribution([row["step_s"] for row in rows])
     tflops = _median(rows, "model_tflops")
     plan = _plan(run_spec.plan)
     return {
@@ -78,11 +78,9 @@ def to_json(report: Mapping[str, Any]) -> str:
     return json.dumps(report, indent=1, allow_nan=False)
 
 
-def _distribution(values: Iterable[float]) -> dict[str, float]:
+def _distribution(values: Sequence[float]) -> dict[str, float]:
     """Return median, minimum, maximum and spread of the values; `spread` is (max - min) / median."""
-    ordered = sorted(values)
-    median = statistics.median(ordered)
-    least, most = ordered[0], ordered[-1]
+    median, least, most = statistics.median(values), min(values), max(values)
     return {"median": median, "min": least, "max": most, "spread": (most - least) / median}
 
 
@@ -113,7 +111,7 @@ def _ceiling(result: BenchResult, tflops: float) -> dict[str, Any] | None:
 def _in_process(result: BenchResult, options: BenchOptions, median_s: float) -> dict[str, Any] | None:
     if result.in_process is None:
         return None
-    step_s = _distribution(row["step_s"] for row in result.in_process[options.measured])
+    step_s = _distribution([row["step_s"] for row in result.in_process[options.measured]])
     return {
         "step_s": step_s,
         "run_is_slower_by_percent": 100 * (median_s / step_s["median"] - 1),

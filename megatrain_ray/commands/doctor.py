@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -84,24 +84,18 @@ def _rates() -> Finding:
 
 
 def _kernel() -> Finding:
-    kernel = open_kernel(1, AdamWConstants(0.9, 0.95, 1e-8, 0.1))
-    try:
-        name = kernel.name
-    finally:
-        kernel.close()
+    with closing(open_kernel(1, AdamWConstants(0.9, 0.95, 1e-8, 0.1))) as kernel:
+        text = f"runs as {kernel.name}"
     if isinstance(kernel, TorchBlocks):
-        return Finding("AdamW", Severity.SLOW, f"runs as {name}", "install a C compiler (gcc or clang)")
-    return Finding("AdamW", Severity.GOOD, f"runs as {name}, bit-equal to torch here")
+        return Finding("AdamW", Severity.SLOW, text, "install a C compiler (gcc or clang)")
+    return Finding("AdamW", Severity.GOOD, f"{text}, bit-equal to torch here")
 
 
 def _attaching() -> Finding:
     """Check that another process can open shared memory through /proc/<pid>/fd, as the processes of a run do."""
-    memory = os.memfd_create("megatrain-doctor")
-    try:
-        path = f"/proc/{os.getpid()}/fd/{memory}"
+    with os.fdopen(os.memfd_create("megatrain-doctor"), "rb") as memory:
+        path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
         done = subprocess.run([sys.executable, "-c", "import sys; open(sys.argv[1], 'r+b')", path], capture_output=True)
-    finally:
-        os.close(memory)
     if done.returncode:
         text = f"another process cannot open {path}"
         return Finding("shared memory", Severity.STOP, text, "run all of Ray in one container, with /proc, as one user")
@@ -135,11 +129,10 @@ def _swap(root: Path) -> Finding:
 def _cores(root: Path) -> Finding:
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota, _, period = read_text(root / "sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and int(quota) / int(period) < usable:
-        text = f"{usable} cores, but a cgroup allows the time of {int(quota) / int(period):.1f}"
-        return Finding(
-            "cores", Severity.SLOW, text, "raise the container's CPU limit: threads are throttled in the midst"
-        )
+    if quota.isdigit() and (allowed := int(quota) / int(period)) < usable:
+        text = f"{usable} cores, but a cgroup allows the time of {allowed:.1f}"
+        advice = "raise the container's CPU limit: threads are throttled in the midst"
+        return Finding("cores", Severity.SLOW, text, advice)
     return Finding("cores", Severity.GOOD, f"{usable} of {there}, {_num_nodes(root)} NUMA node(s)")
 
 
@@ -180,12 +173,11 @@ def _ray() -> Finding:
 
 
 def _session_folder() -> Finding:
-    free = shutil.disk_usage("/tmp").free
-    if free < ROOM_BYTES:
-        return Finding(
-            "/tmp", Severity.SLOW, f"{format_bytes(free)} free", "Ray keeps logs and sockets there: free some"
-        )
-    return Finding("/tmp", Severity.GOOD, f"{format_bytes(free)} free")
+    free_bytes = shutil.disk_usage("/tmp").free
+    text = f"{format_bytes(free_bytes)} free"
+    if free_bytes < ROOM_BYTES:
+        return Finding("/tmp", Severity.SLOW, text, "Ray keeps logs and sockets there: free some")
+    return Finding("/tmp", Severity.GOOD, text)
 
 
 def _unmarked(folder: Path) -> Finding:

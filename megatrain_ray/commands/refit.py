@@ -28,7 +28,7 @@ COPY_WAITS = ("h2d", "d2h", "host_accumulation")
 UNPREDICTED = ("data", "python")
 MIN_COPY_SHARE = 0.05  # least share of a step spent waiting for copies from which their rate can be inferred
 HALVINGS = 24
-FURTHEST = 64.0  # largest factor by which the rate of copies may change, up or down
+MAX_FACTOR = 64.0  # largest factor by which the rate of copies may change, up or down
 
 Predict = Callable[[HardwareProfile], Prediction]
 Fit = tuple[HardwareProfile, str]  # a profile with some rates changed, and a line on them, or an empty one
@@ -175,7 +175,7 @@ def _fit_copies(profile: HardwareProfile, found: Comparison, predict: Predict, *
     """Scale the rates of copies so that the predicted time of a step equals the measured one.
 
     They are left as they are if waits for copies take less than `MIN_COPY_SHARE` of a step, or if no factor up to
-    `FURTHEST` predicts the measured time.
+    `MAX_FACTOR` predicts the measured time.
     """
     if gathered:
         return _untimed(profile, "copies", "uploads and all-gathers are waited for together")
@@ -186,7 +186,7 @@ def _fit_copies(profile: HardwareProfile, found: Comparison, predict: Predict, *
     def takes_too_long(log_factor: float) -> bool:
         return predict(_with_copies(profile, math.exp(log_factor))).step_s > _predictable_s(found)
 
-    low, high = math.log(1 / FURTHEST), math.log(FURTHEST)  # too slow, too fast
+    low, high = math.log(1 / MAX_FACTOR), math.log(MAX_FACTOR)  # too slow, too fast
     if takes_too_long(high) or not takes_too_long(low):
         return _untimed(profile, "copies", "with no rate of theirs is the step predicted to take this long")
     for _ in range(HALVINGS):

@@ -23,10 +23,10 @@ RESOLVED = frozenset(
         "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
         "min_lr_ratio", "method", "beta1", "beta2", "bf16", "tf32", "seed", "data_seed", "save_strategy", "save_steps",
         "saves_per_epoch", "eval_strategy", "eval_steps", "evals_per_epoch", "embedding_lr", "embedding_lr_scale",
-        "lr_groups", "every_linear", "beside", *FREEZING,
+        "lr_groups", "every_linear", "modules_to_save", *FREEZING,
     }
 )  # fmt: skip
-MOST_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up
+MAX_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up
 UNWARMED = "constant without warm-up"  # what shared.yaml makes of a schedule without warm-up
 EMBEDDINGS = ["embed_tokens", "lm_head"]
 GROUPS = ("model", "data", "train", "lora", "hardware")
@@ -102,8 +102,8 @@ def _resolve_lora(given: dict[str, Any], theirs: Mapping[str, Any]) -> None:
     if "lora.rank" in lora:
         lora.setdefault("lora.alpha", 2 * lora["lora.rank"])
     given |= lora
-    if beside := theirs.get("beside"):
-        given["train.trainable"] = [*given.get("train.trainable", []), *beside]
+    if modules_to_save := theirs.get("modules_to_save"):
+        given["train.trainable"] = [*given.get("train.trainable", []), *modules_to_save]
 
 
 def _resolve_batch(given: dict[str, Any], num_gpus: int) -> None:
@@ -208,7 +208,7 @@ def _warmup(warmup: float | None, ratio: float | None, default: float, steps: in
         return min(int(warmup), steps)
     share = warmup or ratio
     if share is None and warmup is None:
-        return min(int(default * steps), MOST_WARMUP_STEPS)
+        return min(int(default * steps), MAX_WARMUP_STEPS)
     return min(math.ceil((share or 0.0) * steps), steps)
 
 

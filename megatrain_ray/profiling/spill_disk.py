@@ -68,21 +68,21 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
         return machine
     folder = Path(spill.path).absolute()
     is_here = check_folder(folder, make=not imagined)
-    if is_here and (told := memory_warning(folder)):
-        log.warning("%s", told)
+    if is_here and (warning := memory_warning(folder)):
+        log.warning("%s", warning)
     limit_bytes = spill.limit or ANY_ROOM
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
-    able = _able(folder, spill) if is_here else _asked(spill)
+    usable = _usable_ways(folder, spill) if is_here else (_requested_way(spill),)
     if machine.profile and machine.profile.disk_bytes_per_s:
-        ways, rates = _of_profile(machine.profile, able)
-        return replace(machine, spill=_space(limit_bytes, ways, rates))
-    rates = _kept(folder)
-    # Activations are never compressed, so the method without compression is measured as well.
-    needed = tuple(dict.fromkeys(each for way in able for each in (_plain(way), way)))
-    if is_here and limit_bytes and not {str(way) for way in needed} <= rates.keys():
-        rates = _measured(folder, needed)
-    return replace(machine, spill=_space(limit_bytes, able, rates))
+        rates = _rates_of_profile(machine.profile, usable[0])
+    else:
+        rates = _cached_rates(folder)
+        # Activations are never compressed, so the method without compression is measured as well.
+        needed = tuple(dict.fromkeys(each for way in usable for each in (_plain(way), way)))
+        if is_here and limit_bytes and not {str(way) for way in needed} <= rates.keys():
+            rates = _measure_rates(folder, needed)
+    return replace(machine, spill=_spill_space(limit_bytes, usable, rates))
 
 
 def rate_file(folder: Path) -> Path:
@@ -100,33 +100,33 @@ def forget_rates() -> None:
                 file.unlink()
 
 
-def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:
+def _requested_way(spill: SpillConfig) -> DiskWay:
     """Return the method that the settings name; the simplest one if they say auto."""
-    return (DiskWay(DiskIo.POSIX if spill.io == "auto" else DiskIo(spill.io), spill.compression == "zstd"),)
+    return DiskWay(DiskIo.POSIX if spill.io == "auto" else DiskIo(spill.io), spill.compression == "zstd")
 
 
-def _able(folder: Path, spill: SpillConfig) -> tuple[DiskWay, ...]:
+def _usable_ways(folder: Path, spill: SpillConfig) -> tuple[DiskWay, ...]:
     """Return the methods that may be chosen for the folder, simplest first.
 
     Raises ConfigError if kvikio is set and does not work.
     """
-    asked = _asked(spill)[0]
-    packed = (False, True) if spill.compression == "auto" else (asked.packed,)
-    return tuple(itertools.starmap(DiskWay, itertools.product(_able_io(folder, spill.io, asked.io), packed)))
+    requested = _requested_way(spill)
+    packed = (False, True) if spill.compression == "auto" else (requested.packed,)
+    return tuple(itertools.starmap(DiskWay, itertools.product(_usable_io(folder, spill.io, requested.io), packed)))
 
 
-def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
+def _usable_io(folder: Path, io: str, requested: DiskIo) -> tuple[DiskIo, ...]:
     if io == "posix" or (io == "auto" and importlib.util.find_spec("kvikio") is None):
-        return (asked,)
+        return (requested,)
     if (reason := unusable(folder)) is None:
-        return (asked, DiskIo.KVIKIO) if io == "auto" else (asked,)
+        return (requested, DiskIo.KVIKIO) if io == "auto" else (requested,)
     if io == "kvikio":
         raise ConfigError(
             f"spill.io: kvikio does not work for {folder}: {reason}; docs/hardware_profile.md says what it needs, auto "
             "and posix do without"
         )
     log.warning("kvikio is installed and not used for spill.path: %s", reason)
-    return (asked,)
+    return (requested,)
 
 
 def _plain(way: DiskWay) -> DiskWay:
@@ -134,39 +134,35 @@ def _plain(way: DiskWay) -> DiskWay:
     return way._replace(packed=False)
 
 
-def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequence[DiskWay], Mapping[str, float]]:
-    """Return the methods whose rates the profile has, and the rates by name.
-
-    With one rate, that is the simplest method; with two, the method without and with compression.
-    """
+def _rates_of_profile(profile: HardwareProfile, simplest: DiskWay) -> Mapping[str, float]:
+    """Return the rates of the profile by method: of the simplest one, or of that without and with compression."""
     rate, plain = profile.disk_bytes_per_s or 0.0, profile.disk_plain_bytes_per_s
     if plain is None:
-        return able[:1], {str(able[0]): rate}
-    rates = {str(_plain(able[0])): plain, str(able[0]._replace(packed=True)): rate}
-    return [way for way in able if str(way) in rates], rates
+        return {str(simplest): rate}
+    return {str(_plain(simplest)): plain, str(simplest._replace(packed=True)): rate}
 
 
-def _space(limit_bytes: int, able: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
-    rate, way = _fastest(able, rates)
+def _spill_space(limit_bytes: int, usable: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
+    rate, way = _fastest(usable, rates)
     if not way.packed:
         return SpillSpace(limit_bytes, rate, way)
-    return SpillSpace(limit_bytes, rate, way, rates.get(str(_plain(way))), _plain(way) in able)
+    return SpillSpace(limit_bytes, rate, way, rates.get(str(_plain(way))), _plain(way) in usable)
 
 
-def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:
+def _fastest(usable: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:
     """Return the rate in bytes per second of the fastest method, and the method.
 
     If nothing was measured, that is the simplest method at a typical rate.
     """
-    best_rate, best = 0.0, able[0]
-    for way in able:
+    best_rate, best = 0.0, usable[0]
+    for way in usable:
         rate = rates.get(str(way), 0.0)
         if rate > best_rate * GAIN:
             best_rate, best = rate, way
     return best_rate or TYPICAL_DISK_BYTES_PER_S, best
 
 
-def _kept(folder: Path) -> Mapping[str, float]:
+def _cached_rates(folder: Path) -> Mapping[str, float]:
     """Return the rates in the cache; none if nothing was measured or the file is damaged."""
     try:
         return _DISK_RATE.validate_json(rate_file(folder).read_bytes()).bytes_per_s
@@ -177,7 +173,7 @@ def _kept(folder: Path) -> Mapping[str, float]:
     return {}
 
 
-def _measured(folder: Path, ways: Sequence[DiskWay]) -> Mapping[str, float]:
+def _measure_rates(folder: Path, ways: Sequence[DiskWay]) -> Mapping[str, float]:
     """Measure the disk with all these methods and keep the result.
 
     A failed measurement is logged and does not prevent the training; the result then has no rates.

@@ -187,16 +187,16 @@ def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return time, kind and details of an event of the run's history."""
     match row["what"]:
         case "start":
-            told = f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}"
+            details = f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}"
         case "died":
-            told = f"{row.get('process')}, after step {row.get('step')}"
+            details = f"{row.get('process')}, after step {row.get('step')}"
         case "replaced":
-            told = f"{row.get('process')}, in {row.get('took_s', math.nan):.1f} s"
+            details = f"{row.get('process')}, in {row.get('took_s', math.nan):.1f} s"
         case "memory":
-            told = f"host memory of all processes: {format_bytes(row.get('pss_bytes', 0))}"
+            details = f"host memory of all processes: {format_bytes(row.get('pss_bytes', 0))}"
         case _:
-            told = f"{row.get('how', '')}{': ' if row.get('reason') else ''}{row.get('reason') or ''}"
-    return _moment(row["unix_s"]), str(row["what"]), told
+            details = f"{row.get('how', '')}{': ' if row.get('reason') else ''}{row.get('reason') or ''}"
+    return _moment(row["unix_s"]), str(row["what"]), details
 
 
 def _surroundings(history: Rows) -> dict[str, str]:
@@ -204,14 +204,14 @@ def _surroundings(history: Rows) -> dict[str, str]:
     start = next((row for row in reversed(history) if row["what"] == "start"), {})
     groups = (group for key in ("hardware", "versions") if isinstance(group := start.get(key), Mapping))
     return {
-        key.removesuffix("_bytes").replace("_", " "): _told(key, value)
+        key.removesuffix("_bytes").replace("_", " "): _format_value(key, value)
         for group in groups
         for key, value in group.items()
         if value is not None
     }
 
 
-def _told(key: str, value: Any) -> str:
+def _format_value(key: str, value: Any) -> str:
     if key.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)

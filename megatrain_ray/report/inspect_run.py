@@ -64,8 +64,8 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
         or ["nothing to check"],
     }
-    told = {title: lines for title, lines in sections.items() if lines}
-    return "\n".join(_lines(told)), not any(problems.values())
+    shown = {title: lines for title, lines in sections.items() if lines}
+    return "\n".join(_lines(shown)), not any(problems.values())
 
 
 def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
