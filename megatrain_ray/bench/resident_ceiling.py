@@ -29,10 +29,7 @@ GAIN = 1.01  # speed-up by doubling the micro-batch below which no larger one is
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """Holds the speed with one size of micro-batch.
-
-    model_tflops: model TFLOPS of the median step; None if memory ran out.
-    """
+    """Holds the speed of the median step with one size of micro-batch; None if memory ran out."""
 
     micro_batch_size: int
     model_tflops: float | None

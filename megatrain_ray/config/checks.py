@@ -50,11 +50,7 @@ EXPECTED = {
 
 
 def describe_problems(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return all problems of a configuration that failed validation, one per line.
-
-    error: what pydantic raised.
-    root: class of the configuration.
-    """
+    """Return all problems of a configuration of the class `root` that failed validation, one per line."""
     problems = error.errors(include_url=False)
     return "\n".join(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
 
@@ -116,7 +112,6 @@ def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
 
 
 def _gpu_disagreements(config: Settings) -> Iterator[str]:
-    """Yield problems of settings with the number of GPUs."""
     hardware, train = config.hardware, config.train
     num_gpus, num_hosts = hardware.num_gpus, hardware.num_hosts
     if num_gpus % num_hosts:
@@ -139,7 +134,6 @@ def _gpu_disagreements(config: Settings) -> Iterator[str]:
 
 
 def _several_hosts_disagreements(config: Settings) -> Iterator[str]:
-    """Yield problems of settings that do not work with several hosts."""
     num_hosts = config.hardware.num_hosts
     if num_hosts == 1:
         return

@@ -80,9 +80,7 @@ def _problems(tree: Mapping[str, Any]) -> list[str]:
 def _with_origins(problems: Sequence[str], of_file: Sequence[str], path: str, overrides: Mapping[str, str]) -> str:
     """Return the problems grouped by origin: a single line for one problem, otherwise a list under each origin.
 
-    problems: all problems, of the file with the overrides.
-    of_file: problems of the file without overrides.
-    path: path of the file.
+    of_file: those problems that the file has without overrides.
     overrides: text of each override (`train.lr=1e-4`) by its key.
     """
     by_origin: dict[str, list[str]] = {}

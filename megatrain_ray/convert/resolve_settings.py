@@ -136,7 +136,7 @@ def _merged(tree: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trainable_layers(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the patterns for `train.trainable` that correspond to LLaMA-Factory's freeze tuning.
+    """Return patterns for `train.trainable` that correspond to LLaMA-Factory's freeze tuning.
 
     The last `freeze_layers` layers are trained, or if it is negative the first ones: of them the modules
     `freeze_modules`, where `all` stands for all of them. Parameters with a text of `freeze_extra` in their name are
@@ -165,9 +165,6 @@ def _parameter_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, An
     """Return the parameter groups that Axolotl makes.
 
     If any key on groups is set, Axolotl puts the embeddings into a group of their own, without decay.
-
-    theirs: Axolotl's values of names in `RESOLVED`.
-    lr: learning rate of the run.
     """
     if not {"embedding_lr", "embedding_lr_scale", "lr_groups"} & theirs.keys():
         return []

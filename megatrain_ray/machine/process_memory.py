@@ -37,10 +37,7 @@ def pss(pid: int) -> dict[str, int]:
 
 
 def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the memory of each actor, of this driver, and of Ray's own processes together.
-
-    actors: process ids by name.
-    """
+    """Return the memory of the actors, given as process ids by name, of this driver, and of Ray's own processes."""
     driver = os.getpid()
     of_ray: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
     for process in psutil.Process(driver).children(recursive=True):

@@ -70,10 +70,7 @@ def report_behind(run_dir: Path) -> Iterator[None]:
 
 
 def render(files: RunFiles, now_s: float) -> str:
-    """Return the page as text. Raises ConfigError if the run cannot be read.
-
-    now_s: current time, seconds since 1970.
-    """
+    """Return the page as text, as of `now_s` (seconds since 1970). Raises ConfigError if the run cannot be read."""
     config, rows, evaluations = files.read_config(), files.rows(), files.evaluations()
     state, plan = read_state(files, config, rows, now_s), files.read_plan()
     history = read_history(files.path)
@@ -101,7 +98,6 @@ def render(files: RunFiles, now_s: float) -> str:
 
 
 def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
-    """Return the facts at the top of the page, by name."""
     facts = {"step": f"{state.step:,} of {state.steps:,}"}
     usual = [row for row in rows[1:] or rows if _number(row, "step_s")]
     if rows:

@@ -71,9 +71,7 @@ def pages_of_run(files: RunFiles) -> Iterator[PagePlacement]:
 
 
 def page_placements(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlacement]:
-    """Yield the placement of everything that the plan binds to nodes.
-
-    pids: process ids of the run's processes, by name.
+    """Yield the placement of everything that the plan binds to nodes. `pids` are those of the run, by name.
 
     Raises OSError if a process has ended or belongs to another user.
     """
@@ -111,10 +109,7 @@ def pages_of(pid: int) -> dict[str, dict[int, int]]:
 
 
 def own_pages_of(pid: int, min_bytes: int) -> dict[int, int]:
-    """Return the number of pages by node of large private mappings of a process that belong to no file.
-
-    min_bytes: least size of a mapping that counts.
-    """
+    """Return the number of pages by node of a process's private mappings of `min_bytes` or more without a file."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     parts = [_addresses(found) for line in lines if (found := OWN_MAPPED.fullmatch(line))]
     return _count(pid, [part for part in parts if len(part) * PAGE_BYTES >= min_bytes])
