@@ -177,7 +177,7 @@ class Table(_Section):
     otherwise: keys whose effect is achieved in another way here, with the reason.
     meaningless: keys without a meaning here, with the reason.
     refused: keys that cannot be honoured, with the reason.
-    data_keys: keys of data sets, which data_sets.py translates.
+    data_keys: keys of data sets, which convert_config.py translates.
     data_sets: how it does so, where that is data.
     default_warmup: share of the steps if the file sets no warm-up; at most 100 steps.
     """

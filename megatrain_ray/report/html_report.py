@@ -58,7 +58,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 @contextmanager
-def report_behind(run_dir: Path) -> Iterator[None]:
+def report_at_end(run_dir: Path) -> Iterator[None]:
     """Write the page when the block ends, with or without an exception. A failure to write it is only logged."""
     try:
         yield
