@@ -2,7 +2,8 @@
 
 A table is a YAML file in this folder. It says for each key what it sets here, or why it sets nothing. If the meaning of
 a key depends on other keys, it sets a name that is no setting of ours (`epochs`, `warmup_ratio`), and
-resolve_settings.py makes settings of these names at the end.
+resolve_settings.py makes settings of these names at the end. The functions before the tables convert values; a table
+names them (`as: integer`).
 """
 
 from __future__ import annotations
