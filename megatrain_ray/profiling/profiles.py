@@ -10,8 +10,8 @@ import hashlib
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,10 +163,7 @@ def _gpus(count: int) -> str:
 def measure_here(device: str) -> HardwareProfile:
     """Measure this machine in a process of its own and keep the result. Raises MegatrainError if that fails."""
     profile = HardwareProfile.from_json(_run("print_profile", MEASURE_S, device))
-    with warned_if_not_kept():
-        file = profile_file(profile.machine)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, profile.to_json())
+    keep(lambda: profile_file(profile.machine), profile.to_json())
     return profile
 
 
@@ -206,10 +203,7 @@ def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfi
 
 
 def _keep_links(machine: MachineName, links: Links) -> None:
-    with warned_if_not_kept():
-        file = profile_file(machine).with_suffix(LINKS)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, _LINKS.dump_json(links, indent=1).decode() + "\n")
+    keep(lambda: profile_file(machine).with_suffix(LINKS), _LINKS.dump_json(links, indent=1).decode() + "\n")
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
@@ -232,11 +226,15 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
     return done.stdout
 
 
-@contextmanager
-def warned_if_not_kept() -> Iterator[None]:
-    """Log a warning if the block fails to keep a measurement: this run can use it all the same."""
+def keep(path: Callable[[], Path], text: str) -> None:
+    """Write a measurement to the cache. A failure is only logged: this run can use the measurement all the same.
+
+    path: returns the file, or raises RuntimeError if there is no cache.
+    """
     try:
-        yield
+        file = path()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
     except (OSError, RuntimeError, MegatrainError) as error:
         log.warning("what was measured is not kept: %s", error)
 

@@ -23,13 +23,12 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.disk_errors import free_bytes
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.storage.disk_rate import measure_mixed
 from megatrain_ray.io.storage.kvikio_store import unusable
-from megatrain_ray.profiling.profiles import warned_if_not_kept
+from megatrain_ray.profiling.profiles import keep
 from megatrain_ray.profiling.spill_folder import check_folder, memory_warning, nearest
 
 log = logging.getLogger(__name__)
@@ -186,10 +185,7 @@ def _measure_rates(folder: Path, ways: Sequence[DiskWay]) -> Mapping[str, float]
     by = ", ".join(f"{rate / 1e9:.2f} GB/s by {way}" for way, rate in rates.items())
     say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
     found = DiskRate(2, str(folder), _device_of(folder), rates)
-    with warned_if_not_kept():
-        file = rate_file(folder)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, _DISK_RATE.dump_json(found).decode())
+    keep(lambda: rate_file(folder), _DISK_RATE.dump_json(found).decode())
     return rates
 
 
