@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,19 +13,11 @@ if TYPE_CHECKING:
 __all__ = ["TrainConfig", "Trainer", "__version__", "load_config"]
 __version__ = "0.1.0"
 
+_MODULES = {"TrainConfig": "config.schema", "Trainer": "trainer", "load_config": "config.yaml_file"}
+
 
 def __getattr__(name: str) -> Any:
     # PEP 562: importing an io or engine module must import neither Ray nor what the trainer needs.
-    if name == "Trainer":
-        from megatrain_ray.trainer import Trainer
-
-        return Trainer
-    if name == "TrainConfig":
-        from megatrain_ray.config.schema import TrainConfig
-
-        return TrainConfig
-    if name == "load_config":
-        from megatrain_ray.config.yaml_file import load_config
-
-        return load_config
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"megatrain_ray.{_MODULES[name]}"), name)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from types import TracebackType
 from typing import NamedTuple
 
 # Of a process: about 60 MB. A step of 30 layers in 4 micro-batches makes about 1,500 spans in the GPU worker.
@@ -75,6 +75,9 @@ class RecordedSpans(NamedTuple):
     num_dropped: int
 
 
+_NOTHING = nullcontext()
+
+
 class SpanLog:
     """Collects the spans of one process. Thread-safe.
 
@@ -91,11 +94,19 @@ class SpanLog:
     def span(
         self, row: Row, name: str, layer: int | str = -1, micro_batch: int = -1, num_bytes: int = 0, *,
         waits: bool = False,
-    ) -> _OpenSpan | nullcontext[None]:  # fmt: skip
+    ) -> AbstractContextManager[None]:  # fmt: skip
         """Record the time of the block, if it begins while the log is on."""
         if not self.on:
             return _NOTHING
-        return _OpenSpan(self, (row, name), (layer, micro_batch, num_bytes, waits))
+        return self._timed(Span(row, name, 0, 0, layer, micro_batch, num_bytes, waits))
+
+    @contextmanager
+    def _timed(self, span: Span) -> Iterator[None]:
+        start_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.add(span._replace(start_ns=start_ns, end_ns=time.monotonic_ns()))
 
     def add(self, span: Span) -> None:
         """Record a span whose times are known."""
@@ -111,24 +122,3 @@ class SpanLog:
             taken = RecordedSpans(os.getpid(), tuple(self._spans), self.num_dropped)
             self._spans, self.num_dropped = [], 0
             return taken
-
-
-_NOTHING = nullcontext()
-
-
-class _OpenSpan:
-    __slots__ = ("_head", "_log", "_start_ns", "_tail")
-
-    def __init__(self, log: SpanLog, head: tuple[Row, str], tail: tuple[int | str, int, int, bool]) -> None:
-        self._log = log
-        self._head = head
-        self._tail = tail
-
-    def __enter__(self) -> None:
-        self._start_ns = time.monotonic_ns()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        (row, name), (layer, micro_batch, num_bytes, waits) = self._head, self._tail
-        self._log.add(Span(row, name, self._start_ns, time.monotonic_ns(), layer, micro_batch, num_bytes, waits))

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say
@@ -36,7 +37,7 @@ from megatrain_ray.planning.plan_diff import changes, is_same_placement
 from megatrain_ray.planning.run_spec import RunSpec, check_length, prepare
 from megatrain_ray.profiling.profiles import measured
 from megatrain_ray.profiling.spill_disk import with_spill
-from megatrain_ray.report.html_report import report_behind
+from megatrain_ray.report.html_report import report_at_end
 from megatrain_ray.run.resume import clean_after_end, newest_save, tell_of_resume
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_model import check_model, record_model
@@ -132,7 +133,7 @@ class Trainer:
             run.config = run_spec.config
             if run.has_begun:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
-            _tell_of_moments(run.config.train.moments, manifest)
+            _report_moments(run.config.train.moments, manifest)
             if manifest is not None:
                 tell_of_resume(run, manifest.step)
             elif rows := run.rows():
@@ -145,7 +146,7 @@ class Trainer:
                 job = RunContext(
                     run_spec, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end
                 )
-                with report_behind(run.path):
+                with report_at_end(run.path):
                     return TrainSummary(**vars(train(job, manifest, placement)))
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
@@ -154,12 +155,10 @@ class Trainer:
 
 def _check_absolute(config: TrainConfig) -> None:
     """Raise ConfigError if run_dir or spill.path is relative. Folders of caches are not checked."""
-    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
-        if path is not None and not Path(path).is_absolute():
-            raise ConfigError(
-                f"{key}: {path} is relative, and a Ray job runs in a folder of its own that goes with it; give an "
-                "absolute path"
-            )
+    for problem in relative_paths(config):
+        raise ConfigError(
+            f"{problem}, and a Ray job runs in a folder of its own that goes with it; give an absolute path"
+        )
 
 
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
@@ -176,22 +175,22 @@ def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None) -> None:
     record_model(run.path, run_spec.source.config, run_spec.structure)
     before = run.read_plan() if run.has_begun else None
     run.begin(run_spec.plan.to_json(), manifest.step if manifest else 0)
-    _tell_of_plan(before, run_spec.plan)
+    _report_plan_change(before, run_spec.plan)
     run.keep_tokenizer()
     for path in left:
         log.info("deleted what a dead run left: %s", path)
 
 
-def _tell_of_plan(before: Plan | None, plan: Plan) -> None:
+def _report_plan_change(before: Plan | None, plan: Plan) -> None:
     """Log the plan's hash before step 1, and print what differs from the plan of the previous start, if any."""
     log.info("plan.json has the SHA-256 %s", plan.sha256)
     if before is None or before.sha256 == plan.sha256:
         return
-    tell = log.info if is_same_placement(before, plan) else say
-    tell(f"the plan is another one than that of the start before: {changes(before, plan) or 'by its rates'}")
+    report = log.info if is_same_placement(before, plan) else say
+    report(f"the plan is another one than that of the start before: {changes(before, plan) or 'by its rates'}")
 
 
-def _tell_of_moments(moments: str, manifest: Manifest | None) -> None:
+def _report_moments(moments: str, manifest: Manifest | None) -> None:
     """Print the precision of moments, and that they are converted. Prints nothing if they are FP32 and were before."""
     if moments == "bf16":
         say(f"moments {NARROW_MOMENTS}")

@@ -6,20 +6,12 @@ import re
 from collections.abc import Iterable
 from decimal import Decimal
 
-SIZE_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SIZE_UNITS = {"": 1, **DECIMAL_UNITS, **BINARY_UNITS}
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", re.ASCII)
 RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-MOST_NUMBER = 1 << 16  # bound on the number of a CPU or node: a range beyond it is a mistake
+MAX_NUMBER = 1 << 16  # bound on the number of a CPU or node: a range beyond it is a mistake
 
 
 def parse_size(text: str | int) -> int:
@@ -46,9 +38,9 @@ def format_bytes(num_bytes: int) -> str:
 
     The unit is the largest of KiB, MiB, GiB, TiB that leaves at least 1. Below 1 KiB the number of bytes is written.
     """
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if num_bytes >= SIZE_UNITS[unit]:
-            return f"{num_bytes / SIZE_UNITS[unit]:.2f} {unit}"
+    for unit, scale in reversed(BINARY_UNITS.items()):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
     return f"{num_bytes} B"
 
 
@@ -88,7 +80,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     for part in filter(None, text.strip().split(",")):
         match = RANGE_PATTERN.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not first <= last < MOST_NUMBER:
+        if not first <= last < MAX_NUMBER:
             raise ValueError(f"expected numbers and ranges, as in 0-3,8; got {text!r}")
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))

@@ -66,7 +66,6 @@ class BenchResult:
     in_process: rows like `rows`, of the same steps without Ray; None if they were not asked for.
     """
 
-    config: TrainConfig
     observed: Observed
     rows: Sequence[Mapping[str, Any]]
     busy_share: float | None
@@ -98,7 +97,7 @@ def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
                 arguments = observed.run_spec, observed.tokens
                 in_process = in_own_process("the process without Ray", run_in_process, *arguments)
     comparison = compared[-1] if compared else None
-    return BenchResult(observed.run_spec.config, observed, summary.rows, busy, comparison, ceiling, in_process)
+    return BenchResult(observed, summary.rows, busy, comparison, ceiling, in_process)
 
 
 class _AliasingTrainer(Trainer):

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,7 +37,7 @@ def to_report(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
     """Return the results as plain data that can be written as JSON."""
     run_spec = result.observed.run_spec
     rows = result.rows[options.measured]
-    step_s = _distribution(row["step_s"] for row in rows)
+    step_s = _distribution([row["step_s"] for row in rows])
     tflops = _median(rows, "model_tflops")
     plan = _plan(run_spec.plan)
     return {
@@ -70,7 +70,7 @@ def to_report(result: BenchResult, options: BenchOptions) -> dict[str, Any]:
         "hardware": hardware(run_spec.plan.device),
         "versions": versions(),
         "commit": options.commit or commit(),
-        "config": config_to_dict(result.config),
+        "config": config_to_dict(run_spec.config),
     }
 
 
@@ -78,11 +78,9 @@ def to_json(report: Mapping[str, Any]) -> str:
     return json.dumps(report, indent=1, allow_nan=False)
 
 
-def _distribution(values: Iterable[float]) -> dict[str, float]:
+def _distribution(values: Sequence[float]) -> dict[str, float]:
     """Return median, minimum, maximum and spread of the values; `spread` is (max - min) / median."""
-    ordered = sorted(values)
-    median = statistics.median(ordered)
-    least, most = ordered[0], ordered[-1]
+    median, least, most = statistics.median(values), min(values), max(values)
     return {"median": median, "min": least, "max": most, "spread": (most - least) / median}
 
 
@@ -100,7 +98,7 @@ def _ceiling(result: BenchResult, tflops: float) -> dict[str, Any] | None:
     if ceiling is None:
         return None
     best = ceiling.best.model_tflops if ceiling.best else None
-    own = tflops / result.config.hardware.num_gpus  # the ceiling is measured on one GPU
+    own = tflops / result.observed.run_spec.config.hardware.num_gpus  # the ceiling is measured on one GPU
     return {
         "model_tflops": best,
         "micro_batch_size": ceiling.best.micro_batch_size if ceiling.best else None,
@@ -113,7 +111,7 @@ def _ceiling(result: BenchResult, tflops: float) -> dict[str, Any] | None:
 def _in_process(result: BenchResult, options: BenchOptions, median_s: float) -> dict[str, Any] | None:
     if result.in_process is None:
         return None
-    step_s = _distribution(row["step_s"] for row in result.in_process[options.measured])
+    step_s = _distribution([row["step_s"] for row in result.in_process[options.measured]])
     return {
         "step_s": step_s,
         "run_is_slower_by_percent": 100 * (median_s / step_s["median"] - 1),
@@ -134,12 +132,13 @@ def _memory(result: BenchResult) -> dict[str, Any]:
 
 
 def _optimizer(result: BenchResult) -> dict[str, Any]:
-    plan = result.observed.run_spec.plan
+    run_spec = result.observed.run_spec
+    plan = run_spec.plan
     return {
         "kernels": list(result.observed.kernel_names),
         "num_shards": plan.shards.num_shards,
         "num_shard_threads": plan.shards.num_threads,
-        "clip": result.config.train.clip,
+        "clip": run_spec.config.train.clip,
         "shards": list(_shards(result)),
     }
 
@@ -201,11 +200,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if aliased := report["aliased"]:
         held, planned = format_bytes(aliased["held_bytes"]), format_bytes(aliased["planned_bytes"])
         yield "NOTE", f"{aliased['note']}; host memory takes {held} where the plan has {planned}"
-    yield (
-        "step",
-        f"{step_s['median']:.4g} s median of {report['steps']}, {step_s['min']:.4g} to {step_s['max']:.4g} "
-        f"(spread {step_s['spread']:.1%})",
-    )
+    spread = f"{step_s['min']:.4g} to {step_s['max']:.4g} (spread {step_s['spread']:.1%})"
+    yield "step", f"{step_s['median']:.4g} s median of {report['steps']}, {spread}"
     yield "speed", f"{format_count(report['tokens_per_s'])} tokens/s, {report['model_tflops']:.4g} model TFLOPS"
     if predicted := report["prediction"]:
         error = predicted["step_s"] / step_s["median"] - 1
@@ -225,10 +221,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shares = ", ".join(f"{share:.0%} {tier}" for tier, share in report["state_share"].items() if share)
     optimizer, moved = report["optimizer"], report["bytes_per_parameter"]
     of_disk = f", {moved['disk']:.3g} from and to the disk" if moved["disk"] else ""
-    yield (
-        "state",
-        f"{shares}; a step moves {moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out{of_disk}",
-    )
+    on_link = f"{moved['h2d']:.3g} bytes per parameter in and {moved['d2h']:.3g} out"
+    yield "state", f"{shares}; a step moves {on_link}{of_disk}"
     kernels, threads = ", ".join(optimizer["kernels"]), optimizer["num_shard_threads"]
     yield "AdamW", f"{kernels}, {optimizer['num_shards']} × {threads} threads"
     yield "of each", "; ".join(map(_shard_line, range(optimizer["num_shards"]), optimizer["shards"]))
@@ -257,10 +251,8 @@ def _ceiling_line(ceiling: Mapping[str, Any]) -> str:
 
 
 def _plan_line(plan: Mapping[str, Any]) -> str:
-    step, activations = (
-        plan["step"],
-        ", ".join(f"{number} × {policy}" for policy, number in plan["activations"].items()),
-    )
+    step = plan["step"]
+    activations = ", ".join(f"{number} × {policy}" for policy, number in plan["activations"].items())
     return (
         f"{format_count(plan['num_parameters'])} parameters in {plan['num_layers']} layers; "
         f"{step['num_micro_batches']} × {step['micro_batch_size']} × {step['seq_len']} tokens, {step['order']}; "

@@ -25,10 +25,7 @@ from megatrain_ray.workers.shard_worker import ShardWorker
 
 
 def run_in_process(run_spec: RunSpec, tokens: Sequence[Path]) -> list[dict[str, Any]]:
-    """Run all `train.steps` from the model's initial weights and return their rows of metrics.
-
-    tokens: folders of the tokenized data sources.
-    """
+    """Run all `train.steps` from the model's initial weights on tokenized sources, and return the rows of metrics."""
     return asyncio.run(_run(run_spec, tokens))
 
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -28,10 +29,7 @@ GAIN = 1.01  # speed-up by doubling the micro-batch below which no larger one is
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """Holds the speed with one size of micro-batch.
-
-    model_tflops: model TFLOPS of the median step; None if memory ran out.
-    """
+    """Holds the speed of the median step with one size of micro-batch; None if memory ran out."""
 
     micro_batch_size: int
     model_tflops: float | None
@@ -57,16 +55,15 @@ def measure_ceiling(run_spec: RunSpec) -> Ceiling:
     On the CPU the size is at most the batch of a step: nothing else bounds it there.
     """
     plan = run_spec.plan
-    whole = replace(
-        plan, limits=replace(plan.limits, hbm_bytes=None)
-    )  # the ceiling may use the whole device, whatever the plan's limit
+    # The ceiling may use the whole device, whatever the plan's limit.
+    whole = replace(plan, limits=replace(plan.limits, hbm_bytes=None))
     device = make_device(whole, deterministic=run_spec.config.train.deterministic)
     limit = plan.step.micro_batch_size * plan.step.num_micro_batches if plan.device == "cpu" else None
     try:
         with device.activate():
             model = ResidentModel(run_spec.source.factory, run_spec.structure, plan, device)
-            rate = _Rate(run_spec, model, FlopCount.of(run_spec.structure, run_spec.source))
-            trials = search(rate.of, plan.step.micro_batch_size, limit)
+            flops = FlopCount.of(run_spec.structure, run_spec.source)
+            trials = search(partial(_tflops, run_spec, model, flops), plan.step.micro_batch_size, limit)
         peak_bytes = device.memory().peak_bytes
     except torch.OutOfMemoryError:  # the weights alone do not fit
         return Ceiling(None, (), device.memory().peak_bytes)
@@ -108,34 +105,27 @@ def _attempt(rate: Callable[[int], float], size: int) -> SizeTrial:
     return SizeTrial(size, None)
 
 
-@dataclass(frozen=True)
-class _Rate:
-    """Measures model TFLOPS of micro-batches of whole rows, where each row is one document."""
+def _tflops(run_spec: RunSpec, model: ResidentModel, flops: FlopCount, micro_batch_size: int) -> float:
+    """Return model TFLOPS of the median step of one micro-batch of whole rows, where each row is one document."""
+    seq_len = run_spec.plan.step.seq_len
+    num_tokens = micro_batch_size * seq_len
+    step = _random_step(run_spec, micro_batch_size)
+    runner = model.with_micro_batch(micro_batch_size, step.objective)
+    seconds = []
+    for _ in range(WARMUP_STEPS + MEASURED_STEPS):
+        start_s = time.perf_counter()
+        runner.read(runner.submit(step))
+        model.device.timeline.clear()
+        seconds.append(time.perf_counter() - start_s)
+    step_s = statistics.median(seconds[WARMUP_STEPS:])
+    return flops.per_step(num_tokens, num_tokens * seq_len) / step_s / 1e12
 
-    run_spec: RunSpec
-    model: ResidentModel
-    flops: FlopCount
 
-    def of(self, micro_batch_size: int) -> float:
-        seq_len = self.run_spec.plan.step.seq_len
-        num_tokens = micro_batch_size * seq_len
-        step = self._step(micro_batch_size)
-        runner = self.model.with_micro_batch(micro_batch_size, step.objective)
-        seconds = []
-        for _ in range(WARMUP_STEPS + MEASURED_STEPS):
-            start_s = time.perf_counter()
-            runner.read(runner.submit(step))
-            self.model.device.timeline.clear()
-            seconds.append(time.perf_counter() - start_s)
-        step_s = statistics.median(seconds[WARMUP_STEPS:])
-        return self.flops.per_step(num_tokens, num_tokens * seq_len) / step_s / 1e12
-
-    def _step(self, micro_batch_size: int) -> StepInput:
-        """Return a step of one micro-batch of random token ids."""
-        seq_len, train = self.run_spec.plan.step.seq_len, self.run_spec.config.train
-        generator = torch.Generator().manual_seed(0)
-        shape = (micro_batch_size, seq_len + 1)
-        ids = torch.randint(self.run_spec.structure.vocab_size, shape, generator=generator)
-        micro_batch = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-        world = World(micro_batch_size * seq_len)
-        return StepInput(1, (micro_batch,), world, train.seed, Objective(train.z_loss, train.label_smoothing))
+def _random_step(run_spec: RunSpec, micro_batch_size: int) -> StepInput:
+    """Return a step of one micro-batch of random token ids."""
+    seq_len, train = run_spec.plan.step.seq_len, run_spec.config.train
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(run_spec.structure.vocab_size, (micro_batch_size, seq_len + 1), generator=generator)
+    micro_batch = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    world = World(micro_batch_size * seq_len)
+    return StepInput(1, (micro_batch,), world, train.seed, Objective(train.z_loss, train.label_smoothing))

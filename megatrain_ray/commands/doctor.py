@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from megatrain_ray.commands.doctor_numa import examine_nodes
-from megatrain_ray.commands.finding import Finding, Severity
+from megatrain_ray.commands.doctor_numa import Finding, Severity, examine_nodes
 from megatrain_ray.crew.ray_cluster import session_folders
 from megatrain_ray.data.tokenize_data import token_cache
 from megatrain_ray.driver.running_save import measure_disk
@@ -29,7 +28,7 @@ from megatrain_ray.io.saves.save_folder import list_saves, save_folder
 from megatrain_ray.io.tokens.cache_pruning import UNUSED_DAYS, size_of, without_mark
 from megatrain_ray.machine.machine import cgroup_limits
 from megatrain_ray.machine.numa_topology import read_topology
-from megatrain_ray.machine.proc_files import read_text
+from megatrain_ray.machine.proc_files import meminfo, read_text
 from megatrain_ray.profiling.profiles import cached, describe_profile, profile_file, this_machine
 from megatrain_ray.units import format_bytes
 
@@ -85,24 +84,18 @@ def _rates() -> Finding:
 
 
 def _kernel() -> Finding:
-    kernel = open_kernel(1, AdamWConstants(0.9, 0.95, 1e-8, 0.1))
-    try:
-        name = kernel.name
-    finally:
-        kernel.close()
+    with closing(open_kernel(1, AdamWConstants(0.9, 0.95, 1e-8, 0.1))) as kernel:
+        text = f"runs as {kernel.name}"
     if isinstance(kernel, TorchBlocks):
-        return Finding("AdamW", Severity.SLOW, f"runs as {name}", "install a C compiler (gcc or clang)")
-    return Finding("AdamW", Severity.GOOD, f"runs as {name}, bit-equal to torch here")
+        return Finding("AdamW", Severity.SLOW, text, "install a C compiler (gcc or clang)")
+    return Finding("AdamW", Severity.GOOD, f"{text}, bit-equal to torch here")
 
 
 def _attaching() -> Finding:
     """Check that another process can open shared memory through /proc/<pid>/fd, as the processes of a run do."""
-    memory = os.memfd_create("megatrain-doctor")
-    try:
-        path = f"/proc/{os.getpid()}/fd/{memory}"
+    with os.fdopen(os.memfd_create("megatrain-doctor"), "rb") as memory:
+        path = f"/proc/{os.getpid()}/fd/{memory.fileno()}"
         done = subprocess.run([sys.executable, "-c", "import sys; open(sys.argv[1], 'r+b')", path], capture_output=True)
-    finally:
-        os.close(memory)
     if done.returncode:
         text = f"another process cannot open {path}"
         return Finding("shared memory", Severity.STOP, text, "run all of Ray in one container, with /proc, as one user")
@@ -110,7 +103,7 @@ def _attaching() -> Finding:
 
 
 def _memory(root: Path) -> Finding:
-    total, available = (_meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
+    total, available = (meminfo(root, name) for name in ("MemTotal", "MemAvailable"))
     limit = min(cgroup_limits(root), default=None)
     text = f"{format_bytes(available)} of {format_bytes(total)} available"
     if limit is not None and limit < total:
@@ -126,7 +119,7 @@ def _overcommit(root: Path) -> Finding:
 
 
 def _swap(root: Path) -> Finding:
-    total = _meminfo(root, "SwapTotal")
+    total = meminfo(root, "SwapTotal")
     if total and read_text(root / "proc/sys/vm/swappiness") not in ("0", "1"):
         text = f"{format_bytes(total)} of swap: state that is swapped out makes a step wait for the disk"
         return Finding("swap", Severity.NOTE, text, "swapoff -a, or vm.swappiness=1")
@@ -136,11 +129,10 @@ def _swap(root: Path) -> Finding:
 def _cores(root: Path) -> Finding:
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota, _, period = read_text(root / "sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and int(quota) / int(period) < usable:
-        text = f"{usable} cores, but a cgroup allows the time of {int(quota) / int(period):.1f}"
-        return Finding(
-            "cores", Severity.SLOW, text, "raise the container's CPU limit: threads are throttled in the midst"
-        )
+    if quota.isdigit() and (allowed := int(quota) / int(period)) < usable:
+        text = f"{usable} cores, but a cgroup allows the time of {allowed:.1f}"
+        advice = "raise the container's CPU limit: threads are throttled in the midst"
+        return Finding("cores", Severity.SLOW, text, advice)
     return Finding("cores", Severity.GOOD, f"{usable} of {there}, {_num_nodes(root)} NUMA node(s)")
 
 
@@ -181,12 +173,11 @@ def _ray() -> Finding:
 
 
 def _session_folder() -> Finding:
-    free = shutil.disk_usage("/tmp").free
-    if free < ROOM_BYTES:
-        return Finding(
-            "/tmp", Severity.SLOW, f"{format_bytes(free)} free", "Ray keeps logs and sockets there: free some"
-        )
-    return Finding("/tmp", Severity.GOOD, f"{format_bytes(free)} free")
+    free_bytes = shutil.disk_usage("/tmp").free
+    text = f"{format_bytes(free_bytes)} free"
+    if free_bytes < ROOM_BYTES:
+        return Finding("/tmp", Severity.SLOW, text, "Ray keeps logs and sockets there: free some")
+    return Finding("/tmp", Severity.GOOD, text)
 
 
 def _unmarked(folder: Path) -> Finding:
@@ -227,12 +218,6 @@ def _disk(folder: Path) -> Finding:
     if rate < SLOW_DISK_BYTES_PER_S:
         return Finding("disk", Severity.SLOW, text, "a save of 12 bytes per parameter waits for it; use a faster one")
     return Finding("disk", Severity.GOOD, text)
-
-
-def _meminfo(root: Path, name: str) -> int:
-    """Return a value of /proc/meminfo in bytes; 0 if the kernel does not report it."""
-    lines = read_text(root / "proc/meminfo").splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _chosen(text: str) -> str:

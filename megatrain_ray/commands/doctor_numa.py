@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
-from megatrain_ray.commands.finding import Finding, Severity
 from megatrain_ray.engine.device.cuda_info import pci_addresses
 from megatrain_ray.io.arenas.arena import HUGE_PAGE
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
@@ -22,6 +23,27 @@ from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_ranges
 
 TOPIC = "NUMA"
+
+
+class Severity(Enum):
+    GOOD = "good"
+    NOTE = "note"  # works, but could be improved
+    SLOW = "slow"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Describes one finding; `advice` says what to do about it, and is empty if nothing has to be done."""
+
+    topic: str
+    severity: Severity
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{self.severity.value:<5} {self.topic:<15} {self.text}{advice}"
 
 
 def examine_nodes(folder: Path, root: Path) -> Iterator[Finding]:
@@ -41,7 +63,7 @@ def examine_nodes(folder: Path, root: Path) -> Iterator[Finding]:
 
 
 def _described(node: NodeFacts) -> str:
-    cpus = f"CPUs {format_ranges(node.cpus)}" if node.has_cpus else "no CPUs to use"
+    cpus = f"CPUs {format_ranges(node.cpus)}" if node.cpus else "no CPUs to use"
     of_it = f"{format_bytes(node.total_bytes)}, {format_bytes(node.free_bytes)} free"
     memory = of_it if node.total_bytes else "no memory"
     kept = ", which a cpuset keeps from this process" if node.total_bytes and not node.may_hold else ""
@@ -49,7 +71,7 @@ def _described(node: NodeFacts) -> str:
 
 
 def _others(topology: Topology) -> str:
-    others = [_described(node) for node in topology.nodes if not node.has_cpus]
+    others = [_described(node) for node in topology.nodes if not node.cpus]
     return f" ({'; '.join(others)})" if others else ""
 
 

@@ -30,9 +30,9 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     with spinner("planning"):
         question = question_of(config)
         try:
-            plan, misfit = question.plan(), None
+            plan, capacity_error = question.plan(), None
         except CapacityError as error:
-            plan, misfit = None, error
+            plan, capacity_error = None, error
         found = list(alternatives(question, plan)) if what_if else []
     if as_json and plan:
         print(_as_json(config, plan, found, price_per_hour))
@@ -41,8 +41,8 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     if found and not as_json:
         print()
         print_alternatives(found)
-    if misfit:
-        raise misfit
+    if capacity_error:
+        raise capacity_error
     for problem in missing_data(config.data):
         show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
     for note in _missing_disk(config.spill, question.machine.spill):

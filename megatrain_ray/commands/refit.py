@@ -6,19 +6,12 @@ With the rates of the new profile, the prediction of the run's plan equals the m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from megatrain_ray.accounting.prediction_check import (
-    MIN_STEP_S,
-    MIN_STEPS,
-    Comparison,
-    disk_rate,
-    planned_disk_rate,
-    update_rate,
-)
+from megatrain_ray.accounting import prediction_check
+from megatrain_ray.accounting.prediction_check import MIN_STEP_S, MIN_STEPS, Comparison
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, RateCurve, RatePoint
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
@@ -35,9 +28,10 @@ COPY_WAITS = ("h2d", "d2h", "host_accumulation")
 UNPREDICTED = ("data", "python")
 MIN_COPY_SHARE = 0.05  # least share of a step spent waiting for copies from which their rate can be inferred
 HALVINGS = 24
-FURTHEST = 64.0  # largest factor by which the rate of copies may change, up or down
+MAX_FACTOR = 64.0  # largest factor by which the rate of copies may change, up or down
 
 Predict = Callable[[HardwareProfile], Prediction]
+Fit = tuple[HardwareProfile, str]  # a profile with some rates changed, and a line on them, or an empty one
 
 
 @dataclass(frozen=True)
@@ -105,42 +99,36 @@ def refitted(
     """
     before = prediction.profile
     assert before is not None
-    profile, report = before, []
-    fit_compute = partial(_fit_compute, sums_s=prediction.compute_s.get(SUM_OVER_GPUS, 0.0))
-    for change in (fit_compute, _fit_updates, _fit_disk):
-        profile, told = change(profile, found, order)
-        report += told
-    if gathered:
-        told = ["copies        not timed: uploads and all-gathers are waited for together"]
-    else:
-        profile, told = _fit_copies(profile, found, predict)
+    profile, compute = _fit_compute(before, found, prediction.compute_s.get(SUM_OVER_GPUS, 0.0))
+    profile, updates = _fit_updates(profile, found, order)
+    profile, disk = _fit_disk(profile, found)
+    profile, copies = _fit_copies(profile, found, predict, gathered=gathered)
     step_s, now_s = _predictable_s(found), predict(profile).step_s
-    report += told
-    report.append(
+    result = (
         f"predicted     {now_s:.3g} s a step with these rates, {prediction.step_s:.3g} before; measured "
         f"{found.step.measured:.3g}, of which {found.step.measured - step_s:.2g} are no machine's: data, Ray, Python"
     )
-    return Refitted(profile, tuple(report))
+    return Refitted(profile, tuple(filter(None, (compute, updates, disk, copies, result))))
 
 
 def _predictable_s(found: Comparison) -> float:
     return found.step.measured - sum(term.measured for term in found.terms if term.name in UNPREDICTED)
 
 
-def _fit_compute(
-    profile: HardwareProfile, found: Comparison, _: UpdateOrder, *, sums_s: float
-) -> tuple[HardwareProfile, list[str]]:
+def _untimed(profile: HardwareProfile, what: str, why: str) -> Fit:
+    return profile, f"{what:<13} not timed: {why}"
+
+
+def _fit_compute(profile: HardwareProfile, found: Comparison, sums_s: float) -> Fit:
     """Scale all compute rates by one factor: steps are timed as a whole, so the single rates cannot be told apart.
 
     sums_s: predicted seconds of sums over GPUs, which are measured too, but depend on the link. Its rate stays.
     """
     term = found.term("compute")
     if term is None or term.predicted <= sums_s:
-        return profile, []
+        return profile, ""
     if term.measured <= sums_s:
-        return profile, [
-            "compute       not timed: waits, and what sums over GPUs are predicted to take, leave it nothing"
-        ]
+        return _untimed(profile, "compute", "waits, and what sums over GPUs are predicted to take, leave it nothing")
     factor = (term.predicted - sums_s) / (term.measured - sums_s)
     faster = replace(
         profile,
@@ -149,62 +137,63 @@ def _fit_compute(
         device_bytes_per_s=profile.device_bytes_per_s * factor,
         launch_s=profile.launch_s / factor,
     )
-    return faster, [f"compute       × {factor:.3g}: products, attention, device memory, launches"]
+    return faster, f"compute       × {factor:.3g}: products, attention, device memory, launches"
 
 
 def _scaled(curve: RateCurve, factor: float) -> RateCurve:
     return tuple(RatePoint(point.size, point.per_s * factor) for point in curve)
 
 
-def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
+def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder) -> Fit:
     """Scale the rate of updates that predictions of this plan use."""
     term = found.term("updates")
     if term is None or not term.predicted:
-        return profile, [
-            "AdamW         not timed: no optimizer shard updated anything, or the rows are of an earlier version"
-        ]
-    before = update_rate(profile, order)
+        why = "no optimizer shard updated anything, or the rows are of an earlier version"
+        return _untimed(profile, "AdamW", why)
+    before = prediction_check.update_rate(profile, order)
     rate = before * term.predicted / term.measured
-    forward = order is UpdateOrder.FORWARD
-    changed = replace(profile, adamw_per_s=rate) if forward else replace(profile, adamw_busy_per_s=rate)
-    where = "under a forward" if forward else "beside copies"
-    return changed, [f"AdamW         {before / 1e9:.3g} → {rate / 1e9:.3g} Gparam/s {where}"]
+    line = f"AdamW         {before / 1e9:.3g} → {rate / 1e9:.3g} Gparam/s"
+    if order is UpdateOrder.FORWARD:
+        return replace(profile, adamw_per_s=rate), f"{line} under a forward"
+    return replace(profile, adamw_busy_per_s=rate), f"{line} beside copies"
 
 
-def _fit_disk(profile: HardwareProfile, found: Comparison, _: UpdateOrder) -> tuple[HardwareProfile, list[str]]:
+def _fit_disk(profile: HardwareProfile, found: Comparison) -> Fit:
     """Scale all disk rates by one factor if there are several: the run does not time them separately."""
-    measured, planned = disk_rate(found), planned_disk_rate(found)
+    measured, planned = prediction_check.disk_rate(found), prediction_check.planned_disk_rate(found)
     before, plain = profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s
     if not measured:
-        return profile, []
+        return profile, ""
     factor = measured / planned if planned else 1.0
     rate = before * factor if before and plain else measured
     was = f"{before / 1e9:.3g} → " if before else ""
     faster = replace(profile, disk_bytes_per_s=rate, disk_plain_bytes_per_s=plain and plain * factor)
-    return faster, [f"disk          {was}{rate / 1e9:.3g} GB/s, read and written"]
+    return faster, f"disk          {was}{rate / 1e9:.3g} GB/s, read and written"
 
 
-def _fit_copies(profile: HardwareProfile, found: Comparison, predict: Predict) -> tuple[HardwareProfile, list[str]]:
+def _fit_copies(profile: HardwareProfile, found: Comparison, predict: Predict, *, gathered: bool) -> Fit:
     """Scale the rates of copies so that the predicted time of a step equals the measured one.
 
     They are left as they are if waits for copies take less than `MIN_COPY_SHARE` of a step, or if no factor up to
-    `FURTHEST` predicts the measured time.
+    `MAX_FACTOR` predicts the measured time.
     """
+    if gathered:
+        return _untimed(profile, "copies", "uploads and all-gathers are waited for together")
     waited_s = sum(term.measured for term in found.terms if term.name in COPY_WAITS)
     if waited_s < MIN_COPY_SHARE * found.step.measured:
-        return profile, ["copies        not timed: computing hid them"]
+        return _untimed(profile, "copies", "computing hid them")
 
     def takes_too_long(log_factor: float) -> bool:
         return predict(_with_copies(profile, math.exp(log_factor))).step_s > _predictable_s(found)
 
-    low, high = math.log(1 / FURTHEST), math.log(FURTHEST)  # too slow, too fast
+    low, high = math.log(1 / MAX_FACTOR), math.log(MAX_FACTOR)  # too slow, too fast
     if takes_too_long(high) or not takes_too_long(low):
-        return profile, ["copies        not timed: with no rate of theirs is the step predicted to take this long"]
+        return _untimed(profile, "copies", "with no rate of theirs is the step predicted to take this long")
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if takes_too_long(middle) else (low, middle)
     factor = math.exp(high)
-    return _with_copies(profile, factor), [f"copies        × {factor:.3g}, by what was waited for them"]
+    return _with_copies(profile, factor), f"copies        × {factor:.3g}, by what was waited for them"
 
 
 def _with_copies(profile: HardwareProfile, factor: float) -> HardwareProfile:
@@ -214,8 +203,3 @@ def _with_copies(profile: HardwareProfile, factor: float) -> HardwareProfile:
         d2h_bytes_per_s=profile.d2h_bytes_per_s * factor,
         both_bytes_per_s=profile.both_bytes_per_s * factor,
     )
-
-
-def describe_refit(done: Refitted, out: Path) -> Iterator[str]:
-    yield from done.report
-    yield f"wrote {out}; hardware.profile={out} plans with it"

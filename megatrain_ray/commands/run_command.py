@@ -90,17 +90,17 @@ def report(options: Namespace) -> int:
 
 
 def refit(options: Namespace) -> int:
-    from megatrain_ray.commands.refit import describe_refit
     from megatrain_ray.commands.refit import refit as write_profile
 
-    for line in describe_refit(write_profile(options.run_dir, options.out), options.out):
+    for line in write_profile(options.run_dir, options.out).report:
         print(line)
+    print(f"wrote {options.out}; hardware.profile={options.out} plans with it")
     return 0
 
 
 def doctor(options: Namespace) -> int:
     from megatrain_ray.commands.doctor import examine
-    from megatrain_ray.commands.finding import Severity
+    from megatrain_ray.commands.doctor_numa import Severity
     from megatrain_ray.config.groups import HardwareConfig
     from megatrain_ray.machine.machine import machine_of
     from megatrain_ray.profiling.profiles import measure_everything

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megatrain_ray.config.groups import DataConfig, HardwareConfig, NodeConfig, OptimizationConfig, Settings
+from megatrain_ray.config.groups import DataConfig, NodeConfig, OptimizationConfig, Settings
 from megatrain_ray.units import format_ranges, parse_ranges
 
 OTHER_NAMES = {  # names in Transformers' TrainingArguments, and the keys that they correspond to
@@ -50,24 +50,15 @@ EXPECTED = {
 
 
 def describe_problems(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return all problems of a configuration that failed validation, one per line.
-
-    error: what pydantic raised.
-    root: class of the configuration.
-    """
+    """Return all problems of a configuration of the class `root` that failed validation, one per line."""
     problems = error.errors(include_url=False)
     return "\n".join(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
 
 
 def disagreements(config: Settings) -> Iterator[str]:
     """Yield problems of settings that are valid one by one but not together; each line says what to set instead."""
-    model, train = config.model, config.train
-    if model.path is not None and model.config is not None:
-        yield "model.path and model.config are both set: keep path to start from its weights, config for random ones"
-    if model.path is None and model.config is None:
-        yield "model.path or model.config is required: a folder with weights, or a shape to fill with random ones"
-    if model.config is not None and model.path is None and config.data.tokenizer is None:
-        yield "data.tokenizer is required with model.config: a folder with a tokenizer.json, or bytes"
+    train = config.train
+    yield from _model_disagreements(config)
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     if train.warmup_steps > train.steps:
@@ -79,84 +70,89 @@ def disagreements(config: Settings) -> Iterator[str]:
         if group.lr is None and group.weight_decay is None and group.optimizer is None:
             yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
     yield from _node_disagreements(config.hardware.nodes)
+    yield from _gpu_disagreements(config)
     yield from _several_hosts_disagreements(config)
-    yield from _several_gpus_disagreements(config)
-    yield from _upload_disagreements(config.hardware)
     yield from _missing_paths(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
 
 
+def _model_disagreements(config: Settings) -> Iterator[str]:
+    model = config.model
+    if model.path is not None and model.config is not None:
+        yield "model.path and model.config are both set: keep path to start from its weights, config for random ones"
+    if model.path is None and model.config is None:
+        yield "model.path or model.config is required: a folder with weights, or a shape to fill with random ones"
+    if model.config is not None and model.path is None and config.data.tokenizer is None:
+        yield "data.tokenizer is required with model.config: a folder with a tokenizer.json, or bytes"
+
+
+def relative_paths(config: Settings) -> Iterator[str]:
+    """Yield the beginning of a message for each of run_dir and spill.path that is relative."""
+    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
+        if path is not None and not Path(path).is_absolute():
+            yield f"{key}: {path} is relative"
+
+
 def _node_disagreements(nodes: Sequence[NodeConfig]) -> Iterator[str]:
     for k, node in enumerate(nodes):
-        for earlier in range(k):
-            if shared := set(parse_ranges(node.cpus)) & set(parse_ranges(nodes[earlier].cpus)):
-                also = f"hardware.nodes.{earlier} too; give each CPU to one"
-                yield f"hardware.nodes.{k}.cpus: {format_ranges(shared)} is of {also}"
-            if node.gpu and nodes[earlier].gpu:
+        for j, earlier in enumerate(nodes[:k]):
+            for key, remedy in (("cpus", "give each CPU to one"), ("gpus", "each is attached to one")):
+                numbers, others = (set(parse_ranges(getattr(each, key) or "")) for each in (node, earlier))
+                if shared := numbers & others:
+                    yield f"hardware.nodes.{k}.{key}: {format_ranges(shared)} is of hardware.nodes.{j} too; {remedy}"
+            if node.gpu and earlier.gpu:
                 yield (
-                    f"hardware.nodes.{k}.gpu: hardware.nodes.{earlier} has it too, and it is all GPUs; name those of "
-                    "each node as gpus"
+                    f"hardware.nodes.{k}.gpu: hardware.nodes.{j} has it too, and it is all GPUs; name those of each "
+                    "node as gpus"
                 )
-            if shared := set(parse_ranges(node.gpus or "")) & set(parse_ranges(nodes[earlier].gpus or "")):
-                also = f"hardware.nodes.{earlier} too; each is attached to one"
-                yield f"hardware.nodes.{k}.gpus: {format_ranges(shared)} is of {also}"
     if any(node.gpu for node in nodes) and any(node.gpus for node in nodes):
         yield "hardware.nodes: gpu: true is all GPUs, and gpus some of them; give one of the two keys alone"
 
 
-def _upload_disagreements(hardware: HardwareConfig) -> Iterator[str]:
-    """Yield problems of `hardware.all_gather` with the number of GPUs and hosts."""
-    if hardware.all_gather is True and hardware.num_gpus == 1:
-        yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
-    if hardware.all_gather is False and hardware.num_hosts > 1:
-        yield (
-            f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: "
-            f"{hardware.num_hosts} has a part; leave it out"
-        )
-
-
-def _several_hosts_disagreements(config: Settings) -> Iterator[str]:
-    """Yield problems of settings that do not work with several hosts."""
-    num_gpus, num_hosts = config.hardware.num_gpus, config.hardware.num_hosts
+def _gpu_disagreements(config: Settings) -> Iterator[str]:
+    hardware, train = config.hardware, config.train
+    num_gpus, num_hosts = hardware.num_gpus, hardware.num_hosts
     if num_gpus % num_hosts:
         yield (
             f"hardware.num_gpus: {num_gpus}, of all hosts together, cannot be divided among hardware.num_hosts: "
             f"{num_hosts}; set a multiple of {num_hosts}"
         )
-    if num_hosts == 1:
-        return
-    if config.log.trace is not None:
-        yield (
-            f"log.trace goes with one host so far, since clocks of several are not one, and hardware.num_hosts is "
-            f"{num_hosts}; leave one of the two out"
-        )
-    if config.train.optimizer == "muon":
-        yield (
-            f"train.optimizer: muon goes with one host so far, since a matrix would be divided among several, and "
-            f"hardware.num_hosts is {num_hosts}; leave one of the two out"
-        )
-    for key, path in (("run_dir", config.run_dir), ("spill.path", config.spill.path)):
-        if path is not None and not Path(path).is_absolute():
-            yield f"{key}: {path} is relative, and other hosts have other working directories; give an absolute path"
-
-
-def _several_gpus_disagreements(config: Settings) -> Iterator[str]:
-    """Yield problems of settings that do not work with several GPUs."""
-    train, num_gpus = config.train, config.hardware.num_gpus
-    if num_gpus == 1:
-        return
+    if hardware.all_gather is True and num_gpus == 1:
+        yield "hardware.all_gather: true takes several GPUs, and hardware.num_gpus is 1; leave one of the two out"
     if train.split_is_free and (train.batch_size or num_gpus) % num_gpus:
         yield (
             f"train.batch_size: {train.batch_size} sequences cannot be divided among hardware.num_gpus: {num_gpus}; "
             f"set a multiple of {num_gpus}"
         )
-    if config.hardware.cuda_graphs is True:
+    if hardware.cuda_graphs is True and num_gpus > 1:
         yield (
             f"hardware.cuda_graphs: true goes with one GPU so far, and hardware.num_gpus is {num_gpus}; leave one of "
             "the two out"
         )
+
+
+def _several_hosts_disagreements(config: Settings) -> Iterator[str]:
+    num_hosts = config.hardware.num_hosts
+    if num_hosts == 1:
+        return
+    if config.hardware.all_gather is False:
+        yield (
+            f"hardware.all_gather: false needs whole layers on every host, and each of hardware.num_hosts: "
+            f"{num_hosts} has a part; leave it out"
+        )
+    for setting, is_set, why in (
+        ("log.trace", config.log.trace is not None, "clocks of several are not one"),
+        ("train.optimizer: muon", config.train.optimizer == "muon", "a matrix would be divided among several"),
+    ):
+        if is_set:
+            yield (
+                f"{setting} goes with one host so far, since {why}, and hardware.num_hosts is {num_hosts}; leave one "
+                "of the two out"
+            )
+    for problem in relative_paths(config):
+        yield f"{problem}, and other hosts have other working directories; give an absolute path"
 
 
 def _missing_paths(config: Settings) -> Iterator[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megatrain_ray.units import format_ranges, parse_ranges, parse_size
 
@@ -66,16 +65,15 @@ def name_patterns(value: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _weighted_path(source: dict[str, Any] | WeightedPath) -> WeightedPath:
-    if isinstance(source, WeightedPath):
-        return source
-    path, weight = source.get("path"), source.get("weight")
-    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if weight is None or set(source) != {"path", "weight"} or not isinstance(path, str) or not path or not number:
-        raise ValueError(f"expected {{path: a path or a glob, weight: a number}}, got {source!r}")
-    if not (weight > 0 and math.isfinite(weight)):
-        raise ValueError(f"the weight of {path} is {weight}; expected a number more than 0")
-    return WeightedPath(path=path, weight=weight)
+def _weighted_path(source: Any) -> WeightedPath:
+    try:
+        return WeightedPath.model_validate(source)
+    except ValidationError as error:
+        if {problem["type"] for problem in error.errors()} <= {"greater_than", "finite_number"}:
+            message = f"the weight of {source['path']} is {source['weight']}; expected a number more than 0"
+        else:
+            message = f"expected {{path: a path or a glob, weight: a number}}, got {source!r}"
+        raise ValueError(message) from None
 
 
 def model_settings(value: Any) -> dict[str, Any] | str:

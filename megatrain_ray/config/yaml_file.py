@@ -80,9 +80,7 @@ def _problems(tree: Mapping[str, Any]) -> list[str]:
 def _with_origins(problems: Sequence[str], of_file: Sequence[str], path: str, overrides: Mapping[str, str]) -> str:
     """Return the problems grouped by origin: a single line for one problem, otherwise a list under each origin.
 
-    problems: all problems, of the file with the overrides.
-    of_file: problems of the file without overrides.
-    path: path of the file.
+    of_file: those problems that the file has without overrides.
     overrides: text of each override (`train.lr=1e-4`) by its key.
     """
     by_origin: dict[str, list[str]] = {}
@@ -153,7 +151,7 @@ def resume_diff(old: TrainConfig, new: TrainConfig) -> list[str]:
     return [
         f"{key}: {_shown(before.get(key))} -> {_shown(after.get(key))}"
         for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and not _is_free(key)
+        if before.get(key) != after.get(key) and {key, key.partition(".")[0]}.isdisjoint(FREE_ON_RESUME)
     ]
 
 
@@ -188,18 +186,14 @@ def override(tree: dict[str, Any], setting: str) -> None:
     *groups, name = key.split(".")
     if not equals or not all([*groups, name]):
         raise ConfigError(f"override {setting!r}: expected key=value, as in train.lr=1e-4")
-    for depth, group in enumerate(groups):
-        tree = _group(tree, group, ".".join(groups[: depth + 1]), setting)
+    for depth, group in enumerate(groups, start=1):
+        if tree.get(group) is None:
+            tree[group] = {}
+        tree = tree[group]
+        if not isinstance(tree, dict):
+            where = f"override {setting!r}: {'.'.join(groups[:depth])}"
+            raise ConfigError(f"{where} is {_shown(tree)}, expected a mapping to set a key in")
     tree[name] = _parse(text, f"override {setting!r}")
-
-
-def _group(tree: dict[str, Any], name: str, key: str, setting: str) -> dict[str, Any]:
-    if tree.get(name) is None:
-        tree[name] = {}
-    group = tree[name]
-    if not isinstance(group, dict):
-        raise ConfigError(f"override {setting!r}: {key} is {_shown(group)}, expected a mapping to set a key in")
-    return group
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -209,10 +203,6 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _is_free(key: str) -> bool:
-    return key in FREE_ON_RESUME or key.partition(".")[0] in FREE_ON_RESUME
 
 
 def _shown(value: Any) -> str:

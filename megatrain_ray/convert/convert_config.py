@@ -1,7 +1,13 @@
-"""Implements `megatrain convert-config`: translates a configuration of LLaMA-Factory or Axolotl."""
+"""Implements `megatrain convert-config`: translates a configuration of LLaMA-Factory or Axolotl.
+
+Keys are translated by tables. Data sets are translated by `llama_factory_data` and `axolotl_data`: they take the
+configuration file and return our settings of the data sets by dotted key. They raise RefusedError if data sets are
+missing or cannot be translated.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +15,10 @@ from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_settings, read_settings
-from megatrain_ray.convert.data_sets import axolotl_data, llama_factory_data
-from megatrain_ray.convert.key_tables import Findings, Table, apply, load_table
+from megatrain_ray.convert.key_tables import DataSetRules, Findings, RefusedError, Table, apply, load_table, names
 from megatrain_ray.convert.resolve_settings import FREEZING, resolve
 from megatrain_ray.errors import ConfigError
-
-DATA = {"llama_factory": llama_factory_data, "axolotl": axolotl_data}  # by the name of the table
+from megatrain_ray.io.chat.find_chats import FILE_NAME
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,13 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
     be converted to steps and the sequences of the data cannot be counted.
     """
     tree = read_settings(path)
-    tables = {name: load_table(name) for name in DATA}
+    tables = {name: load_table(name) for name in DATA_SETS}
     name = next((name for name, table in tables.items() if table.recognised in tree), None)
     if name is None:
         marks = ", ".join(f"{table.recognised} ({table.tool})" for table in tables.values())
         raise ConfigError(f"{path}: is of no tool that is known here; expected one of the keys {marks}")
     table = tables[name]
-    found = apply(table, tree, DATA[name])
+    found = apply(table, tree, DATA_SETS[name])
     _drop_unused_freezing(table, found, tree)
     refused, report = bool(found.refused), tuple(_report(found))
     if refused and not lenient:
@@ -75,3 +79,109 @@ def _report(found: Findings) -> list[str]:
         "cannot be honoured": found.refused,
     }
     return [line for title, lines in parts.items() if lines for line in (f"{title}:", *(f"  {line}" for line in lines))]
+
+
+def llama_factory_data(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate data sets that the file names as entries of a dataset_info.json."""
+    if tree.get("mix_strategy", "concat") != "concat":
+        raise RefusedError(f"mix_strategy: {load_table('llama_factory').refused['mix_strategy']}")
+    if not tree.get("dataset"):
+        raise RefusedError("dataset: is missing, and data.path is required")
+    folder = Path(str(tree.get("dataset_dir", "data")))
+    if str(folder).startswith(("ONLINE", "REMOTE")):
+        raise RefusedError(f"dataset_dir: {folder}: download the data sets, and name the folder")
+    info, chosen = folder / FILE_NAME, names(tree["dataset"])
+    if tree.get("stage") == "pt":
+        # Texts are packed unless the file says otherwise.
+        return {"data.packing": tree.get("packing", True), **_texts(info, folder, chosen)}
+    found: dict[str, Any] = {"data.path": str(info), "data.dataset": _one_or_all(chosen)}
+    if tree.get("eval_dataset"):
+        found |= {"data.eval_path": str(info), "data.eval_dataset": names(tree["eval_dataset"])}
+    return found
+
+
+def _texts(info: Path, folder: Path, chosen: list[str]) -> dict[str, Any]:
+    """Return settings with the files of texts themselves: our pretraining data do not use dataset_info.json."""
+    try:
+        entries = [json.loads(info.read_text(encoding="utf-8"))[name] for name in chosen]
+        files = [str(folder / entry["file_name"]) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RefusedError(
+            f"dataset: {', '.join(chosen)}: {info} does not tell its file ({error!r}); give data.path"
+        ) from None
+    fields = {entry.get("columns", {}).get("prompt", "text") for entry in entries}
+    if len(fields) > 1:
+        raise RefusedError(f"dataset: its texts stand under several keys ({', '.join(sorted(fields))}); one is read")
+    return {"data.path": _one_or_all(files), "data.text_field": fields.pop()}
+
+
+def axolotl_data(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate data sets that the file lists, which must all be of one kind."""
+    rules = load_table("axolotl").data_sets
+    assert rules is not None
+    texts = tree.get("pretraining_dataset")
+    given = texts or tree.get("datasets")
+    if not given:
+        raise RefusedError("datasets: are missing, and data.path is required")
+    listed = given if isinstance(given, list) else [given]
+    entries = [{"path": item} if isinstance(item, str) else item for item in listed]
+    if texts:
+        entries = [{"type": "pretrain", **item} for item in entries]
+    found = _common(rules, entries) | ({"data.packing": True} if texts else {})
+    if tests := tree.get("test_datasets"):
+        found["data.eval_path"] = _common(rules, tests)["data.path"]
+    return found
+
+
+def _common(rules: DataSetRules, entries: list[Any]) -> dict[str, Any]:
+    kinds = {_kind(rules, entry) for entry in entries}
+    if len(kinds) > 1:
+        raise RefusedError("datasets: are of several types; data of one kind are read")
+    ((kind, layout),) = kinds
+    paths = [path for entry in entries for path in _paths(rules, entry)]
+    found: dict[str, Any] = {"data.kind": kind, "data.path": _one_or_all(paths)}
+    fields = {entry.get("field") or entry.get("text_column") or "text" for entry in entries}
+    if kind == "pretrain" and fields != {"text"}:
+        if len(fields) > 1:
+            raise RefusedError(f"datasets: texts stand under several keys ({', '.join(sorted(fields))}); one is read")
+        found["data.text_field"] = fields.pop()
+    if layout:
+        found["data.chat_format"] = layout
+    return found
+
+
+def _kind(rules: DataSetRules, entry: Any) -> tuple[str, str | None]:
+    """Return data.kind and data.chat_format. Raises RefusedError for a type or key that cannot be followed."""
+    if not isinstance(entry, Mapping):
+        raise RefusedError(f"datasets: expected a mapping, got {entry!r:.60}")
+    where, types = f"datasets: {entry.get('path')}", rules.types
+    kind = entry.get("type") or ""
+    name = kind.partition(".")[0].partition(":")[0] if isinstance(kind, str) else None
+    if name not in types or (name == "alpaca" and kind != "alpaca"):
+        raise RefusedError(f"{where}: type: {kind}: is not here; expected one of {', '.join(filter(None, types))}")
+    for key, value in entry.items():
+        if value in (None, [], {}, False):
+            continue
+        if key not in rules.accepted or ((accepted := rules.accepted[key]) is not None and value not in accepted):
+            raise RefusedError(f"{where}: {key}: {value!r:.60}: cannot be followed; records are read as they stand")
+    return types[name]
+
+
+def _paths(rules: DataSetRules, entry: Mapping[str, Any]) -> list[str]:
+    path, files = str(entry.get("path")), entry.get("data_files")
+    chosen = [files] if isinstance(files, str) else list(files or [])
+    if path in rules.file_formats and chosen:
+        return chosen
+    if not Path(path).exists() and not Path(path).suffix:
+        raise RefusedError(
+            f"datasets: {path}: is no file or folder here; download it (`hf download --repo-type dataset {path}`), and "
+            "name the folder"
+        )
+    return [str(Path(path) / file) for file in chosen] or [path]
+
+
+def _one_or_all(values: Sequence[str]) -> Any:
+    return values if len(values) > 1 else values[0]
+
+
+DATA_SETS = {"llama_factory": llama_factory_data, "axolotl": axolotl_data}  # by the name of the table

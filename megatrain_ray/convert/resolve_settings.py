@@ -6,14 +6,14 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
-from megatrain_ray.convert.conversions import EVERY_LINEAR
+from megatrain_ray.convert.key_tables import EVERY_LINEAR
 from megatrain_ray.errors import ConfigError
 
 FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
@@ -23,10 +23,10 @@ RESOLVED = frozenset(
         "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
         "min_lr_ratio", "method", "beta1", "beta2", "bf16", "tf32", "seed", "data_seed", "save_strategy", "save_steps",
         "saves_per_epoch", "eval_strategy", "eval_steps", "evals_per_epoch", "embedding_lr", "embedding_lr_scale",
-        "lr_groups", "every_linear", "beside", *FREEZING,
+        "lr_groups", "every_linear", "modules_to_save", *FREEZING,
     }
 )  # fmt: skip
-MOST_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up
+MAX_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up
 UNWARMED = "constant without warm-up"  # what shared.yaml makes of a schedule without warm-up
 EMBEDDINGS = ["embed_tokens", "lm_head"]
 GROUPS = ("model", "data", "train", "lora", "hardware")
@@ -63,7 +63,7 @@ def resolve(
         tree["train"]["trainable"] = _trainable_layers(tree["model"], theirs)
     if groups := _parameter_groups(theirs, tree["train"].get("lr", 0.0)):
         tree["train"].setdefault("groups", groups)
-    _resolve_steps(tree, theirs, default_warmup, _Clock(tree, theirs, count or _count_windows))
+    _resolve_steps(tree, theirs, default_warmup, count or _count_windows)
     return {key: tree[key] for key in (*GROUPS, *tree) if key in tree}
 
 
@@ -102,8 +102,8 @@ def _resolve_lora(given: dict[str, Any], theirs: Mapping[str, Any]) -> None:
     if "lora.rank" in lora:
         lora.setdefault("lora.alpha", 2 * lora["lora.rank"])
     given |= lora
-    if beside := theirs.get("beside"):
-        given["train.trainable"] = [*given.get("train.trainable", []), *beside]
+    if modules_to_save := theirs.get("modules_to_save"):
+        given["train.trainable"] = [*given.get("train.trainable", []), *modules_to_save]
 
 
 def _resolve_batch(given: dict[str, Any], num_gpus: int) -> None:
@@ -136,7 +136,7 @@ def _merged(tree: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trainable_layers(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the patterns for `train.trainable` that correspond to LLaMA-Factory's freeze tuning.
+    """Return patterns for `train.trainable` that correspond to LLaMA-Factory's freeze tuning.
 
     The last `freeze_layers` layers are trained, or if it is negative the first ones: of them the modules
     `freeze_modules`, where `all` stands for all of them. Parameters with a text of `freeze_extra` in their name are
@@ -165,9 +165,6 @@ def _parameter_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, An
     """Return the parameter groups that Axolotl makes.
 
     If any key on groups is set, Axolotl puts the embeddings into a group of their own, without decay.
-
-    theirs: Axolotl's values of names in `RESOLVED`.
-    lr: learning rate of the run.
     """
     if not {"embedding_lr", "embedding_lr_scale", "lr_groups"} & theirs.keys():
         return []
@@ -176,22 +173,30 @@ def _parameter_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, An
     return [embeddings, *theirs.get("lr_groups", ())]
 
 
-def _resolve_steps(tree: dict[str, Any], theirs: Mapping[str, Any], default_warmup: float, clock: _Clock) -> None:
+def _resolve_steps(
+    tree: dict[str, Any], theirs: Mapping[str, Any], default_warmup: float, count: Callable[[Mapping[str, Any]], int]
+) -> None:
     """Set everything that is counted in steps, some of which may be given as shares or epochs.
 
     What overrides have set is not changed.
     """
     train = tree["train"]
-    train["steps"] = steps = train.get("steps") or clock.steps()
+
+    @cache  # the data are counted on first use, and only once
+    def epoch_steps() -> float:
+        size = train.get("batch_size") or (train.get("micro_batch_size") or 1) * (train.get("accumulate") or 1)
+        return count(tree) / size
+
+    train["steps"] = steps = train.get("steps") or _steps(theirs, epoch_steps)
     if train["schedule"] == UNWARMED:
         train["schedule"] = "constant"
     else:
         warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), default_warmup, steps)
         train.setdefault("warmup_steps", warmup)
     if "save_every" not in tree:
-        tree["save_every"] = clock.every("save", steps)
+        tree["save_every"] = _every("save", theirs, steps, epoch_steps)
     if "eval_path" in tree["data"] and "eval_every" not in tree:
-        tree["eval_every"] = clock.every("eval", steps) or steps
+        tree["eval_every"] = _every("eval", theirs, steps, epoch_steps) or steps
 
 
 def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int) -> int:
@@ -200,42 +205,27 @@ def _warmup(warmup: float | None, ratio: float | None, default: float, steps: in
         return min(int(warmup), steps)
     share = warmup or ratio
     if share is None and warmup is None:
-        return min(int(default * steps), MOST_WARMUP_STEPS)
+        return min(int(default * steps), MAX_WARMUP_STEPS)
     return min(math.ceil((share or 0.0) * steps), steps)
 
 
-class _Clock:
-    """Converts epochs to steps. The data are counted on first use, and only once."""
+def _steps(theirs: Mapping[str, Any], epoch_steps: Callable[[], float]) -> int:
+    if (most := theirs.get("max_steps", -1)) > 0:
+        return int(most)
+    return math.ceil(float(theirs["epochs"]) * epoch_steps())
 
-    def __init__(
-        self, tree: Mapping[str, Any], theirs: Mapping[str, Any], count: Callable[[Mapping[str, Any]], int]
-    ) -> None:
-        self._tree = tree
-        self._theirs = theirs
-        self._count = count
 
-    def steps(self) -> int:
-        if (most := self._theirs.get("max_steps", -1)) > 0:
-            return int(most)
-        return math.ceil(float(self._theirs["epochs"]) * self._per_epoch)
-
-    def every(self, what: str, steps: int) -> int:
-        """Return the number of steps between saves or evaluations; 0 if there are none before the end."""
-        strategy = self._theirs.get(f"{what}_strategy")
-        if strategy == "no":
-            return 0
-        if times := self._theirs.get(f"{what}s_per_epoch"):
-            return math.ceil(self._per_epoch / float(times))
-        if strategy == "epoch":
-            return math.ceil(self._per_epoch)
-        number = float(self._theirs.get(f"{what}_steps") or 0)
-        return math.ceil(number * steps) if number < 1 else int(number)
-
-    @cached_property
-    def _per_epoch(self) -> float:
-        train = self._tree["train"]
-        size = train.get("batch_size") or (train.get("micro_batch_size") or 1) * (train.get("accumulate") or 1)
-        return self._count(self._tree) / size
+def _every(what: str, theirs: Mapping[str, Any], steps: int, epoch_steps: Callable[[], float]) -> int:
+    """Return the number of steps between saves or evaluations; 0 if there are none before the end."""
+    strategy = theirs.get(f"{what}_strategy")
+    if strategy == "no":
+        return 0
+    if times := theirs.get(f"{what}s_per_epoch"):
+        return math.ceil(epoch_steps() / float(times))
+    if strategy == "epoch":
+        return math.ceil(epoch_steps())
+    number = float(theirs.get(f"{what}_steps") or 0)
+    return math.ceil(number * steps) if number < 1 else int(number)
 
 
 def _count_windows(tree: Mapping[str, Any]) -> int:

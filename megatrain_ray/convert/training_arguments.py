@@ -20,8 +20,6 @@ def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | No
 
     Without other settings each record becomes a row of its own. Fields of `args` without a meaning here are printed.
 
-    args: a TrainingArguments object.
-    settings: our settings, nested.
     num_records: number of training records, which converts epochs to steps; None if it is not known.
 
     Raises ConfigError if fields cannot be honoured.

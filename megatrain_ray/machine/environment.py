@@ -21,10 +21,7 @@ PACKAGES = ("torch", "transformers", "ray")
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """Return a description of this machine.
-
-    device: device of the plan; cuda includes the GPU.
-    """
+    """Return a description of this machine, and of its GPU if the device of the plan is cuda."""
     has_gpu = device == "cuda"
     return {
         "gpu": device_name() if has_gpu else None,

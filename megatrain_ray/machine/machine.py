@@ -13,7 +13,7 @@ from megatrain_ray.engine.device.numa_homes import Gpu
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine.numa_topology import gpu_node, named_gpus, named_nodes, read_topology
-from megatrain_ray.machine.proc_files import cgroup_folders, read_text
+from megatrain_ray.machine.proc_files import cgroup_folders, meminfo, read_text
 
 UNLIMITED = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
@@ -73,7 +73,6 @@ def _hbm_bytes(hardware: HardwareConfig, *, imagined: bool) -> int | None:
 
 
 def allowed_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -91,7 +90,8 @@ def driver_version(root: Path = Path("/")) -> str:
 
 def ram_bytes(root: Path = Path("/")) -> int:
     """Return bytes of memory: the smallest of MemTotal and the limits of the cgroups that this process is in."""
-    return min([_mem_total(root / "proc/meminfo"), *cgroup_limits(root)])
+    total = meminfo(root, "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *cgroup_limits(root)])
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[int]:
@@ -100,10 +100,3 @@ def cgroup_limits(root: Path = Path("/")) -> list[int]:
     files += [folder / "memory.limit_in_bytes" for folder in cgroup_folders(root, "memory", "sys/fs/cgroup/memory")]
     limits = (read_text(file) for file in files)
     return [int(text) for text in limits if text.isdigit() and int(text) < UNLIMITED]
-
-
-def _mem_total(path: Path) -> int:
-    for line in read_text(path).splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain_ray.config.groups import NodeConfig
@@ -41,11 +42,7 @@ class NodeFacts:
     total_bytes: int
     free_bytes: int
     may_hold: bool
-    distances: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def has_cpus(self) -> bool:
-        return bool(self.cpus)
+    distances: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Topology:
         return tuple(
             NumaNode(node.number, cores_of(node.cpus, self.siblings), self._nearest_memory(node))
             for node in self.nodes
-            if node.has_cpus
+            if node.cpus
         )
 
     def _nearest_memory(self, node: NodeFacts) -> int:
@@ -87,11 +84,12 @@ def read_topology(root: Path = Path("/"), allowed: Set[int] | None = None) -> To
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else frozenset(allowed)
     cpus = _within(allowed, _limits(root, "Cpus_allowed_list", "cpuset.cpus.effective", "cpuset.effective_cpus"))
     numbers = _numbers(root)
-    mems = _within(
-        frozenset(numbers), _limits(root, "Mems_allowed_list", "cpuset.mems.effective", "cpuset.effective_mems")
-    )
+    limits = _limits(root, "Mems_allowed_list", "cpuset.mems.effective", "cpuset.effective_mems")
+    mems = _within(frozenset(numbers), limits)
     nodes = tuple(_node(root, number, numbers, cpus, mems) for number in numbers)
-    return Topology(nodes, cpus, _siblings(root, cpus))
+    folder = root / "sys/devices/system/cpu"
+    siblings = {cpu: _ranges(read_text(folder / f"cpu{cpu}/topology/thread_siblings_list")) for cpu in cpus}
+    return Topology(nodes, cpus, siblings)
 
 
 def gpu_node(address: str | None, root: Path = Path("/")) -> int | None:
@@ -130,7 +128,7 @@ def _node(root: Path, number: int, numbers: Sequence[int], cpus: Set[int], mems:
     distances = map(int, read_text(folder / "distance").split())
     return NodeFacts(
         number,
-        frozenset(_ranges(read_text(folder / "cpulist")) & cpus),
+        _ranges(read_text(folder / "cpulist")) & cpus,
         total,
         memory.get("MemFree", 0),
         total > 0 and number in mems,
@@ -138,13 +136,8 @@ def _node(root: Path, number: int, numbers: Sequence[int], cpus: Set[int], mems:
     )
 
 
-def _siblings(root: Path, cpus: Iterable[int]) -> dict[int, frozenset[int]]:
-    folder = root / "sys/devices/system/cpu"
-    return {cpu: frozenset(_ranges(read_text(folder / f"cpu{cpu}/topology/thread_siblings_list"))) for cpu in cpus}
-
-
 def _limits(root: Path, status: str, v2: str, v1: str) -> Iterator[frozenset[int]]:
-    """Yield each set of CPUs or nodes that this process is limited to."""
+    """Yield each set of CPUs or nodes that this process is limited to, from its status and by each kind of cgroup."""
     lines = read_text(root / "proc/self/status").splitlines()
     yield from (_ranges(line.partition(":")[2]) for line in lines if line.startswith(f"{status}:"))
     yield from (_ranges(read_text(folder / v2)) for folder in cgroup_folders(root, "", "sys/fs/cgroup"))
@@ -163,10 +156,9 @@ def _within(every: frozenset[int], limits: Iterable[frozenset[int]]) -> frozense
 
 def _ranges(text: str) -> frozenset[int]:
     """Return the numbers in a list of the kernel; empty if the text has another format."""
-    try:
+    with suppress(ValueError):
         return frozenset(parse_ranges(text))
-    except ValueError:
-        return frozenset()
+    return frozenset()
 
 
 def named_nodes(settings: Sequence[NodeConfig], found: Topology, *, imagined: bool = False) -> tuple[NumaNode, ...]:
@@ -177,12 +169,11 @@ def named_nodes(settings: Sequence[NodeConfig], found: Topology, *, imagined: bo
 
     Raises ConfigError if CPUs are named that this process may not use, or nodes without memory that it may use.
     """
+    memory = [k if node.memory is None else node.memory for k, node in enumerate(settings)]
     if not imagined:
-        _check_nodes(settings, found)
-    return tuple(
-        NumaNode(k, cores_of(parse_ranges(node.cpus), found.siblings), k if node.memory is None else node.memory)
-        for k, node in enumerate(settings)
-    )
+        _check_nodes(settings, memory, found)
+    cpus = [parse_ranges(node.cpus) for node in settings]
+    return tuple(NumaNode(k, cores_of(cpus[k], found.siblings), memory[k]) for k in range(len(settings)))
 
 
 def named_gpus(
@@ -209,7 +200,8 @@ def named_gpus(
     return tuple(Gpu(address, of_gpu.get(number, of_all)) for number, address in enumerate(addresses))
 
 
-def _check_nodes(settings: Sequence[NodeConfig], found: Topology) -> None:
+def _check_nodes(settings: Sequence[NodeConfig], memory: Sequence[int], found: Topology) -> None:
+    """Raise ConfigError as `named_nodes` does. `memory` is the number of each node's memory."""
     holding = [node.number for node in found.nodes if node.may_hold]
     for k, node in enumerate(settings):
         if missing := set(parse_ranges(node.cpus)) - found.allowed:
@@ -217,9 +209,8 @@ def _check_nodes(settings: Sequence[NodeConfig], found: Topology) -> None:
                 f"hardware.nodes.{k}.cpus: {node.cpus}: this process may not use {format_ranges(missing)}, only "
                 f"{format_ranges(found.allowed)}"
             )
-        memory = k if node.memory is None else node.memory
-        if holding and memory not in holding and len(settings) > 1:
+        if holding and memory[k] not in holding and len(settings) > 1:
             raise ConfigError(
-                f"hardware.nodes.{k}.memory: the kernel has no node {memory} with memory that this process may take: "
-                f"expected one of {format_ranges(holding)}"
+                f"hardware.nodes.{k}.memory: the kernel has no node {memory[k]} with memory that this process may "
+                f"take: expected one of {format_ranges(holding)}"
             )

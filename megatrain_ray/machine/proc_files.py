@@ -14,6 +14,12 @@ def read_text(path: Path) -> str:
         return ""
 
 
+def meminfo(root: Path, name: str) -> int:
+    """Return a value of /proc/meminfo in bytes; 0 if the kernel does not report it."""
+    lines = read_text(root / "proc/meminfo").splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
 def cgroup_folders(root: Path, controller: str, mount: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors below `mount`, and `mount` itself.
 

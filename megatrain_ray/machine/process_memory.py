@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -38,10 +37,7 @@ def pss(pid: int) -> dict[str, int]:
 
 
 def pss_of_run(actors: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the memory of each actor, of this driver, and of Ray's own processes together.
-
-    actors: process ids by name.
-    """
+    """Return the memory of the actors, given as process ids by name, of this driver, and of Ray's own processes."""
     driver = os.getpid()
     of_ray: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
     for process in psutil.Process(driver).children(recursive=True):
@@ -57,8 +53,7 @@ def device_memory(pid: int) -> GpuMemoryUse:
     In a container NVML may list it under another process id. If only one process uses any GPU, that one is assumed.
     """
     try:
-        with _nvml() as nvml:
-            used = dict(_used_by_pid(nvml))
+        used = _used_by_pid()
     except ImportError:
         return GpuMemoryUse(None, "nvidia-ml-py is not installed: pip install 'megatrain-ray[nvml]'")
     except Exception as error:  # NVMLError, which cannot be named: its module may be missing
@@ -70,19 +65,13 @@ def device_memory(pid: int) -> GpuMemoryUse:
     return GpuMemoryUse(None, f"NVML lists {len(used)} processes, none with the pid {pid}")
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
+def _used_by_pid() -> dict[int, int]:
     import pynvml  # an extra
 
     pynvml.nvmlInit()
     try:
-        yield pynvml
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        processes = [process for handle in handles for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
     finally:
         pynvml.nvmlShutdown()
-
-
-def _used_by_pid(nvml: Any) -> Iterator[tuple[int, int]]:
-    for index in range(nvml.nvmlDeviceGetCount()):
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(index)):
-            if process.usedGpuMemory is not None:
-                yield process.pid, process.usedGpuMemory
+    return {process.pid: process.usedGpuMemory for process in processes if process.usedGpuMemory is not None}

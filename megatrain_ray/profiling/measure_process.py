@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -38,14 +36,10 @@ def print_link() -> None:
 
     sys.argv[1]: number of GPUs, the first ones in torch's order.
     """
-    print(min(measure_link(partial(_exchange, one, other)) for one, other in neighbours(int(sys.argv[1]))))
+    count = int(sys.argv[1])
+    num_pairs = count if count > 2 else 1  # two GPUs are one pair of neighbours, not two
+    print(min(_link_rate(k, (k + 1) % count) for k in range(num_pairs)))
 
 
-def neighbours(count: int) -> list[tuple[int, int]]:
-    """Return each pair of neighbours once, of a ring of `count` GPUs (two or more)."""
-    pairs = [(k, (k + 1) % count) for k in range(count)]
-    return pairs if count > 2 else pairs[:1]
-
-
-def _exchange(one: int, other: int, num_bytes: int) -> Callable[[int], None]:
-    return PeerCopies(num_bytes, one, other).run
+def _link_rate(one: int, other: int) -> float:
+    return measure_link(lambda num_bytes: PeerCopies(num_bytes, one, other).run)

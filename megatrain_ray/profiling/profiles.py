@@ -10,8 +10,8 @@ import hashlib
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +20,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.engine.device.cuda_info import device_name, num_gpus, pci_addresses, total_memory_bytes
-from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName
+from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName, Rate
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.machine.machine import allowed_cpus, cpu_name, driver_version
-from megatrain_ray.profiling.gpu_link_cache import read_links, set_name, write_links
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,12 @@ MEASURE_S = 300.0  # time limit of a measurement
 LINK_S = 60.0  # time limit for the link, which may hang if GPUs cannot access each other's memory,
 PAIR_S = 10.0  # plus this for each GPU
 NO_PARTS = "nothing is uploaded in parts by itself; megatrain doctor --measure tries again"
+
+
+# Bytes per second by set of GPUs: some GPUs of a machine may be linked directly and others not. None: the measurement
+# hung and is not to be repeated.
+Links = Mapping[str, Rate | None]
+_LINKS: TypeAdapter[Links] = TypeAdapter(dict[str, Rate | None])
 
 
 def this_machine(device: str) -> MachineName:
@@ -132,12 +137,15 @@ def _with_link(profile: HardwareProfile, host_gpus: int) -> HardwareProfile:
     return replace(profile, gpu_link_bytes_per_s=rate)
 
 
-def _links(machine: MachineName) -> Mapping[str, float | None]:
-    """Return the kept links between GPUs; none if there is no cache."""
-    try:
-        return read_links(profile_file(machine).with_suffix(LINKS))
-    except RuntimeError:
-        return {}
+def _links(machine: MachineName) -> Links:
+    """Return the kept links between GPUs; none if there is no cache, or the file is missing or damaged."""
+    with suppress(RuntimeError):
+        file = profile_file(machine).with_suffix(LINKS)
+        try:
+            return _LINKS.validate_json(file.read_bytes()) if file.exists() else {}
+        except (OSError, ValidationError) as error:
+            log.warning("measured links between GPUs are left out: cannot read %s: %s", file, error)
+    return {}
 
 
 def _num_gpus(count: int) -> int:
@@ -145,17 +153,17 @@ def _num_gpus(count: int) -> int:
 
 
 def _gpus(count: int) -> str:
-    """Return the GPUs that Ray assigns to a run on an embedded Ray: the first visible ones."""
-    return set_name(pci_addresses()[:count])
+    """Return the name of the set of GPUs that Ray assigns to a run on an embedded Ray: the first visible ones.
+
+    It consists of PCI addresses, or else indices, in the order in which a process sees them.
+    """
+    return " ".join(address or str(index) for index, address in enumerate(pci_addresses()[:count]))
 
 
 def measure_here(device: str) -> HardwareProfile:
     """Measure this machine in a process of its own and keep the result. Raises MegatrainError if that fails."""
     profile = HardwareProfile.from_json(_run("print_profile", MEASURE_S, device))
-    with _warned_if_not_kept():
-        file = profile_file(profile.machine)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, profile.to_json())
+    keep(lambda: profile_file(profile.machine), profile.to_json())
     return profile
 
 
@@ -194,9 +202,8 @@ def measure_link_here(profile: HardwareProfile, host_gpus: int) -> HardwareProfi
     return replace(profile, gpu_link_bytes_per_s=bytes_per_s)
 
 
-def _keep_links(machine: MachineName, links: Mapping[str, float | None]) -> None:
-    with _warned_if_not_kept():
-        write_links(profile_file(machine).with_suffix(LINKS), links)
+def _keep_links(machine: MachineName, links: Links) -> None:
+    keep(lambda: profile_file(machine).with_suffix(LINKS), _LINKS.dump_json(links, indent=1).decode() + "\n")
 
 
 def _run(function: str, bound_s: float, *arguments: str) -> str:
@@ -219,11 +226,15 @@ def _run(function: str, bound_s: float, *arguments: str) -> str:
     return done.stdout
 
 
-@contextmanager
-def _warned_if_not_kept() -> Iterator[None]:
-    """Log a warning if the block fails to keep a measurement: this run can use it all the same."""
+def keep(path: Callable[[], Path], text: str) -> None:
+    """Write a measurement to the cache. A failure is only logged: this run can use the measurement all the same.
+
+    path: returns the file, or raises RuntimeError if there is no cache.
+    """
     try:
-        yield
+        file = path()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
     except (OSError, RuntimeError, MegatrainError) as error:
         log.warning("what was measured is not kept: %s", error)
 

@@ -23,12 +23,12 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile, Rate
 from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.disk_errors import free_bytes
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.storage.disk_rate import measure_mixed
 from megatrain_ray.io.storage.kvikio_store import unusable
+from megatrain_ray.profiling.profiles import keep
 from megatrain_ray.profiling.spill_folder import check_folder, memory_warning, nearest
 
 log = logging.getLogger(__name__)
@@ -51,12 +51,8 @@ class DiskRate:
     device: int
     bytes_per_s: dict[str, Rate]
 
-    def knows(self, ways: Sequence[DiskWay]) -> bool:
-        return {str(way) for way in ways} <= self.bytes_per_s.keys()
-
 
 _DISK_RATE = TypeAdapter(DiskRate)
-UNKNOWN = DiskRate(2, "", 0, {})
 
 
 def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) -> Machine:
@@ -71,20 +67,21 @@ def with_spill(machine: Machine, spill: SpillConfig, *, imagined: bool = False) 
         return machine
     folder = Path(spill.path).absolute()
     is_here = check_folder(folder, make=not imagined)
-    if is_here and (told := memory_warning(folder)):
-        log.warning("%s", told)
+    if is_here and (warning := memory_warning(folder)):
+        log.warning("%s", warning)
     limit_bytes = spill.limit or ANY_ROOM
     if is_here:
         limit_bytes = min(limit_bytes, max(0, free_bytes(folder) - MARGIN_BYTES))
-    able = _able(folder, spill) if is_here else _asked(spill)
+    usable = _usable_ways(folder, spill) if is_here else (_requested_way(spill),)
     if machine.profile and machine.profile.disk_bytes_per_s:
-        ways, rates = _of_profile(machine.profile, able)
-        return replace(machine, spill=_space(limit_bytes, ways, rates))
-    known, ways = _kept(folder), _with_plain(able)
-    if is_here and limit_bytes and not known.knows(ways):
-        known = _measured(folder, ways)
-    rates = known.bytes_per_s
-    return replace(machine, spill=_space(limit_bytes, able, rates))
+        rates = _rates_of_profile(machine.profile, usable[0])
+    else:
+        rates = _cached_rates(folder)
+        # Activations are never compressed, so the method without compression is measured as well.
+        needed = tuple(dict.fromkeys(each for way in usable for each in (_plain(way), way)))
+        if is_here and limit_bytes and not {str(way) for way in needed} <= rates.keys():
+            rates = _measure_rates(folder, needed)
+    return replace(machine, spill=_spill_space(limit_bytes, usable, rates))
 
 
 def rate_file(folder: Path) -> Path:
@@ -102,33 +99,33 @@ def forget_rates() -> None:
                 file.unlink()
 
 
-def _asked(spill: SpillConfig) -> tuple[DiskWay, ...]:
+def _requested_way(spill: SpillConfig) -> DiskWay:
     """Return the method that the settings name; the simplest one if they say auto."""
-    return (DiskWay(DiskIo.POSIX if spill.io == "auto" else DiskIo(spill.io), spill.compression == "zstd"),)
+    return DiskWay(DiskIo.POSIX if spill.io == "auto" else DiskIo(spill.io), spill.compression == "zstd")
 
 
-def _able(folder: Path, spill: SpillConfig) -> tuple[DiskWay, ...]:
+def _usable_ways(folder: Path, spill: SpillConfig) -> tuple[DiskWay, ...]:
     """Return the methods that may be chosen for the folder, simplest first.
 
     Raises ConfigError if kvikio is set and does not work.
     """
-    asked = _asked(spill)[0]
-    packed = (False, True) if spill.compression == "auto" else (asked.packed,)
-    return tuple(itertools.starmap(DiskWay, itertools.product(_able_io(folder, spill.io, asked.io), packed)))
+    requested = _requested_way(spill)
+    packed = (False, True) if spill.compression == "auto" else (requested.packed,)
+    return tuple(itertools.starmap(DiskWay, itertools.product(_usable_io(folder, spill.io, requested.io), packed)))
 
 
-def _able_io(folder: Path, io: str, asked: DiskIo) -> tuple[DiskIo, ...]:
+def _usable_io(folder: Path, io: str, requested: DiskIo) -> tuple[DiskIo, ...]:
     if io == "posix" or (io == "auto" and importlib.util.find_spec("kvikio") is None):
-        return (asked,)
+        return (requested,)
     if (reason := unusable(folder)) is None:
-        return (asked, DiskIo.KVIKIO) if io == "auto" else (asked,)
+        return (requested, DiskIo.KVIKIO) if io == "auto" else (requested,)
     if io == "kvikio":
         raise ConfigError(
             f"spill.io: kvikio does not work for {folder}: {reason}; docs/hardware_profile.md says what it needs, auto "
             "and posix do without"
         )
     log.warning("kvikio is installed and not used for spill.path: %s", reason)
-    return (asked,)
+    return (requested,)
 
 
 def _plain(way: DiskWay) -> DiskWay:
@@ -136,73 +133,60 @@ def _plain(way: DiskWay) -> DiskWay:
     return way._replace(packed=False)
 
 
-def _with_plain(able: Sequence[DiskWay]) -> tuple[DiskWay, ...]:
-    return tuple(dict.fromkeys(each for way in able for each in (_plain(way), way)))
-
-
-def _of_profile(profile: HardwareProfile, able: Sequence[DiskWay]) -> tuple[Sequence[DiskWay], Mapping[str, float]]:
-    """Return the methods whose rates the profile has, and the rates by name.
-
-    With one rate, that is the simplest method; with two, the method without and with compression.
-    """
+def _rates_of_profile(profile: HardwareProfile, simplest: DiskWay) -> Mapping[str, float]:
+    """Return the rates of the profile by method: of the simplest one, or of that without and with compression."""
     rate, plain = profile.disk_bytes_per_s or 0.0, profile.disk_plain_bytes_per_s
     if plain is None:
-        return able[:1], {str(able[0]): rate}
-    rates = {str(_plain(able[0])): plain, str(able[0]._replace(packed=True)): rate}
-    return [way for way in able if str(way) in rates], rates
+        return {str(simplest): rate}
+    return {str(_plain(simplest)): plain, str(simplest._replace(packed=True)): rate}
 
 
-def _space(limit_bytes: int, able: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
-    rate, way = _fastest(able, rates)
+def _spill_space(limit_bytes: int, usable: Sequence[DiskWay], rates: Mapping[str, float]) -> SpillSpace:
+    rate, way = _fastest(usable, rates)
     if not way.packed:
         return SpillSpace(limit_bytes, rate, way)
-    return SpillSpace(limit_bytes, rate, way, rates.get(str(_plain(way))), _plain(way) in able)
+    return SpillSpace(limit_bytes, rate, way, rates.get(str(_plain(way))), _plain(way) in usable)
 
 
-def _fastest(able: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:
+def _fastest(usable: Sequence[DiskWay], rates: Mapping[str, float]) -> tuple[float, DiskWay]:
     """Return the rate in bytes per second of the fastest method, and the method.
 
     If nothing was measured, that is the simplest method at a typical rate.
     """
-    best_rate, best = 0.0, able[0]
-    for way in able:
+    best_rate, best = 0.0, usable[0]
+    for way in usable:
         rate = rates.get(str(way), 0.0)
         if rate > best_rate * GAIN:
             best_rate, best = rate, way
     return best_rate or TYPICAL_DISK_BYTES_PER_S, best
 
 
-def _kept(folder: Path) -> DiskRate:
-    """Return the rates in the cache; without rates if nothing was measured or the file is damaged."""
+def _cached_rates(folder: Path) -> Mapping[str, float]:
+    """Return the rates in the cache; none if nothing was measured or the file is damaged."""
     try:
-        return _DISK_RATE.validate_json(rate_file(folder).read_bytes())
+        return _DISK_RATE.validate_json(rate_file(folder).read_bytes()).bytes_per_s
     except FileNotFoundError:
-        return UNKNOWN
+        pass
     except (OSError, RuntimeError, ValidationError) as error:
         log.warning("what was measured of the disk of spill.path is left out: %s", error)
-        return UNKNOWN
+    return {}
 
 
-def _measured(folder: Path, able: Sequence[DiskWay]) -> DiskRate:
+def _measure_rates(folder: Path, ways: Sequence[DiskWay]) -> Mapping[str, float]:
     """Measure the disk with all these methods and keep the result.
 
     A failed measurement is logged and does not prevent the training; the result then has no rates.
     """
     try:
-        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in able}
+        rates = {str(way): measure_mixed(folder, PROBE_BYTES, way) for way in ways}
     except MegatrainError as error:
         log.warning("spill.path is taken to be on a typical NVMe drive: %s", error)
-        return UNKNOWN
+        return {}
     by = ", ".join(f"{rate / 1e9:.2f} GB/s by {way}" for way, rate in rates.items())
     say(f"measured the disk of {folder}, which is done once: {by}, read and written at the same time")
     found = DiskRate(2, str(folder), _device_of(folder), rates)
-    try:
-        file = rate_file(folder)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, _DISK_RATE.dump_json(found).decode())
-    except (OSError, RuntimeError, MegatrainError) as error:
-        log.warning("what was measured is not kept: %s", error)
-    return found
+    keep(lambda: rate_file(folder), _DISK_RATE.dump_json(found).decode())
+    return rates
 
 
 def _device_of(folder: Path) -> int:

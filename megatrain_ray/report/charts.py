@@ -14,10 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-MOST_BUCKETS = 300  # buckets of steps of a line; the extremes of each are drawn
-MOST_BARS = 120
-BEYOND = 3.0  # frame end as a multiple of the NEARLY_ALL quantile: the step that compiles would flatten the others
-NEARLY_ALL = 0.95
+MAX_BUCKETS = 300  # buckets of steps of a line; the extremes of each are drawn
+MAX_BARS = 120
+# Bars beyond this multiple of this quantile are cut off: the step that compiles would flatten the others.
+FRAME_FACTOR = 3.0
+FRAME_QUANTILE = 0.95
 SIZE = 5.6, 2.7  # inches
 # The page replaces these colours by its own, which depend on the reader's light or dark mode.
 COLORS = {
@@ -72,10 +73,10 @@ def stacked_chart(title: str, rows: Sequence[tuple[int, Mapping[str, float]]], u
     if not rows:
         return None
     steps, parts = np.array([step for step, _ in rows]), np.array([list(part.values()) for _, part in rows])
-    starts = _bucket_edges(len(rows), MOST_BARS)[:-1]
+    starts = _bucket_edges(len(rows), MAX_BARS)[:-1]
     means = np.add.reduceat(parts, starts) / np.diff([*starts, len(rows)])[:, None]
     totals = means.sum(axis=1)
-    top = min(totals.max(), BEYOND * np.quantile(totals, NEARLY_ALL, method="lower")) or 1.0
+    top = min(totals.max(), FRAME_FACTOR * np.quantile(totals, FRAME_QUANTILE, method="lower")) or 1.0
     levels = np.minimum(np.cumsum(means, axis=1), top).T
     edges = [*steps[starts], steps[-1] + 1]
     figure, axes = _frame((edges[0], edges[-1]))
@@ -88,16 +89,16 @@ def stacked_chart(title: str, rows: Sequence[tuple[int, Mapping[str, float]]], u
     return Chart(title, _svg(figure, axes), note)
 
 
-def decimate(points: Sequence[Point], most_buckets: int = MOST_BUCKETS) -> list[Point]:
-    """Return at most 2 * `most_buckets` + 2 of the points, in their order.
+def decimate(points: Sequence[Point], max_buckets: int = MAX_BUCKETS) -> list[Point]:
+    """Return at most 2 * `max_buckets` + 2 of the points, in their order.
 
     These are the lowest and the highest of each bucket, and the first and the last of all.
     """
-    if len(points) <= 2 * most_buckets:
+    if len(points) <= 2 * max_buckets:
         return list(points)
     values = np.array([value for _, value in points])
     kept = {0, len(points) - 1}
-    for start, stop in pairwise(_bucket_edges(len(points), most_buckets)):
+    for start, stop in pairwise(_bucket_edges(len(points), max_buckets)):
         kept |= {start + int(values[start:stop].argmin()), start + int(values[start:stop].argmax())}
     return [points[k] for k in sorted(kept)]
 

@@ -21,8 +21,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.report.comparison_table import ComparedTerm, compared_terms
-from megatrain_ray.report.measured_starts import compare_starts
+from megatrain_ray.report.measured_starts import compare_starts, compared_terms
 from megatrain_ray.report.run_state import RunState, read_state
 from megatrain_ray.run.run_files import REPORT_NAME, RunFiles
 from megatrain_ray.run.run_history import read_history
@@ -59,7 +58,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 @contextmanager
-def report_behind(run_dir: Path) -> Iterator[None]:
+def report_at_end(run_dir: Path) -> Iterator[None]:
     """Write the page when the block ends, with or without an exception. A failure to write it is only logged."""
     try:
         yield
@@ -71,10 +70,7 @@ def report_behind(run_dir: Path) -> Iterator[None]:
 
 
 def render(files: RunFiles, now_s: float) -> str:
-    """Return the page as text. Raises ConfigError if the run cannot be read.
-
-    now_s: current time, seconds since 1970.
-    """
+    """Return the page as text, as of `now_s` (seconds since 1970). Raises ConfigError if the run cannot be read."""
     config, rows, evaluations = files.read_config(), files.rows(), files.evaluations()
     state, plan = read_state(files, config, rows, now_s), files.read_plan()
     history = read_history(files.path)
@@ -91,7 +87,10 @@ def render(files: RunFiles, now_s: float) -> str:
         facts=_facts(rows, evaluations, state),
         charts=_charts(rows, evaluations),
         tiers=list(_tiers(plan, rows)) if plan else [],
-        comparisons=_comparisons(files),
+        comparisons=[
+            (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
+            for found in reversed(compare_starts(files))
+        ],
         events=[_event(row) for row in history],
         surroundings=_surroundings(history),
         config=dump_config(config),
@@ -99,13 +98,12 @@ def render(files: RunFiles, now_s: float) -> str:
 
 
 def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
-    """Return the facts at the top of the page, by name."""
     facts = {"step": f"{state.step:,} of {state.steps:,}"}
     usual = [row for row in rows[1:] or rows if _number(row, "step_s")]
     if rows:
-        facts["loss"] = _shown(_number(rows[-1], "loss"), "not finite")
+        facts["loss"] = _loss(rows[-1], "loss")
     if evaluations:
-        facts["held-out loss"] = _shown(_number(evaluations[-1], "eval_loss"), "not finite")
+        facts["held-out loss"] = _loss(evaluations[-1], "eval_loss")
     if usual:
         facts["median step"] = f"{statistics.median(row['step_s'] for row in usual):.3g} s"
     for key, name in (("tokens_per_s", "tokens/s"), ("model_tflops", "model TFLOPS")):
@@ -120,6 +118,11 @@ def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
     if state.faults:
         facts["deaths"] = f"{len(state.faults):,}"
     return facts
+
+
+def _loss(row: Mapping[str, Any], key: str) -> str:
+    value = _number(row, key)
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
@@ -150,7 +153,7 @@ def _points(rows: Rows, key: str) -> list[tuple[int, float]]:
 
 def _parts(rows: Rows) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield for each step the seconds of compute and of its waits by cause."""
-    causes = list(dict.fromkeys(cause for row in rows[-1:] for cause in row.get("exposed_s") or ()))
+    causes = list(rows[-1].get("exposed_s") or ()) if rows else []
     for row in rows:
         exposed, step_s = row.get("exposed_s"), _number(row, "step_s")
         if isinstance(exposed, Mapping) and step_s is not None:
@@ -176,29 +179,20 @@ def _tiers(plan: Plan, rows: Rows) -> Iterator[dict[str, Any]]:
         }
 
 
-def _comparisons(files: RunFiles) -> list[tuple[str, list[ComparedTerm]]]:
-    """Return the comparison of each start, newest first."""
-    starts = compare_starts(files)
-    return [
-        (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
-        for found in reversed(starts)
-    ]
-
-
 def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return time, kind and details of an event of the run's history."""
     match row["what"]:
         case "start":
-            told = f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}"
+            details = f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}"
         case "died":
-            told = f"{row.get('process')}, after step {row.get('step')}"
+            details = f"{row.get('process')}, after step {row.get('step')}"
         case "replaced":
-            told = f"{row.get('process')}, in {row.get('took_s', math.nan):.1f} s"
+            details = f"{row.get('process')}, in {row.get('took_s', math.nan):.1f} s"
         case "memory":
-            told = f"host memory of all processes: {format_bytes(row.get('pss_bytes', 0))}"
+            details = f"host memory of all processes: {format_bytes(row.get('pss_bytes', 0))}"
         case _:
-            told = f"{row.get('how', '')}{': ' if row.get('reason') else ''}{row.get('reason') or ''}"
-    return _moment(row["unix_s"]), str(row["what"]), told
+            details = f"{row.get('how', '')}{': ' if row.get('reason') else ''}{row.get('reason') or ''}"
+    return _moment(row["unix_s"]), str(row["what"]), details
 
 
 def _surroundings(history: Rows) -> dict[str, str]:
@@ -206,14 +200,14 @@ def _surroundings(history: Rows) -> dict[str, str]:
     start = next((row for row in reversed(history) if row["what"] == "start"), {})
     groups = (group for key in ("hardware", "versions") if isinstance(group := start.get(key), Mapping))
     return {
-        key.removesuffix("_bytes").replace("_", " "): _told(key, value)
+        key.removesuffix("_bytes").replace("_", " "): _format_value(key, value)
         for group in groups
         for key, value in group.items()
         if value is not None
     }
 
 
-def _told(key: str, value: Any) -> str:
+def _format_value(key: str, value: Any) -> str:
     if key.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -224,10 +218,6 @@ def _number(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number else None
-
-
-def _shown(value: float | None, otherwise: str) -> str:
-    return otherwise if value is None else f"{value:.4f}"
 
 
 def _moment(unix_s: float) -> str:

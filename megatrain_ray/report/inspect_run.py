@@ -14,8 +14,7 @@ from megatrain_ray.console.progress import describe_evaluation, describe_split
 from megatrain_ray.console.text_charts import draw
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_manifest, save_folder, verify
-from megatrain_ray.report.comparison_table import comparison_table
-from megatrain_ray.report.measured_starts import compare_start, measured_starts
+from megatrain_ray.report.measured_starts import compare_start, comparison_table, measured_starts
 from megatrain_ray.report.page_placement import pages_of_run
 from megatrain_ray.report.run_state import read_state
 from megatrain_ray.run.run_files import RunFiles
@@ -23,6 +22,7 @@ from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
 SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}  # columns
+SPLIT = {"exposed_s", "step_s"}  # columns that rows of earlier versions lack
 NUM_PROBLEMS = 10  # problems that are shown of one save
 
 
@@ -56,7 +56,7 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         "curves": list(draw([*rows, *evaluations])) or ["none: fewer than two updates"],
         "saves": saves or ["none"],
         "last rows": [_row(row) for row in newest] or ["none"],
-        "mean step": [describe_split(newest)] if _tell_split(newest) else [],
+        "mean step": [describe_split(newest)] if newest and all(map(SPLIT.issubset, newest)) else [],
         "plan and measurement": _compared(files),
         "pages": _pages(files),
         "traces": list(map(_trace, find_traces(files.path))),
@@ -64,8 +64,8 @@ def inspect_run(path: Path) -> tuple[str, bool]:
         "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
         or ["nothing to check"],
     }
-    told = {title: lines for title, lines in sections.items() if lines}
-    return "\n".join(_lines(told)), not any(problems.values())
+    shown = {title: lines for title, lines in sections.items() if lines}
+    return "\n".join(_lines(shown)), not any(problems.values())
 
 
 def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
@@ -83,16 +83,13 @@ def _problems(saves: Path) -> dict[int, list[str]]:
 def _save(saves: Path, step: int) -> str:
     """Return the size of a save, and what it cost if the manifest says so."""
     size = format_bytes(_size(save_folder(saves, step)))
-    try:
-        timing = load_manifest(saves, step).timing
-    except MegatrainError:  # `_verdict` reports the problem
-        return size
-    if timing is None:
-        return size
-    return (
-        f"{size}, written in {timing.write_s:.1f} s, held updates up for {timing.stall_s:.1f} s "
-        f"(predicted {timing.predicted_stall_s:.1f} s)"
-    )
+    with suppress(MegatrainError):  # `_verdict` reports the problem
+        if timing := load_manifest(saves, step).timing:
+            return (
+                f"{size}, written in {timing.write_s:.1f} s, held updates up for {timing.stall_s:.1f} s "
+                f"(predicted {timing.predicted_stall_s:.1f} s)"
+            )
+    return size
 
 
 def _verdict(step: int, problems: list[str]) -> list[str]:
@@ -131,10 +128,6 @@ def _pages(files: RunFiles) -> list[str]:
         return list(map(str, pages_of_run(files)))
     except OSError as error:
         return [f"the kernel does not say: {error.strerror}"]
-
-
-def _tell_split(rows: list[dict[str, Any]]) -> bool:
-    return bool(rows) and all("exposed_s" in row and "step_s" in row for row in rows)
 
 
 def _trace(path: Path) -> str:

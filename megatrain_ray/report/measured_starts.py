@@ -1,4 +1,4 @@
-"""Compares each start of a run with its plan, from what is in the run directory."""
+"""Compares each start of a run with its plan, from what is in the run directory, and formats the comparison."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatrain_ray.accounting.prediction_check import MIN_STEPS, Comparison, compare
+from megatrain_ray.accounting.prediction_check import MIN_STEPS, Comparison, Term, TermKind, compare
+from megatrain_ray.console.progress import SMALLEST_SHARE
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import What, read_history
+from megatrain_ray.units import format_bytes
+
+LABELS = {
+    "updates": "shards at work",
+    "disk": "disk at work",
+    "HBM": "tensors in HBM",
+    "host": "host memory",
+    "disk traffic": "disk, a step",
+    "weights read": "of it weights",
+    "activation traffic": "of it activations",
+}
 
 
 @dataclass(frozen=True)
@@ -42,11 +54,8 @@ def measured_starts(files: RunFiles) -> list[MeasuredStart]:
 
 def _starts(history: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
     """Yield the events of each start, the start itself first."""
-    begins = [
-        k
-        for k, event in enumerate(history)
-        if event["what"] == What.START.value and {"step", "plan_sha256"} <= event.keys()
-    ]
+    is_start = [row["what"] == What.START.value and {"step", "plan_sha256"} <= row.keys() for row in history]
+    begins = [k for k, found in enumerate(is_start) if found]
     yield from (list(history[begin:end]) for begin, end in pairwise([*begins, len(history)]))
 
 
@@ -67,3 +76,40 @@ def compare_start(files: RunFiles, start: MeasuredStart) -> Comparison | None:
 def compare_starts(files: RunFiles) -> list[Comparison]:
     """Return the comparisons of all starts that can be compared, oldest first. Raises MegatrainError."""
     return [found for start in measured_starts(files) if (found := compare_start(files, start)) is not None]
+
+
+def comparison_table(found: Comparison) -> Iterator[str]:
+    """Yield the lines of a comparison as `megatrain inspect` prints them."""
+    yield f"steps {found.first_step} to {found.last_step}, by the plan {found.plan_sha256[:12]}"
+    yield f"{'':18} {'predicted':>11} {'measured':>11}"
+    for term in compared_terms(found):
+        yield f"{term.label:18} {term.predicted:>11} {term.measured:>11}  {term.error}".rstrip()
+
+
+class ComparedTerm(NamedTuple):
+    """Holds a term of a comparison as text; `error` is that of the prediction, and empty for waits."""
+
+    label: str
+    predicted: str
+    measured: str
+    error: str
+
+
+def compared_terms(found: Comparison) -> list[ComparedTerm]:
+    """Return as text the terms that are worth a line: all but waits that are short both as predicted and measured."""
+    shortest_s = SMALLEST_SHARE * found.step.measured
+    return [
+        _as_text(term)
+        for term in found.terms
+        if term.kind is not TermKind.PART or max(term.predicted, term.measured) >= shortest_s
+    ]
+
+
+def _as_text(term: Term) -> ComparedTerm:
+    is_wait = term.kind is TermKind.PART and term.name != "compute"
+    label = f"wait {term.name.replace('_', ' ')}" if is_wait else LABELS.get(term.name, term.name)
+    predicted, measured = (
+        format_bytes(int(value)) if term.is_of_bytes else f"{value:.3g} s" for value in (term.predicted, term.measured)
+    )
+    # A wait has no error: a share of almost nothing means nothing.
+    return ComparedTerm(label, predicted, measured, "" if is_wait else f"{term.error:+.0%}")

@@ -21,16 +21,16 @@ from megatrain_ray.units import format_ranges
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena
 
 PAGE_BYTES = 4096  # distance of looked-up addresses; a larger page of the kernel is looked up several times
-MOST_PAGES = 1 << 16  # pages that are looked up of an arena in a process; takes 0.03 s
+MAX_PAGES = 1 << 16  # pages that are looked up of an arena in a process; takes 0.03 s
 MAPPED = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) .*/memfd:megatrain-[0-9a-f]{8}-(?P<arena>\S+)")
 MISPLACED = 0.05  # tolerated share of misplaced pages; more than the huge pages that two shards share
 OWN = "activations"  # label of a GPU worker's offloaded activations, which are in its private memory
-LEAST_OWN_BYTES = 256 << 20  # smaller mappings cannot be told from other private memory of the process
+MIN_OWN_BYTES = 256 << 20  # smaller mappings cannot be told from other private memory of the process
 OWN_MAPPED = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) rw-p 0+ 00:00 0 *(\[anon:.*\])?")
 
 
 @dataclass(frozen=True)
-class PagePlaces:
+class PagePlacement:
     """Counts by node the touched pages of an arena, or of private memory, of one process.
 
     planned: nodes on which the plan has them.
@@ -43,14 +43,14 @@ class PagePlaces:
     found: Mapping[int, int]
 
     @property
-    def at_home(self) -> float:
+    def planned_share(self) -> float:
         """Return the share of pages on planned nodes; 1 if no page is touched."""
         total = sum(self.found.values())
         return sum(self.found.get(node, 0) for node in self.planned) / total if total else 1.0
 
     @property
     def is_good(self) -> bool:
-        return self.at_home >= 1 - MISPLACED
+        return self.planned_share >= 1 - MISPLACED
 
     def __str__(self) -> str:
         total = sum(self.found.values())
@@ -60,20 +60,18 @@ class PagePlaces:
         return f"{self.process}, {self.arena}: {where} (plan: node {format_ranges(self.planned)})"
 
 
-def pages_of_run(files: RunFiles) -> Iterator[PagePlaces]:
+def pages_of_run(files: RunFiles) -> Iterator[PagePlacement]:
     """Yield the placement of a run's pages; nothing unless the run is active and its plan binds memory to nodes.
 
-    Raises OSError as `page_places` does.
+    Raises OSError as `page_placements` does.
     """
     plan, pids = files.read_plan(), living(files.path)
     if plan is not None and plan.shards.homes and pids:
-        yield from page_places(plan, pids)
+        yield from page_placements(plan, pids)
 
 
-def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
-    """Yield the placement of everything that the plan binds to nodes.
-
-    pids: process ids of the run's processes, by name.
+def page_placements(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlacement]:
+    """Yield the placement of everything that the plan binds to nodes. `pids` are those of the run, by name.
 
     Raises OSError if a process has ended or belongs to another user.
     """
@@ -81,27 +79,27 @@ def page_places(plan: Plan, pids: Mapping[str, int]) -> Iterator[PagePlaces]:
         if (name := shard_name(k)) in pids:
             found = pages_of(pids[name])
             for arena in (WORKING, state_arena(k), journal_arena(k)):  # a shard touches only its part of `working`
-                yield PagePlaces(name, arena, home.memory, found.get(arena, {}))
+                yield PagePlacement(name, arena, home.memory, found.get(arena, {}))
     for host_rank in range(plan.hosts.gpus_per_host if plan.hosts.gpu_homes else 0):
         if (name := gpu_name(host_rank)) in pids:
             yield from _of_gpu_worker(plan, name, pids[name])
 
 
-def _of_gpu_worker(plan: Plan, name: str, pid: int) -> Iterator[PagePlaces]:
+def _of_gpu_worker(plan: Plan, name: str, pid: int) -> Iterator[PagePlacement]:
     """Yield the placement of a GPU worker's memory. Its CPU affinity shows which GPU it has."""
     cpus = os.sched_getaffinity(pid)
     home = next((of_gpu.home for of_gpu in plan.hosts.gpu_homes if of_gpu.home and of_gpu.home.cpu_set == cpus), None)
-    yield PagePlaces(
+    yield PagePlacement(
         name, SLAB, slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, home), pages_of(pid).get(SLAB, {})
     )
-    if home and plan.host_activation_bytes >= LEAST_OWN_BYTES:
-        yield PagePlaces(name, OWN, home.memory, own_pages_of(pid, plan.host_activation_bytes))
+    if home and plan.host_activation_bytes >= MIN_OWN_BYTES:
+        yield PagePlacement(name, OWN, home.memory, own_pages_of(pid, plan.host_activation_bytes))
 
 
 def pages_of(pid: int) -> dict[str, dict[int, int]]:
     """Return the number of pages by node of every arena that a process maps.
 
-    At most MOST_PAGES pages of an arena are looked up, at equal distances. Raises OSError as `page_places` does.
+    At most MAX_PAGES pages of an arena are looked up, at equal distances. Raises OSError as `page_placements` does.
     """
     stretches: dict[str, list[range]] = {}
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -110,14 +108,11 @@ def pages_of(pid: int) -> dict[str, dict[int, int]]:
     return {arena: _count(pid, parts) for arena, parts in stretches.items()}
 
 
-def own_pages_of(pid: int, least_bytes: int) -> dict[int, int]:
-    """Return the number of pages by node of large private mappings of a process that belong to no file.
-
-    least_bytes: least size of a mapping that counts.
-    """
+def own_pages_of(pid: int, min_bytes: int) -> dict[int, int]:
+    """Return the number of pages by node of a process's private mappings of `min_bytes` or more without a file."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     parts = [_addresses(found) for line in lines if (found := OWN_MAPPED.fullmatch(line))]
-    return _count(pid, [part for part in parts if len(part) * PAGE_BYTES >= least_bytes])
+    return _count(pid, [part for part in parts if len(part) * PAGE_BYTES >= min_bytes])
 
 
 def _addresses(found: re.Match[str]) -> range:
@@ -125,6 +120,6 @@ def _addresses(found: re.Match[str]) -> range:
 
 
 def _count(pid: int, parts: list[range]) -> dict[int, int]:
-    every = -(-sum(map(len, parts)) // MOST_PAGES)
+    every = -(-sum(map(len, parts)) // MAX_PAGES)
     addresses = [address for part in parts for address in part[::every]]
     return dict(Counter(node for node in nodes_of_pages(addresses, pid) if node is not None))

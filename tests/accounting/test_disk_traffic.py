@@ -22,7 +22,7 @@ from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.planning.run_spec import RunSpec, prepare, question_of
-from megatrain_ray.report.comparison_table import comparison_table
+from megatrain_ray.report.measured_starts import comparison_table
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.workers.arenas import activations_file, arena_sizes, spill_files
 from megatrain_ray.workers.gpu_worker import GpuWorker

@@ -11,7 +11,7 @@ from megatrain_ray.accounting.prediction_check import Comparison, compare, warni
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.report.comparison_table import comparison_table
+from megatrain_ray.report.measured_starts import comparison_table
 from tests.support.planned_steps import PROFILE, measured, planned, with_more_on_disk
 
 

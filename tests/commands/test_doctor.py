@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.commands.doctor import examine
-from megatrain_ray.commands.finding import Finding, Severity
+from megatrain_ray.commands.doctor_numa import Finding, Severity
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.machine.machine import ram_bytes
 from megatrain_ray.profiling.profiles import this_machine

@@ -14,9 +14,8 @@ from megatrain_ray.cli import main
 from megatrain_ray.config.checks import _fields
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
-from megatrain_ray.convert.conversions import CONVERSIONS
-from megatrain_ray.convert.convert_config import DATA, convert
-from megatrain_ray.convert.key_tables import load_table
+from megatrain_ray.convert.convert_config import DATA_SETS, convert
+from megatrain_ray.convert.key_tables import CONVERSIONS, load_table
 from megatrain_ray.convert.resolve_settings import RESOLVED
 from megatrain_ray.errors import ConfigError
 from tests.support.chat_fixtures import FAMILIES, build
@@ -461,7 +460,7 @@ def test_a_file_of_another_tool(tmp_path: Path) -> None:
         convert(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("name", DATA_SETS)
 def test_tables_name_keys_of_ours_and_each_of_theirs_once(name: str) -> None:
     table = load_table(name)
     assert {rule.target for rule in table.sets.values()} <= _fields(TrainConfig).keys() | RESOLVED | {None}

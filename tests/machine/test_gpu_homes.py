@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatrain_ray.commands import doctor_numa
-from megatrain_ray.commands.doctor_numa import examine_nodes
-from megatrain_ray.commands.finding import Severity
+from megatrain_ray.commands.doctor_numa import Severity, examine_nodes
 from megatrain_ray.config.groups import HardwareConfig, NodeConfig
 from megatrain_ray.engine.device.cuda_info import device_name, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu, GpuHome, Home, NumaNode, gpu_homes, home_at
@@ -31,7 +30,7 @@ from megatrain_ray.machine import machine
 from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.machine.numa_topology import gpu_node, named_gpus
 from megatrain_ray.report import page_placement
-from megatrain_ray.report.page_placement import PagePlaces, own_pages_of
+from megatrain_ray.report.page_placement import PagePlacement, own_pages_of
 from megatrain_ray.run.run_processes import GPU, gpu_name
 from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, arena_sizes
@@ -243,19 +242,19 @@ def test_plans_say_it_of_each_gpu() -> None:
 
 def test_own_pages_are_those_of_large_mappings_of_no_file() -> None:
     """The mapping is address space only but for a page, and more of it than anything else in this process has."""
-    least_bytes, large = 1 << 38, 1 << 39
+    min_bytes, large = 1 << 38, 1 << 39
     private = mmap.MAP_PRIVATE | MAP_NORESERVE
-    assert own_pages_of(os.getpid(), least_bytes) == {}
+    assert own_pages_of(os.getpid(), min_bytes) == {}
     with (
         mmap.mmap(-1, large, flags=mmap.MAP_SHARED | MAP_NORESERVE) as shared,
-        mmap.mmap(-1, least_bytes // 8, flags=private) as small,
+        mmap.mmap(-1, min_bytes // 8, flags=private) as small,
     ):
         shared[0] = small[0] = 1
-        assert own_pages_of(os.getpid(), least_bytes) == {}
+        assert own_pages_of(os.getpid(), min_bytes) == {}
         with mmap.mmap(-1, large, flags=private) as own:
-            assert own_pages_of(os.getpid(), least_bytes) == {}, "nobody has touched it"
+            assert own_pages_of(os.getpid(), min_bytes) == {}, "nobody has touched it"
             own[0] = 1
-            assert own_pages_of(os.getpid(), least_bytes) == {0: 1}
+            assert own_pages_of(os.getpid(), min_bytes) == {0: 1}
 
 
 def test_pages_of_each_gpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,18 +263,18 @@ def test_pages_of_each_gpu_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     cpus = {1: SECOND.cpu_set, 2: FIRST.cpu_set, 3: frozenset(range(8))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cpus[pid]))
     monkeypatch.setattr(page_placement, "pages_of", lambda pid: {SLAB: {0: 5, 1: 5}})
-    monkeypatch.setattr(page_placement, "own_pages_of", lambda pid, least_bytes: {pid % 2: 100})
+    monkeypatch.setattr(page_placement, "own_pages_of", lambda pid, min_bytes: {pid % 2: 100})
     plan = planned(FOUR, 4)
-    slabs = [PagePlaces(name, SLAB, (0, 1), {0: 5, 1: 5}) for name in pids]
-    assert list(page_placement.page_places(plan, pids)) == slabs
-    layers = tuple(replace(layer, kept=Tier.HOST, kept_bytes=page_placement.LEAST_OWN_BYTES) for layer in plan.layers)
-    places = list(page_placement.page_places(replace(plan, layers=layers), pids))
+    slabs = [PagePlacement(name, SLAB, (0, 1), {0: 5, 1: 5}) for name in pids]
+    assert list(page_placement.page_placements(plan, pids)) == slabs
+    layers = tuple(replace(layer, kept=Tier.HOST, kept_bytes=page_placement.MIN_OWN_BYTES) for layer in plan.layers)
+    places = list(page_placement.page_placements(replace(plan, layers=layers), pids))
     own = [place for place in places if place.arena == "activations"]
     assert own == [
-        PagePlaces(GPU, "activations", (1,), {1: 100}),
-        PagePlaces(gpu_name(1), "activations", (0,), {0: 100}),
+        PagePlacement(GPU, "activations", (1,), {1: 100}),
+        PagePlacement(gpu_name(1), "activations", (0,), {0: 100}),
     ]
-    alone = next(page_placement.page_places(replace(plan, hosts=replace(plan.hosts, num_gpus=1)), pids))
+    alone = next(page_placement.page_placements(replace(plan, hosts=replace(plan.hosts, num_gpus=1)), pids))
     assert str(alone) == "GPU worker, slab: node 0 50.0%, node 1 50.0% (plan: node 1)"
 
 

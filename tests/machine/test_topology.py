@@ -78,7 +78,7 @@ def test_trees(tmp_path: Path, name: str) -> None:
 
 def test_memory_and_distances(tmp_path: Path) -> None:
     nodes = read(tmp_path, machines.MEMORY_ONLY).nodes
-    assert [(node.number, node.has_cpus, node.total_bytes // GIB, node.free_bytes // GIB) for node in nodes] == [
+    assert [(node.number, bool(node.cpus), node.total_bytes // GIB, node.free_bytes // GIB) for node in nodes] == [
         (0, True, 64, 32), (1, True, 64, 32), (2, False, 256, 128), (3, False, 256, 128),
     ]  # fmt: skip
     assert nodes[0].distances == {0: 10, 1: 21, 2: 14, 3: 24}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.report.charts import MOST_BARS, MOST_BUCKETS, decimate, line_chart, stacked_chart
+from megatrain_ray.report.charts import MAX_BARS, MAX_BUCKETS, decimate, line_chart, stacked_chart
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import History
@@ -62,7 +62,7 @@ def test_everything_is_on_the_page_whatever_the_length(tmp_path: Path, num_rows:
         for name, points in curves_of(svg).items():
             assert points, name
             assert all(left - R <= x <= right + R and top - R <= y <= bottom + R for x, y in points), name
-            assert len(points) <= max(2 * MOST_BUCKETS + 2, 5 * MOST_BARS), name
+            assert len(points) <= max(2 * MAX_BUCKETS + 2, 5 * MAX_BARS), name
     text = html.unescape(page)
     assert "failed: the disk is full" in text
     assert "optimizer shard 0, in 1.6 s" in text
@@ -79,10 +79,10 @@ def test_the_highest_and_the_lowest_are_kept() -> None:
     values = [1.0] * 100_000
     values[12_345], values[98_765] = SPIKE, -SPIKE
     kept = decimate(list(enumerate(values)))
-    assert len(kept) <= 2 * MOST_BUCKETS + 2
+    assert len(kept) <= 2 * MAX_BUCKETS + 2
     assert {(12_345, SPIKE), (98_765, -SPIKE), (0, 1.0), (99_999, 1.0)} <= set(kept)
     assert kept == sorted(kept)
-    few = [(k, float(k)) for k in range(2 * MOST_BUCKETS)]
+    few = [(k, float(k)) for k in range(2 * MAX_BUCKETS)]
     assert decimate(few) == few
 
 

@@ -24,7 +24,7 @@ from megatrain_ray.io.arenas import numa_policy
 from megatrain_ray.io.arenas.arena import HUGE_PAGE, Arena
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
-from megatrain_ray.report.page_placement import PagePlaces, page_places, pages_of
+from megatrain_ray.report.page_placement import PagePlacement, page_placements, pages_of
 from megatrain_ray.run.run_processes import GPU, shard_name
 from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, WORKING, arena_sizes, journal_arena, state_arena
@@ -167,7 +167,7 @@ def test_a_shard_and_the_gpu_worker_settle_and_are_read_back() -> None:
         assert settle_gpu_worker(plan, arenas, 0, pinned=False) == ()
         arenas[state_arena(1)].buffer[0] = arenas[SLAB].buffer[5000] = 1
         assert pages_of(os.getpid())[SLAB] == {0: 1}
-        places = list(page_places(plan, {shard_name(1): os.getpid(), GPU: os.getpid()}))
+        places = list(page_placements(plan, {shard_name(1): os.getpid(), GPU: os.getpid()}))
         for arena in arenas.values():
             arena.close()
     assert [(p.process, p.arena, sum(p.found.values()), p.is_good) for p in places] == [
@@ -181,8 +181,8 @@ def test_a_shard_and_the_gpu_worker_settle_and_are_read_back() -> None:
 
 
 def test_pages_elsewhere_are_told() -> None:
-    places = PagePlaces(shard_name(0), state_arena(0), (0,), {0: 90, 1: 10})
-    assert (places.at_home, places.is_good) == (0.9, False)
+    places = PagePlacement(shard_name(0), state_arena(0), (0,), {0: 90, 1: 10})
+    assert (places.planned_share, places.is_good) == (0.9, False)
     assert str(places) == "optimizer shard 0, state-0: node 0 90.0%, node 1 10.0% (plan: node 0)"
 
 
@@ -215,4 +215,4 @@ def test_on_one_node_the_kernel_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
     plan, layout = planned_large(Precision.BF16, 2, num_nodes=1)
     assert settle_shard(plan, shard_layout(plan, layout, 0), {}, pinned=True) == ()
     assert settle_gpu_worker(plan, {}, 0, pinned=True) == ()
-    assert list(page_places(plan, {shard_name(0): os.getpid()})) == []
+    assert list(page_placements(plan, {shard_name(0): os.getpid()})) == []
