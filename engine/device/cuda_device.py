@@ -199,7 +199,7 @@ class CudaDevice(Device):
             stack.enter_context(sdpa_kernel(self._attention_backends(), set_priority=True))
             # Run backwards on this thread instead of on autograd's own, which would pass the interpreter's lock back
             # and forth: 0.94 ms for a small compiled layer instead of 1.34 ms, in two runs of which the second was
-            # faster in its forwards too (benchmarks/README.md, control path).
+            # faster in its forwards too (benchmarks/history.md, control path).
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 

@@ -14,7 +14,10 @@ from megatrain_ray.config.yaml_file import load_config
 
 ROOT = Path(__file__).parents[2]
 GUIDES = [ROOT / "docs" / f"{name}.md" for name in ("quick_start", "fine_tune", "pretrain")]
-PAGES = [ROOT / "README.md", ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for name in ("benchmarks", "deploy", "docs") for page in sorted((ROOT / name).glob("*.md"))),
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -36,7 +36,7 @@ COMPILED_TRAFFIC = 1 / 3
 LOSS_TRAFFIC = 2
 # Host time of a visit to a layer, in launches for each product and for one product more. A compiled layer of Qwen2.5
 # with 7 products took the host 1.05 ms forward if it lived on the device, 1.8 ms if it streamed, and 1.3 to 3.1 ms
-# backward, on a machine with an H200 and launches of about 6 us (control path in benchmarks/README.md). A backward
+# backward, on a machine with an H200 and launches of about 6 us (control path in benchmarks/history.md). A backward
 # counts as two.
 LAUNCHES = 20
 # Host time of an update of a layer that lives on the device, in launches. Qwen2.5's 12 parameters, updated one by one,
