@@ -218,7 +218,8 @@ class HardwareConfig(Group):
     ram_limit: Size | None = None
     """Largest host memory for the plan; null: what is there."""
     hbm_layers: NotNegative | None = None
-    """Layers, from the embedding on, whose weights and optimizer state stay in GPU memory; null: all that fit (CPU: none)."""
+    """Layers, from the embedding on, whose weights and optimizer state stay in GPU memory; null: all that fit (CPU:
+    none)."""
     num_shards: Count | None = None
     """Optimizer processes; null: one per NUMA node."""
     nodes: Annotated[tuple[NodeConfig, ...], Field(strict=False)] = ()
