@@ -1,6 +1,6 @@
-"""Makes the table of settings in docs/configuration.md from the configuration's own classes.
+"""Makes the tables of settings in docs/configuration.md from the configuration's own classes.
 
-Run as a module it writes the table into the page.
+Run as a module it writes the tables into the page.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ MORE = {
     "hardware.num_hosts": "several_hosts.md",
     "spill.path": "hardware_profile.md#the-disk-of-spillpath",
 }  # fmt: skip
-NAMES = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "mapping"}
+RUN = "The run"
+HEAD = "| key | values (default) | meaning |\n|---|---|---|\n"
+NAMES = {"integer": "integer", "number": "number", "string": "text", "array": "list", "object": "mapping"}
 
 
 def table() -> str:
+    """Return a heading and a table for each group of keys, the keys without a group first."""
     schema = TrainConfig.model_json_schema()
-    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    rows: dict[str, list[str]] = {RUN: []}
     for key, field in _fields(TrainConfig):
         more = f" ([{Path(MORE[key].split('#')[0]).stem}]({MORE[key]}))" if key in MORE else ""
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         values = "size, null" if parse_size in _validators(field) else _values(_property(schema, key), schema)
-        lines.append(f"| {key} | {values} | {_default(field)} | {meaning}{more} |")
-    return "\n".join(lines) + "\n"
+        default = _default(field)
+        if default == "null":
+            values = values.replace(", null", "")
+        group = key.partition(".")[0] if "." in key or key == "lora" else RUN
+        rows.setdefault(group, []).append(f"| {key} | {values} ({default}) | {meaning}{more} |\n")
+    return "\n".join(f"## {group}\n\n{HEAD}{''.join(lines)}" for group, lines in rows.items())
 
 
 def _fields(group: type[Group], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -84,7 +91,7 @@ def _values(node: dict[str, Any], schema: dict[str, Any]) -> str:
     if "enum" in node:
         return ", ".join(str(value).lower() if isinstance(value, bool) else value for value in node["enum"])
     if node["type"] in ("boolean", "null"):
-        return "true, false" if node["type"] == "boolean" else "null"
+        return str(node["type"])
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node and node[name] < 2**53]
     return " ".join([NAMES[node["type"]], " and ".join(bounds)]).strip()
@@ -95,12 +102,12 @@ def _default(field: Any) -> str:
         return "required"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
     if value is None:
-        return "–"
+        return "null"
     return str(yaml.safe_dump(value, default_flow_style=True)).removesuffix("...\n").strip()
 
 
 def written(page: str) -> str:
-    """Return the page with today's table."""
+    """Return the page with today's tables."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 

@@ -9,7 +9,7 @@ from megatrain_ray.engine.layout.expert_names import place_in_whole, whole_name
 from tests.support.reference import Result
 from tests.support.run_engine import EngineResult
 
-NORM_ERROR = 1e-6  # relative, of norms of gradients whose experts are apart, as docs/architecture.md says
+NORM_ERROR = 1e-6  # relative, of norms of gradients whose experts are apart, as docs/rooms/numerics.md says
 
 
 def joined(named: dict[str, Tensor]) -> dict[str, Tensor]:
