@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.records.read_records import RecordError
@@ -11,33 +12,43 @@ from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, named_tokens
 _ANSWER = "zqx"  # occurs in no template
 
 
-def end_of_turn(folder: Path) -> int | None:
-    """Return the id of the special token that the folder's chat template writes after an answer.
+class EndMarks(NamedTuple):
+    """Holds ids of special tokens.
 
-    folder: a tokenizer's, with its chat template if there is one; the plain template is used otherwise.
-
-    Returns None if an answer ends with ordinary text, at which generation cannot stop by itself. Raises ConfigError for
-    broken files.
+    end_of_turn: written by the chat template after an answer; None: an answer ends with ordinary text, at which
+        generation cannot stop by itself.
+    end_of_text: the tokenizer's eos token; None: it names none.
+    pad: the tokenizer's pad token, else its eos token.
     """
+
+    end_of_turn: int | None
+    end_of_text: int | None
+    pad: int | None
+
+    @property
+    def all_ends(self) -> tuple[int, ...]:
+        """Return the ids at which generation stops, each once."""
+        return tuple(dict.fromkeys(end for end in (self.end_of_turn, self.end_of_text) if end is not None))
+
+
+def find_end_marks(folder: Path, *, chats: bool) -> EndMarks:
+    """Return the end marks of a tokenizer's folder, with its chat template or the plain one.
+
+    chats: whether the model learned chats; `end_of_turn` is None otherwise.
+
+    Raises ConfigError for broken files.
+    """
+    tokenizer, names = FolderTokenizer(folder), named_tokens(folder)
+    eos = tokenizer.end_of_document
+    pad = tokenizer.id_of(names["pad_token"]) if "pad_token" in names else eos
+    return EndMarks(_end_of_turn(folder, tokenizer) if chats else None, eos, pad)
+
+
+def _end_of_turn(folder: Path, tokenizer: FolderTokenizer) -> int | None:
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = load_chat_template(str(folder)).render(messages)
     except RecordError:
         return None
-    tokenizer = FolderTokenizer(folder)
     after = tokenizer.encode(text.rpartition(_ANSWER)[2]).tolist()
     return next((token for token in after if token in tokenizer.special_ids), None)
-
-
-def end_tokens(folder: Path, *, chats: bool) -> tuple[int, ...]:
-    """Return the ids that end a text: that of the answer's end if the model learned chats, then the tokenizer's eos."""
-    eos = FolderTokenizer(folder).end_of_document
-    found = (end_of_turn(folder) if chats else None, eos)
-    return tuple(dict.fromkeys(token for token in found if token is not None))
-
-
-def pad_token(folder: Path) -> int | None:
-    """Return the id of the tokenizer's pad token, else of its eos token; None if it has neither."""
-    tokenizer = FolderTokenizer(folder)
-    name = named_tokens(folder).get("pad_token")
-    return tokenizer.end_of_document if name is None else tokenizer.id_of(name)

@@ -109,7 +109,17 @@ class FolderTokenizer:
     def end_of_document(self) -> int | None:
         """Return the id of the eos token that tokenizer_config.json or special_tokens_map.json of the folder names."""
         token = self._end_of_sequence
-        return None if token is None else self._tokenizer.token_to_id(token)
+        return None if token is None else self.id_of(token)
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token; None if the vocabulary has no such token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the ids that stand for marks, such as the end of a turn, and never for text."""
+        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def encode(self, text: str) -> TokenArray:
         return np.array(self._encode(text).ids, np.uint32)
