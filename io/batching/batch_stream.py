@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
-from megatrain_ray.io.tokens.corpus import Fingerprint
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED, Fingerprint
 
 
 @dataclass(frozen=True, eq=False)

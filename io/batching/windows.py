@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.tokens.corpus import Corpus
-from megatrain_ray.io.tokens.token_block import Mask
+from megatrain_ray.io.tokens.token_files import Corpus, Mask
 
 PAD = 0  # any id would do: no supervised token attends to a pad
 

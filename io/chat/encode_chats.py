@@ -18,7 +18,7 @@ from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.process_map import map_in_order
 from megatrain_ray.io.records.read_records import RecordError, RecordLocation, check_unicode, read_records
 from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
-from megatrain_ray.io.tokens.token_block import Mask, TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import Mask, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 Truncation = Literal["turn", "drop"]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatrain_ray.io.chat.encode_chats import EncodedRecord, Truncation, tallied
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key, read_records
 from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
-from megatrain_ray.io.tokens.token_block import IGNORED, Mask, TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import IGNORED, Mask, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 IDS, LABELS, ATTENDED = "input_ids", "labels", "attention_mask"

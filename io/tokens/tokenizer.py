@@ -17,7 +17,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.long_documents import Joiner, TextPiece, cut_texts
-from megatrain_ray.io.tokens.token_block import TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
 
 BATCH_CHARS = 4 << 20  # characters encoded at a time; each takes about 30 bytes until the ids are extracted
 EMPTY_CHARS = 64  # memory of a text in addition to its characters, in characters

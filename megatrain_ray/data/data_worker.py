@@ -16,7 +16,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import Windows, cut
-from megatrain_ray.io.tokens.corpus import open_corpus
+from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
 REMEMBERED_STEPS = 1024  # positions kept: more than the steps that are made while a save is written

@@ -25,7 +25,8 @@ from megatrain_ray.io.chat.pretokenized import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
-from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, TokenMeta, find_tokens, make_tokens
+from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
+from megatrain_ray.io.tokens.token_files import TokenMeta
 from megatrain_ray.units import format_bytes, format_count
 
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens

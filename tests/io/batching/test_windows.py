@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
 from megatrain_ray.io.batching.windows import PackedWindows, Rows, SpanWindows, Windows, cut
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import END, corpus_of
 
 DOCUMENTS = st.lists(st.integers(0, 23), min_size=1, max_size=9).filter(lambda sizes: sum(sizes) > 1)
