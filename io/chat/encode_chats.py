@@ -52,15 +52,20 @@ class ChatRecipe:
         }
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
+        """Yield every sequence with something to learn, in the order of the files.
+
+        Raises ConfigError as `tallied` and for a file that cannot be read, MegatrainError if a process dies.
+        """
         assert tokenizer is not None
-        return read_chats(
-            self.sources,
-            ChatEncoder(tokenizer, self.template),
-            tally,
-            max_tokens=self.seq_len + 1,
-            truncation=self.truncation,
-            num_processes=self.num_processes,
+        encoder = ChatEncoder(tokenizer, self.template)
+        work = RecordEncoder(encoder, [source.layout for source in self.sources], self.seq_len + 1, self.truncation)
+        numbered = (
+            (location, (number, record))
+            for number, source in enumerate(self.sources)
+            for location, record in read_records(source.file)
         )
+        with closing(map_in_order(work, numbered, self.num_processes)) as records:
+            yield from tallied(records, tally)
 
 
 def _described(layout: ChatLayout) -> list[Any]:
@@ -71,11 +76,14 @@ def _described(layout: ChatLayout) -> list[Any]:
 
 
 class EncodedChat(NamedTuple):
-    """Holds the ids of a chat, its loss mask, and for each answer the number of tokens up to its end."""
+    """Holds the ids of a chat, its loss mask, and for each answer the number of tokens up to its end.
+
+    answer_ends: None for a record of ids, which does not tell its answers apart.
+    """
 
     ids: TokenArray  # [num_tokens]
     supervised: Mask  # [num_tokens]
-    answer_ends: NDArray[np.int64]  # [num_answers]
+    answer_ends: NDArray[np.int64] | None = None  # [num_answers]
 
 
 class ChatEncoder:
@@ -106,14 +114,37 @@ class ChatEncoder:
 
 
 class EncodedRecord(NamedTuple):
-    """Holds the result of one record: the ids and masks of what is kept of it, and its fates for the tally.
+    """Holds the result of one record: the ids and masks of what is kept of it, and its outcomes for the tally.
 
     problem: what is wrong with the record; None: nothing.
     """
 
     kept: list[tuple[TokenArray, Mask]]
-    fates: list[RecordOutcome]
+    outcomes: list[RecordOutcome]
     problem: str | None = None
+
+    @staticmethod
+    def of(
+        chats: Sequence[EncodedChat], max_tokens: int, truncation: Truncation, outcomes: Sequence[RecordOutcome] = ()
+    ) -> EncodedRecord:
+        """Return what is kept of the sequences of a record, of at most `max_tokens` each, and add to its outcomes."""
+        cuts = [_kept_length(chat, max_tokens, truncation) for chat in chats]
+        kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
+        return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)])
+
+
+def _kept_length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
+    """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
+    if not chat.supervised[1:].any():  # the first token is never a target
+        return 0, RecordOutcome.NOTHING_LABELLED if chat.answer_ends is None else RecordOutcome.NOTHING
+    if chat.ids.size <= max_tokens:
+        return chat.ids.size, None
+    if truncation == "drop" or not chat.supervised[1:max_tokens].any():
+        return 0, RecordOutcome.TOO_LONG
+    if chat.answer_ends is None:
+        return max_tokens, RecordOutcome.CUT
+    whole = chat.answer_ends[chat.answer_ends <= max_tokens]
+    return (int(whole[-1]), RecordOutcome.CUT_AT_TURN) if whole.size else (max_tokens, RecordOutcome.CUT_INSIDE)
 
 
 @dataclass(frozen=True)
@@ -132,66 +163,26 @@ class RecordEncoder:
             chats = self.encoder.encode(conversation)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
-        fates = [] if chats else [RecordOutcome.NO_ANSWER]
+        outcomes = [] if chats else [RecordOutcome.NO_ANSWER]
         if chats and conversation.messages[-1]["role"] != "assistant":
-            fates.append(RecordOutcome.TRAILING)
+            outcomes.append(RecordOutcome.TRAILING)
         if len(chats) > 1:
-            fates.append(RecordOutcome.SPLIT)
-        cuts = [_length(chat, self.max_tokens, self.truncation) for chat in chats]
-        kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
-        return EncodedRecord(kept, fates + [fate for _, fate in cuts if fate])
-
-
-def read_chats(
-    sources: Sequence[ChatSource],
-    encoder: ChatEncoder,
-    tally: RecordTally,
-    *,
-    max_tokens: int,
-    truncation: Truncation,
-    num_processes: int = 1,
-) -> Generator[TokenBlock]:
-    """Yield every sequence with something to learn, in the order of the files.
-
-    The sequences do not depend on the number of processes.
-
-    max_tokens: length of a sequence at most, seq_len + 1.
-
-    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, and at the end if there
-    was nothing to learn. Raises MegatrainError if a process dies.
-    """
-    work = RecordEncoder(encoder, [source.layout for source in sources], max_tokens, truncation)
-    with closing(map_in_order(work, _numbered(sources), num_processes)) as records:
-        yield from tallied(records, tally)
+            outcomes.append(RecordOutcome.SPLIT)
+        return EncodedRecord.of(chats, self.max_tokens, self.truncation, outcomes)
 
 
 def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: RecordTally) -> Iterator[TokenBlock]:
-    """Yield the sequences of the records and count what became of these. Raises ConfigError as read_chats."""
+    """Yield the sequences of the records and count what became of these.
+
+    Raises ConfigError for a bad record unless the tally skips it, and at the end if there was nothing to learn.
+    """
     for location, record in records:
         tally.num_records += 1
         if record.problem is not None:
             tally.bad(location, record.problem)
-        for fate in record.fates:
-            tally.note(fate, location)
+        for outcome in record.outcomes:
+            tally.note(outcome, location)
         for ids, supervised in record.kept:
-            tally.learn(supervised)
+            tally.count_sequence(supervised)
             yield TokenBlock(ids, True, location, supervised)
     tally.check_learned()
-
-
-def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[RecordLocation, tuple[int, object]]]:
-    for number, source in enumerate(sources):
-        for location, record in read_records(source.file):
-            yield location, (number, record)
-
-
-def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
-    """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
-    if not chat.supervised[1:].any():  # the first token is never a target
-        return 0, RecordOutcome.NOTHING
-    if chat.ids.size <= max_tokens:
-        return chat.ids.size, None
-    if truncation == "drop" or not chat.supervised[1:max_tokens].any():
-        return 0, RecordOutcome.TOO_LONG
-    whole = chat.answer_ends[chat.answer_ends <= max_tokens]
-    return (int(whole[-1]), RecordOutcome.CUT_AT_TURN) if whole.size else (max_tokens, RecordOutcome.CUT_INSIDE)

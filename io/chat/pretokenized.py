@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.io.chat.encode_chats import EncodedRecord, Truncation, tallied
+from megatrain_ray.io.chat.encode_chats import EncodedChat, EncodedRecord, Truncation, tallied
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key, read_records
-from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
-from megatrain_ray.io.tokens.token_files import IGNORED, Mask, TokenArray, TokenBlock
+from megatrain_ray.io.records.record_tally import BadRecords, RecordTally
+from megatrain_ray.io.tokens.token_files import IGNORED, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 IDS, LABELS, ATTENDED = "input_ids", "labels", "attention_mask"
@@ -32,8 +32,12 @@ class PretokenizedRecipe:
     is_masked: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Any]:
-        settings = {"truncation": self.truncation, "seq_len": self.seq_len, "bad_records": self.bad_records}
-        return {"kind": "tokens", **settings}
+        return {
+            "kind": "tokens",
+            "truncation": self.truncation,
+            "seq_len": self.seq_len,
+            "bad_records": self.bad_records,
+        }
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
         records = (found for file in self.files for found in read_records(file))
@@ -41,25 +45,13 @@ class PretokenizedRecipe:
 
     def _encoded(self, record: Any) -> EncodedRecord:
         try:
-            ids, supervised = read_token_record(record)
+            chat = read_token_record(record)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
-        length, fate = self._length(supervised)
-        return EncodedRecord([(ids[:length], supervised[:length])] if length else [], [fate] if fate else [])
-
-    def _length(self, supervised: Mask) -> tuple[int, RecordOutcome | None]:
-        """Return how many tokens are kept, and the reason if not all are. The first token is never a target."""
-        width = self.seq_len + 1
-        if not supervised[1:].any():
-            return 0, RecordOutcome.NOTHING_LABELLED
-        if supervised.size <= width:
-            return supervised.size, None
-        if self.truncation == "drop" or not supervised[1:width].any():
-            return 0, RecordOutcome.TOO_LONG
-        return width, RecordOutcome.CUT
+        return EncodedRecord.of([chat], self.seq_len + 1, self.truncation)
 
 
-def read_token_record(record: Any) -> tuple[TokenArray, Mask]:
+def read_token_record(record: Any) -> EncodedChat:
     """Return the ids of a record and its loss mask.
 
     Without labels all ids are supervised, else those whose label is the id itself and not -100. Tokens with a 0 in
@@ -83,7 +75,7 @@ def read_token_record(record: Any) -> tuple[TokenArray, Mask]:
         )
     attended = _column(fields, ATTENDED, ids)
     real = slice(None) if attended is None else attended != 0
-    return ids[real].astype(np.uint32), supervised[real]
+    return EncodedChat(ids[real].astype(np.uint32), supervised[real])
 
 
 def _column(record: Mapping[str, Any], key: str, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:

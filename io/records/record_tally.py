@@ -13,12 +13,12 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.read_records import RecordError, RecordLocation
 
 BadRecords = Literal["error", "skip"]
-REMEMBERED = 5  # locations of each fate
+REMEMBERED = 5  # locations of each outcome
 NUM_SHOWN = 3  # of these, locations that a line of the report names
 
 
 class RecordOutcome(Enum):
-    """Names what can happen to a record other than being used whole. One conversation may have several fates."""
+    """Names what can happen to a record other than being used whole. One conversation may have several outcomes."""
 
     BAD = "bad, skipped"
     EMPTY = "empty, skipped"
@@ -51,17 +51,17 @@ class RecordTally:
             raise ConfigError(f"data.path: {location}: {problem}. Fix the record, or set data.bad_records: skip")
         self.note(RecordOutcome.BAD, f"{location}: {problem}")
 
-    def note(self, fate: RecordOutcome, location: RecordLocation | str) -> None:
-        """Count a fate, and remember the locations of the first few records that met it."""
-        self.counts[fate] += 1
-        if len(self._locations[fate]) < REMEMBERED:
-            self._locations[fate].append(str(location))
+    def note(self, outcome: RecordOutcome, location: RecordLocation | str) -> None:
+        """Count an outcome, and remember the locations of the first few records that have it."""
+        self.counts[outcome] += 1
+        if len(self._locations[outcome]) < REMEMBERED:
+            self._locations[outcome].append(str(location))
 
-    def locations(self, fate: RecordOutcome) -> tuple[str, ...]:
-        """Return the locations of the first records that met a fate, those of bad ones with the problem."""
-        return tuple(self._locations[fate])
+    def locations(self, outcome: RecordOutcome) -> tuple[str, ...]:
+        """Return the locations of the first records of an outcome, those of bad ones with the problem."""
+        return tuple(self._locations[outcome])
 
-    def learn(self, supervised: NDArray[np.bool_]) -> None:
+    def count_sequence(self, supervised: NDArray[np.bool_]) -> None:
         """Count a sequence by its loss mask. Its first token is never a target."""
         self.num_sequences += 1
         self.num_tokens += supervised.size
@@ -73,13 +73,13 @@ class RecordTally:
             raise ConfigError("\n".join(["data.path: nothing to learn", *self.lines()]))
 
     def lines(self) -> list[str]:
-        """Return a line with the totals, and a line for each fate that occurred with its first locations."""
+        """Return a line with the totals, and a line for each outcome that occurred with its first locations."""
         lines = [
             f"{self.num_records} records: {self.num_sequences} sequences, {self.num_tokens} tokens, "
             f"{self.num_supervised} of them learned"
         ]
-        for fate in RecordOutcome:
-            if count := self.counts[fate]:
+        for outcome in RecordOutcome:
+            if count := self.counts[outcome]:
                 more = "; …" if count > NUM_SHOWN else ""
-                lines.append(f"{count} {fate.value} ({'; '.join(self._locations[fate][:NUM_SHOWN])}{more})")
+                lines.append(f"{count} {outcome.value} ({'; '.join(self._locations[outcome][:NUM_SHOWN])}{more})")
         return lines

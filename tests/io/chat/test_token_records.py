@@ -31,7 +31,7 @@ from tests.support.texts import tokens_of
     ],
 )
 def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[int]) -> None:
-    found, supervised = read_token_record(record)
+    found, supervised, _ = read_token_record(record)
     assert found.tolist() == ids
     assert supervised.astype(int).tolist() == learned
 
