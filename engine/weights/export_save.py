@@ -72,7 +72,7 @@ def export_tensors(
     names: as for export_save.
     """
     return [
-        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype))
+        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype), dtype.torch)
         for p in parameters
         for t in (names or {}).get(p.name) or [CheckpointTensor.whole(p.name, p.shape)]
     ]

@@ -17,7 +17,7 @@ import torch
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
-from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_folder
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportTensor, write_folder
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -104,15 +104,11 @@ class AdapterFolder:
 
 
 def write_adapter_folder(
-    out_dir: Path,
-    tensors: Sequence[ExportTensor],
-    dtype: ExportDtype,
-    settings: Mapping[str, Any],
-    copies: Sequence[Path] = (),
+    out_dir: Path, tensors: Sequence[ExportTensor], settings: Mapping[str, Any], copies: Sequence[Path] = ()
 ) -> None:
     """Write `settings` as adapter_config.json, the weights by the names of parameters, and copies of files.
 
     The folder appears when it is complete. Raises as write_model_folder.
     """
     named = [tensor._replace(name=PREFIX + tensor.name) for tensor in tensors]
-    write_folder(out_dir, {CONFIG_NAME: settings}, {WEIGHTS_NAME: named}, dtype, copies)
+    write_folder(out_dir, {CONFIG_NAME: settings}, {WEIGHTS_NAME: named}, copies)

@@ -24,9 +24,9 @@ from megatrain_ray.engine.weights.saved_values import bytes_of
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.export.export_lora import export_adapter, export_merged
-from megatrain_ray.io.checkpoints.safetensors_folder import BUFFER_DTYPES, WeightFolder
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
-from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, StoredDtype
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.model.architecture import Architecture, is_known
@@ -165,7 +165,7 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> ExportExtras:
     if left:
         weights, made = source.weights(), build_empty(source.factory, torch.float32)
         read = [
-            ExportTensor(name, t.shape, partial(_read, weights, parameter, t), ExportDtype.FP32)
+            ExportTensor(name, t.shape, partial(_read, weights, parameter, t), torch.float32)
             for name, (parameter, t) in pieces.items()
             if name in left
         ]
@@ -174,16 +174,11 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> ExportExtras:
 
 
 def _as_stored(folder: WeightFolder, name: str) -> ExportTensor:
-    return ExportTensor(name, folder.shape(name), lambda: _bytes(folder.whole(name)), _type(folder.dtype(name)))
+    return ExportTensor(name, folder.shape(name), lambda: _bytes(folder.whole(name)), folder.dtype(name))
 
 
 def _as_it_is(name: str, values: torch.Tensor) -> ExportTensor:
-    return ExportTensor(name, tuple(values.shape), partial(_bytes, values), _type(values.dtype))
-
-
-def _type(dtype: torch.dtype) -> StoredDtype:
-    header_name = next(name for name, known in BUFFER_DTYPES.items() if known is dtype)
-    return StoredDtype(header_name, dtype.itemsize)
+    return ExportTensor(name, tuple(values.shape), partial(_bytes, values), values.dtype)
 
 
 def _read(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:

@@ -82,7 +82,7 @@ def export_adapter(
             tensors += [t._replace(name=name) for t in export_tensors(saved, [parameter], chosen, None)]
         modules = [module_of(p.name) for p in trained if p.name.endswith(A_END)]
         settings = _settings(lora, model, base, modules, beside)
-        write_adapter_folder(out_dir, tensors, chosen, settings, copies)
+        write_adapter_folder(out_dir, tensors, settings, copies)
 
 
 def _with_aliases(manifest: Manifest, parameters: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
