@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.files.durable import sync
+from megatrain_ray.io.files.atomic_file import sync
 from megatrain_ray.io.files.owned_folder import (
     MARK_NAME,
     SHARED,

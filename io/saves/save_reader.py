@@ -59,30 +59,28 @@ class SaveReader:
 
     async def problems(self) -> list[str]:
         """Read everything and return what is missing, truncated, or not what was written; empty if all is good."""
-        found, whole = self._manifest.gaps(), set[str]()
-
-        async def note(work: Awaitable[None]) -> bool:
+        found, cut_off = self._manifest.gaps(), set[str]()
+        for blob in self._manifest.blobs():
             try:
-                await work
+                self.check_size(blob)
             except DamagedSaveError as error:
                 found.append(str(error))
-                return False
-            return True
+                cut_off.add(blob.name)
 
         async def check(stored: _StoredPiece, codec: PieceCodec) -> None:
-            await note(self._read(stored, codec))
+            try:
+                await self._read(stored, codec)
+            except DamagedSaveError as error:
+                found.append(str(error))
 
-        for blob in self._manifest.blobs():
-            if await note(self.check_size(blob)):
-                whole.add(blob.name)
-        everything = (stored for pieces in self._stored.values() for stored in pieces if stored.blob.name in whole)
-        await self._each(everything, check)
+        everything = (stored for pieces in self._stored.values() for stored in pieces)
+        await self._each((stored for stored in everything if stored.blob.name not in cut_off), check)
         return found
 
-    async def check_size(self, blob: BlobEntry) -> None:
+    def check_size(self, blob: BlobEntry) -> None:
         """Raise DamagedSaveError if a blob is missing or its size differs from when it was written."""
         try:
-            size = await self._store.size(blob.name)
+            size = self._store.size(blob.name)
         except UnreadableError as error:
             raise DamagedSaveError(str(error)) from None
         if size != blob.nbytes:

@@ -132,13 +132,6 @@ class _OpenBlob:
     entries: list[PieceEntry] = field(default_factory=list)
 
 
-class _WriteJob(NamedTuple):
-    part: Piece
-    blob: _OpenBlob
-    before: asyncio.Event
-    after: asyncio.Event
-
-
 @dataclass
 class _PartWriter:
     """Holds what the workers share. Only their encoding and their transfers run concurrently, in threads."""
@@ -156,36 +149,33 @@ class _PartWriter:
     async def work(self) -> None:
         """Encode one part after the other and write it to its blob, until there are no more."""
         codec = PieceCodec(STORED_BYTES)
-        while job := await self._take():
-            part = job.part
+        while True:
+            async with self._taking:
+                part = await asyncio.to_thread(next, self.pieces, None)
+                if part is None:
+                    return
+                blob = self._blobs.get(part.kind) or await self._open(part.kind)
+                before, after = blob.turn, asyncio.Event()
+                blob.turn = after
             with self.spans.span(Row.SAVE, f"read {part.kind}", part.layer, num_bytes=part.nbytes):
                 encoded = await asyncio.to_thread(codec.encode, part.chunks(), part.itemsize, self.compression)
             if not encoded.finite and part.kind not in INTEGER_KINDS:
                 raise NonFiniteStateError(f"{part.kind} of {part.layer} holds a value that is not finite")
             self.done(part)
-            await job.before.wait()  # parts lie in a blob in the order in which they were taken
-            offset = job.blob.nbytes
-            job.blob.nbytes += len(encoded.block)
+            await before.wait()  # parts lie in a blob in the order in which they were taken
+            offset = blob.nbytes
+            blob.nbytes += len(encoded.block)
             entry = PieceEntry(part.layer, part.start, part.stop, offset, encoded.nbytes, encoded.crc32)
-            job.blob.entries.append(entry)
-            job.after.set()
+            blob.entries.append(entry)
+            after.set()
             with self.spans.span(Row.SAVE, f"write {part.kind}", part.layer, num_bytes=len(encoded.block)):
-                await job.blob.writer.write_at(offset, encoded.block)
+                await blob.writer.write_at(offset, encoded.block)
 
     def blobs(self) -> tuple[BlobEntry, ...]:
         return tuple(
             BlobEntry(blob.name, kind, self.compression, blob.nbytes, tuple(blob.entries))
             for kind, blob in self._blobs.items()
         )
-
-    async def _take(self) -> _WriteJob | None:
-        async with self._taking:
-            part = await asyncio.to_thread(next, self.pieces, None)
-            if part is None:
-                return None
-            blob = self._blobs.get(part.kind) or await self._open(part.kind)
-            before, blob.turn = blob.turn, asyncio.Event()
-            return _WriteJob(part, blob, before, blob.turn)
 
     async def _open(self, kind: str) -> _OpenBlob:
         name = f"part_{self.part}.{kind}"

@@ -24,12 +24,6 @@ IN_FLIGHT = 4  # blocks in each direction at a time: a guess of what keeps a dri
 FILL_S, MIXED_S = 0.5, 1.5  # no block begins later: while the file is filled, and while it is measured
 
 
-def _on_host(content: memoryview) -> memoryview:
-    block = aligned_block(len(content))
-    block[:] = content
-    return block
-
-
 def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN) -> float:
     """Return bytes per second, reads and writes together, of both at the same time.
 
@@ -63,7 +57,8 @@ def _moments() -> memoryview:
 async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * IN_FLIGHT))
     into = [aligned_block(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
-    values = _on_host(_moments())  # zeros may cost a drive less
+    values = aligned_block(BLOCK_BYTES)
+    values[:] = _moments()  # zeros may cost a drive less
     async with store.update(name) as blob:
 
         async def write(number: int, block: memoryview) -> None:

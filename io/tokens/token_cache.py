@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.atomic_file import wait_for_lock
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.files.durable import wait_for_lock
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
-from megatrain_ray.io.records.read_records import RecordLocation
+from megatrain_ray.io.records.read_records import BadRecords, RecordLocation, RecordOutcome, RecordTally
 from megatrain_ray.io.records.read_texts import read_texts
-from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.tokens.token_files import (
     META_NAME,
     TokenBlock,

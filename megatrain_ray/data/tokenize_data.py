@@ -19,9 +19,8 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_eval_path, sources_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.encode_chats import ChatRecipe
+from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
-from megatrain_ray.io.chat.pretokenized import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune

@@ -24,13 +24,11 @@ from megatrain_ray.engine.weights.saved_values import bytes_of
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.export.export_lora import export_adapter, export_merged
-from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
-from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
+from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
-from megatrain_ray.model.architecture import Architecture, is_known
-from megatrain_ray.model.checkpoint_names import checkpoint_names, owned_parameters
+from megatrain_ray.model.architecture import Architecture, checkpoint_names, is_known, owned_parameters
 from megatrain_ray.model.model_source import ModelSource, open_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count

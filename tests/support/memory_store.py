@@ -27,7 +27,7 @@ class MemoryStore:
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         await _MemoryInPlace(self.describe(name), self._blob(name)).read_into(offset, block)
 
-    async def size(self, name: str) -> int:
+    def size(self, name: str) -> int:
         return len(self._blob(name))
 
     def describe(self, name: str) -> str:

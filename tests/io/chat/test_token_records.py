@@ -14,7 +14,7 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.pretokenized import read_token_record
+from megatrain_ray.io.chat.encode_chats import read_token_record
 from megatrain_ray.io.records.read_records import RecordError
 from tests.support.texts import tokens_of
 
