@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -78,7 +78,6 @@ class ChatRecipe:
 
 def _described(layout: ChatLayout) -> list[Any]:
     """Return a layout as data for JSON. Sets are sorted, because their own order differs between processes."""
-    assert is_dataclass(layout)
     fields = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(layout).items()}
     return [type(layout).__name__, fields]
 

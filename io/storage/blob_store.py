@@ -143,8 +143,10 @@ class OpenFile:
         self._fixed_bytes = os.fstat(fd).st_size if fixed_size else None
 
     async def write_at(self, offset: int, block: memoryview) -> None:
-        if self._fixed_bytes is not None:
-            check_inside(str(self._path), offset + len(block), self._fixed_bytes)
+        end = offset + len(block)
+        if self._fixed_bytes is not None and end > self._fixed_bytes:
+            size = f"it has {self._fixed_bytes} bytes and keeps that size"
+            raise MegatrainError(f"cannot write {self._path} up to byte {end}: {size}")
         with explained("write", self._path):
             await self._completed(self._write, offset, block)
 
@@ -152,7 +154,8 @@ class OpenFile:
         with explained("read", self._path):
             got = await self._completed(self._read, offset, block)
         if got < len(block):
-            raise too_short(str(self._path), offset + len(block), os.fstat(self._fd).st_size)
+            expected, found = offset + len(block), os.fstat(self._fd).st_size
+            raise UnreadableError(f"{self._path} is truncated: expected at least {expected} bytes, got {found}")
 
     async def sync(self) -> None:
         with explained("write", self._path):
@@ -201,14 +204,3 @@ def _open_direct(path: str, flags: int, folder_fd: int | None = None) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, flags, 0o666, dir_fd=folder_fd)
-
-
-def check_inside(where: str, end: int, nbytes: int) -> None:
-    """Raise MegatrainError if a write up to byte `end` would make a blob of `nbytes` longer."""
-    if end > nbytes:
-        raise MegatrainError(f"cannot write {where} up to byte {end}: it has {nbytes} bytes and keeps that size")
-
-
-def too_short(where: str, expected: int, got: int) -> UnreadableError:
-    """Return the error that says that a blob ends too early."""
-    return UnreadableError(f"{where} is truncated: expected at least {expected} bytes, got {got}")

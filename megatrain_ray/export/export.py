@@ -158,28 +158,29 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> ExportExtras:
     whole = {name: [CheckpointTensor.whole(name, tuple(empty.get_parameter(name).shape))] for name in parameters}
     pieces = {t.name: (name, t) for name in parameters for t in names.get(name) or whole[name]}
     stored = WeightFolder.open(source.folder) if source.folder else None
-    rest = [_as_stored(stored, name) for name in (*pieces, *buffers) if stored and name in stored.names]
+    rest = [
+        ExportTensor(name, stored.shape(name), partial(_stored_bytes, stored, name), stored.dtype(name))
+        for name in (*pieces, *buffers)
+        if stored and name in stored.names
+    ]
     left = {*pieces, *buffers} - {tensor.name for tensor in rest}
     if left:
         weights, made = source.weights(), build_empty(source.factory, torch.float32)
         read = [
-            ExportTensor(name, t.shape, partial(_read, weights, parameter, t), torch.float32)
+            ExportTensor(name, t.shape, partial(_piece_bytes, weights, parameter, t), torch.float32)
             for name, (parameter, t) in pieces.items()
             if name in left
         ]
-        rest += read + [_as_it_is(name, made.get_buffer(name)) for name in buffers if name in left]
+        computed = [(name, made.get_buffer(name)) for name in buffers if name in left]
+        rest += read + [ExportTensor(name, tuple(b.shape), partial(_bytes, b), b.dtype) for name, b in computed]
     return ExportExtras(type(empty).__name__, names, rest, code)
 
 
-def _as_stored(folder: WeightFolder, name: str) -> ExportTensor:
-    return ExportTensor(name, folder.shape(name), lambda: _bytes(folder.whole(name)), folder.dtype(name))
+def _stored_bytes(folder: WeightFolder, name: str) -> list[memoryview]:
+    return _bytes(folder.whole(name))
 
 
-def _as_it_is(name: str, values: torch.Tensor) -> ExportTensor:
-    return ExportTensor(name, tuple(values.shape), partial(_bytes, values), values.dtype)
-
-
-def _read(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
+def _piece_bytes(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
     return _bytes(weights.read(name, tensor.offset, tensor.stop).as_strided(tensor.shape, tensor.stride))
 
 
