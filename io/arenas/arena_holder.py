@@ -44,6 +44,9 @@ class ArenaHandle:
     path: str = ""
 
 
+Handles = Mapping[str, ArenaHandle]  # by name
+
+
 def create_memfd(name: str, nbytes: int) -> int:
     """Return a file descriptor of new shared memory: `mapped_bytes(nbytes)` zeros. Raises MegatrainError.
 
@@ -143,9 +146,6 @@ def _unreachable(handle: ArenaHandle, found: str) -> MegatrainError:
         "that held it is gone, belongs to another user, or lives in another PID namespace: run all processes of a run "
         "as one user in one container"
     )
-
-
-Handles = Mapping[str, ArenaHandle]
 
 
 class ArenaHolder:

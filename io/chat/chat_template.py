@@ -51,6 +51,11 @@ OWN_VARIABLES = {
 }  # fmt: skip
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that Transformers uses
 
+# Messages by which a template is asked how it writes an answer.
+PROBE = "m3gaprobe"  # text that no template contains
+QUESTION: Message = {"role": "user", "content": "Question"}
+ANSWERS = (PROBE, f"<think>\nthought\n</think>\n\n{PROBE}")  # some templates open a thought in the prompt and keep it
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -164,11 +169,6 @@ def _with_fixed_date(source: str) -> str:
     return f"{{%- macro strftime_now(format) -%}}{{{{- format | {filters} -}}}}{{%- endmacro %}}\n{source}"
 
 
-PROBE = "m3gaprobe"  # text that no template contains
-QUESTION: Message = {"role": "user", "content": "Question"}
-ANSWERS = (PROBE, f"<think>\nthought\n</think>\n\n{PROBE}")  # some templates open a thought in the prompt and keep it
-
-
 class MarkedText(NamedTuple):
     """Holds a rendered conversation and its supervised character ranges [start, end)."""
 
@@ -208,7 +208,7 @@ class TurnMarker:
         no end of an answer.
         """
         self._template = template
-        self._ending = _Ending("", "") if template.marks_generation(()) else _probed(template)
+        self._ending = _Ending("", "") if template.marks_generation(()) else _find_ending(template)
 
     def mark(self, conversation: Conversation) -> list[MarkedText]:
         """Render a conversation and return its texts with the assistant turns marked.
@@ -226,8 +226,8 @@ class TurnMarker:
         messages, tools = conversation.messages[: answers[-1] + 1], conversation.tools
         if self._template.marks_generation(tools):
             text, places = self._template.render_marked(messages, tools)
-            return [MarkedText(text, _joined(places))]
-        return _grouped([self._turn(messages[: i + 1], tools) for i in answers])
+            return [MarkedText(text, _join_touching(places))]
+        return _merge_turns([self._turn(messages[: i + 1], tools) for i in answers])
 
     def _turn(self, messages: Sequence[Message], tools: Sequence[Message]) -> _Turn:
         prompt = self._template.render(messages[:-1], tools, prompt=True)
@@ -241,7 +241,7 @@ class TurnMarker:
         return _Turn(text, len(prompt), len(answered))
 
 
-def _grouped(turns: Sequence[_Turn]) -> list[MarkedText]:
+def _merge_turns(turns: Sequence[_Turn]) -> list[MarkedText]:
     """Merge turns into as few texts as possible: the last turn's stands for all turns that it holds as answered."""
     texts: list[MarkedText] = []
     left = list(turns)
@@ -254,7 +254,7 @@ def _grouped(turns: Sequence[_Turn]) -> list[MarkedText]:
     return texts[::-1]
 
 
-def _joined(places: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _join_touching(places: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Join ranges that touch: tags may enclose the thought, content and end mark of one answer separately."""
     spans: list[tuple[int, int]] = []
     for start, end in places:
@@ -264,7 +264,7 @@ def _joined(places: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def _probed(template: ChatTemplate) -> _Ending:
+def _find_ending(template: ChatTemplate) -> _Ending:
     try:
         prompt = template.render([QUESTION], prompt=True)
         wholes = [template.render([QUESTION, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
@@ -279,10 +279,10 @@ def _probed(template: ChatTemplate) -> _Ending:
         raise _unusable(template, f"it ignores add_generation_prompt and begins an answer with {heading!r}")
     if not ending:
         raise _unusable(template, "it marks no end of an answer, so a model would not learn to stop")
-    return _ending_of(template, fitting[0], ending)
+    return _split_ending(template, fitting[0], ending)
 
 
-def _ending_of(template: ChatTemplate, whole: str, ending: str) -> _Ending:
+def _split_ending(template: ChatTemplate, whole: str, ending: str) -> _Ending:
     """Split the text after an answer. Phi-3's template closes with eos_token, but not before another answer."""
     eos = template.variables.get("eos_token", "")
     closing = eos if ending != eos and _closes(template, whole, eos) else ""

@@ -31,6 +31,10 @@ from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 Truncation = Literal["turn", "drop"]
 
+# Keys of a record that holds ids.
+IDS, LABELS, ATTENDED = "input_ids", "labels", "attention_mask"
+OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask")  # refused: some trainers read them instead of labels
+
 
 @dataclass(frozen=True)
 class ChatRecipe:
@@ -193,10 +197,6 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
             tally.count_sequence(supervised)
             yield TokenBlock(ids, True, location, supervised)
     tally.check_learned()
-
-
-IDS, LABELS, ATTENDED = "input_ids", "labels", "attention_mask"
-OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask")  # refused: some trainers read them instead of labels
 
 
 @dataclass(frozen=True)

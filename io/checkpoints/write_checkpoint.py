@@ -25,7 +25,7 @@ from megatrain_ray.io.files.partial_folder import complete_or_absent
 
 FILE_BYTES = 5 * 10**9  # largest file that every hub and file system accepts
 REST_BYTES = 32 << 20  # upper bound on everything except the weights, such as the tokenizer
-SETTLE_BYTES = 256 << 20  # bytes written between two flushes to disk
+FLUSH_BYTES = 256 << 20  # bytes written between two flushes to disk
 HEADER_NAMES = {dtype: name for name, dtype in BUFFER_DTYPES.items()}  # names of types in a header of safetensors
 
 
@@ -123,18 +123,18 @@ def _split(tensors: Sequence[ExportTensor], file_bytes: int) -> list[list[Export
 def _write_safetensors(path: Path, tensors: Sequence[ExportTensor]) -> None:
     with path.open("wb") as file:
         file.write(_header(tensors))
-        unsettled = 0
+        unflushed = 0
         for tensor in tensors:
             written = 0
             for chunk in tensor.chunks():
                 written += file.write(chunk)
-                unsettled += len(chunk)
-                if unsettled >= SETTLE_BYTES:
-                    _settle(file)
-                    unsettled = 0
+                unflushed += len(chunk)
+                if unflushed >= FLUSH_BYTES:
+                    _flush(file)
+                    unflushed = 0
             if written != tensor.nbytes:
                 raise MegatrainError(f"{tensor.name}: expected {tensor.nbytes} bytes to export, got {written}")
-        _settle(file)
+        _flush(file)
 
 
 def _header(tensors: Sequence[ExportTensor]) -> bytes:
@@ -149,7 +149,7 @@ def _header(tensors: Sequence[ExportTensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _settle(file: BinaryIO) -> None:
+def _flush(file: BinaryIO) -> None:
     """Flush to disk and drop from the page cache, where the bytes would take memory from a training."""
     file.flush()
     os.fdatasync(file.fileno())

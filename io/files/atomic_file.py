@@ -15,6 +15,7 @@ from pathlib import Path
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.files.disk_errors import explained
 
+TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")
 POLL_S = 0.2
 STALL_S = 600.0  # a guess: the files that a process writes into a cache grow many times a second
 
@@ -94,9 +95,6 @@ def _is_current(lock: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:
         return False
-
-
-TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.new")
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.find_files import JSON, JSONL_ZST, PARQUET, format_of
 
+BadRecords = Literal["error", "skip"]
+REMEMBERED = 5  # locations kept of each outcome
+NUM_SHOWN = 3  # of these, locations that a line of the report names
 BOM = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 20
 ROWS = 256  # rows of a Parquet file decoded at a time
@@ -174,11 +177,6 @@ def _row(batch: Any, row: int) -> Any:
         return batch.slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
         return _not_utf8(error)
-
-
-BadRecords = Literal["error", "skip"]
-REMEMBERED = 5  # locations of each outcome
-NUM_SHOWN = 3  # of these, locations that a line of the report names
 
 
 class RecordOutcome(Enum):

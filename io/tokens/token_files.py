@@ -160,10 +160,7 @@ class TokenMeta:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""
-        sizes = {
-            TOKENS_NAME: self.num_tokens * self.itemsize,
-            LENGTHS_NAME: self.num_documents * LENGTH_TYPE.itemsize,
-        }
+        sizes = {TOKENS_NAME: self.num_tokens * self.itemsize, LENGTHS_NAME: self.num_documents * LENGTH_TYPE.itemsize}
         return sizes if self.num_supervised is None else {**sizes, MASK_NAME: self.num_tokens}
 
 

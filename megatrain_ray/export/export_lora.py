@@ -96,11 +96,7 @@ def _with_aliases(manifest: Manifest, parameters: Sequence[ParameterEntry]) -> d
 
 
 def _settings(
-    lora: LoraConfig,
-    model: nn.Module,
-    base: ModelConfig,
-    modules: Sequence[str],
-    beside: Mapping[str, ParameterEntry],
+    lora: LoraConfig, model: nn.Module, base: ModelConfig, modules: Sequence[str], beside: Mapping[str, ParameterEntry]
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json, with the keys of peft's LoraConfig."""
     name, revision = _base_name(base)

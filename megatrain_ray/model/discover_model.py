@@ -39,6 +39,11 @@ from megatrain_ray.model.optimizer_settings import rules_of
 
 log = logging.getLogger(__name__)
 
+KEPT_FILES = 64  # files of at most about 100 KB each; older ones are deleted
+
+CompileTrials = tuple[CompileTrial | None, ...]
+_TRIALS = TypeAdapter[CompileTrials](CompileTrials)
+
 
 def compiles(config: TrainConfig, device: str) -> bool:
     """Return whether layers are compiled, as hardware.compile and the device decide."""
@@ -122,12 +127,6 @@ def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool
     if problem is not None:
         log.info("no flex attention: %s; rows of several documents get whole masks", problem)
     return problem is None
-
-
-KEPT_FILES = 64  # files of at most about 100 KB each; older ones are deleted
-
-CompileTrials = tuple[CompileTrial | None, ...]
-_TRIALS = TypeAdapter[CompileTrials](CompileTrials)
 
 
 class TrialCache:

@@ -182,8 +182,8 @@ def test_one_part_of_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypat
 
 
 def test_what_is_written_does_not_pile_up_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes to the disk every SETTLE_BYTES, be tensors small or large."""
-    monkeypatch.setattr(folder_module, "SETTLE_BYTES", 1000)
+    """It goes to the disk every FLUSH_BYTES, be tensors small or large."""
+    monkeypatch.setattr(folder_module, "FLUSH_BYTES", 1000)
     sizes, real = list[int](), os.fdatasync
 
     def note(file: int) -> None:
