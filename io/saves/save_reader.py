@@ -12,7 +12,7 @@ from megatrain_ray.io.files.disk_errors import UnreadableError
 from megatrain_ray.io.saves.manifest import BlobEntry, Manifest, PieceEntry
 from megatrain_ray.io.saves.piece_codec import PieceCodec, copy_bytes
 from megatrain_ray.io.saves.save_writer import Piece
-from megatrain_ray.io.storage.blob_store import SaveStore
+from megatrain_ray.io.storage.blob_store import SaveStore, run_together
 
 READS_AT_ONCE = 6  # memory: this many times the largest stored piece (8 MiB); three times that if compressed
 
@@ -126,12 +126,7 @@ class SaveReader:
             if codec:
                 self._codecs.append(codec)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(READS_AT_ONCE):
-                    group.create_task(worker())
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        await run_together(worker() for _ in range(READS_AT_ONCE))
 
 
 def _take(stored: _StoredPiece, codec: PieceCodec) -> None:

@@ -12,7 +12,7 @@ from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.manifest import BlobEntry, PartManifest, PieceEntry
 from megatrain_ray.io.saves.piece_codec import PieceCodec
-from megatrain_ray.io.storage.blob_store import BlobWriter, SaveStore
+from megatrain_ray.io.storage.blob_store import BlobWriter, SaveStore, run_together
 from megatrain_ray.spans import Row, SpanLog
 
 CHUNK_BYTES = 1 << 20  # copied and checksummed at a time, while in a core's cache
@@ -108,13 +108,9 @@ async def write_blobs(
     done: called with parts of a piece, of at most STORED_BYTES each, in any order.
     spans: receives spans of what takes time, while it is on.
     """
-    try:
-        async with AsyncExitStack() as files, asyncio.TaskGroup() as group:
-            writer = _PartWriter(store, part, _parts(pieces), done, compression, files, spans or SpanLog())
-            for _ in range(WRITES_AT_ONCE[compression]):
-                group.create_task(writer.work())
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+    async with AsyncExitStack() as files:
+        writer = _PartWriter(store, part, _parts(pieces), done, compression, files, spans or SpanLog())
+        await run_together(writer.work() for _ in range(WRITES_AT_ONCE[compression]))
     return PartManifest(part, writer.blobs())
 
 

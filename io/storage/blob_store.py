@@ -7,11 +7,11 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import aiofiles
 
@@ -75,6 +75,16 @@ def aligned(nbytes: int) -> int:
 def aligned_block(nbytes: int) -> memoryview:
     """Return `aligned(nbytes)` zeros at an address that is a multiple of ALIGN_BYTES. They take RAM when touched."""
     return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
+
+
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at the same time. If one fails, the others are cancelled, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 class FileStore:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
+from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block, run_together
 from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay, held_files
 from megatrain_ray.io.storage.packed_store import Packable, PackedStore
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
@@ -97,11 +97,5 @@ class _Direction:
 async def _transfer(limit_s: float, *directions: _Direction) -> int:
     """Run transfers in these directions for at most `limit_s`; return the number of blocks moved."""
     end_s = time.monotonic() + limit_s
-    try:
-        async with asyncio.TaskGroup() as group:
-            for direction in directions:
-                for buffer in direction.buffers:
-                    group.create_task(direction.work(buffer, end_s))
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+    await run_together(direction.work(buffer, end_s) for direction in directions for buffer in direction.buffers)
     return sum(direction.begun for direction in directions)
