@@ -37,8 +37,7 @@ from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, Para
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel, open_kernel
-from megatrain_ray.io.arenas.arena import Arena
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import Arena, ArenaHolder
 from megatrain_ray.io.words.compile_c import declare, load_compiled
 
 HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

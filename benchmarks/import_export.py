@@ -83,7 +83,7 @@ def case(dtype: ExportDtype, gigabytes: float) -> dict[str, Any]:
     try:
         layout = make_layout(gigabytes, dtype)
         num_files = write_folder(root / "in", layout, dtype)
-        num_bytes = layout.logical_size * dtype.itemsize
+        num_bytes = layout.logical_size * dtype.torch.itemsize
         imported = in_new_process(import_and_save, root, layout)
         exported = in_new_process(export, root, dtype)
         result = {
@@ -102,7 +102,7 @@ def case(dtype: ExportDtype, gigabytes: float) -> dict[str, Any]:
 
 
 def make_layout(gigabytes: float, dtype: ExportDtype) -> ModelLayout:
-    wanted = gigabytes * 1e9 / dtype.itemsize - VOCABULARY * HIDDEN
+    wanted = gigabytes * 1e9 / dtype.torch.itemsize - VOCABULARY * HIDDEN
     num_blocks = math.ceil(wanted / sum(math.prod(shape) for shape in BLOCK.values()))
     embedding = FlatLayout.build("embedding", [ParameterSpec("embedding.weight", "weight", (VOCABULARY, HIDDEN))])
     blocks = [
@@ -128,8 +128,10 @@ def write_folder(folder: Path, layout: ModelLayout, dtype: ExportDtype) -> int:
 
 
 def random_bits(shape: tuple[int, ...], dtype: ExportDtype, generator: torch.Generator) -> Tensor:
-    words = torch.randint(0, 1 << 16, (math.prod(shape) * dtype.itemsize // 2,), generator=generator, dtype=torch.int32)
-    values = words.to(torch.int16).view(torch.bfloat16 if dtype is ExportDtype.BF16 else torch.float32)
+    words = torch.randint(
+        0, 1 << 16, (math.prod(shape) * dtype.torch.itemsize // 2,), generator=generator, dtype=torch.int32
+    )
+    values = words.to(torch.int16).view(dtype.torch)
     values[~values.isfinite()] = -0.0
     return values.view(shape)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.io.storage.spill_file import create_spill_file
+from megatrain_ray.io.storage.disk_io import create_spill_file
 from megatrain_ray.run.run_dir import RunDir
 from tests.support.run_folders import begin, in_folder
 from tests.support.runs import ROOT

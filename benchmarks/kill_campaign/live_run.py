@@ -14,8 +14,7 @@ from typing import NamedTuple
 from benchmarks.kill_campaign.processes import MARK, Actor, Processes, Role, arenas, state
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arenas.arena import ArenaHandle
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import ArenaHandle, ArenaHolder
 from megatrain_ray.io.saves.save_folder import list_saves
 from tests.support.runs import ROOT, plan_of
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatrain_ray.engine.layout.flat_layout import round_up
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arenas.arena import Arena
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import Arena, ArenaHolder
 
 PAGE_BYTES = 4096
 POPULATE_THREADS = 4  # they run while other work starts or computes

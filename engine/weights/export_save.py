@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
 from megatrain_ray.engine.weights.saved_values import ExportValues, SavedValues, chunks
-from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
+from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import FILE_BYTES, ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 
@@ -72,7 +72,7 @@ def export_tensors(
     names: as for export_save.
     """
     return [
-        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype))
+        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype), dtype.torch)
         for p in parameters
         for t in (names or {}).get(p.name) or [CheckpointTensor.whole(p.name, p.shape)]
     ]

@@ -1,23 +1,151 @@
-"""Keeps a run's arenas and spill files alive.
+"""Provides arenas, host memory that the processes of a run share, and keeps them and spill files alive.
 
-Any process that holds their file descriptors does so, whether it maps them or not.
+An arena is freed when the last process that holds its file descriptor or maps it has ended, whatever ended it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arenas.arena import Arena, ArenaHandle, create_memfd, open_held
-from megatrain_ray.io.storage.blob_store import BlobStore
-from megatrain_ray.io.storage.disk_io import DiskIo, held_files
-from megatrain_ray.io.storage.spill_file import SpillFile, create_spill_file
+import numpy as np
 
-Handles = Mapping[str, ArenaHandle]
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.storage.blob_store import BlobStore
+from megatrain_ray.io.storage.disk_io import DiskIo, SpillFile, create_spill_file, held_files
+
+HUGE_PAGE = 2 << 20
+POPULATE_BYTES = 256 << 20  # that a thread populates at a time
+MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
+
+
+@dataclass(frozen=True)
+class ArenaHandle:
+    """Locates an arena or a spill file: file descriptor `fd` of process `pid`.
+
+    That process may have mapped it, or only hold the descriptor.
+
+    nbytes: the size that was asked for. An arena's mapping has `mapped_bytes(nbytes)`.
+    path: the spill file's path as the kernel names it; empty for an arena.
+    """
+
+    pid: int
+    fd: int
+    nbytes: int
+    name: str
+    path: str = ""
+
+
+Handles = Mapping[str, ArenaHandle]  # by name
+
+
+def create_memfd(name: str, nbytes: int) -> int:
+    """Return a file descriptor of new shared memory: `mapped_bytes(nbytes)` zeros. Raises MegatrainError.
+
+    It takes no RAM until it is touched. It lives as long as a process holds the descriptor, even without mapping it.
+    """
+    fd = -1
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.truncate(fd, mapped_bytes(nbytes))
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise MegatrainError(f"cannot create arena {name} of {nbytes} bytes: {error.strerror}") from None
+    return fd
+
+
+def mapped_bytes(nbytes: int) -> int:
+    """Return the size of an arena's mapping: whole huge pages, at least one, as nothing cannot be mapped."""
+    return max(1, -(-nbytes // HUGE_PAGE)) * HUGE_PAGE
+
+
+class Arena:
+    """Maps shared memory into this process."""
+
+    def __init__(self, fd: int, handle: ArenaHandle) -> None:
+        """Map `fd`, which the caller keeps and closes. `ArenaHolder.map` creates arenas."""
+        self.handle = handle
+        mapping = mmap.mmap(fd, mapped_bytes(handle.nbytes))
+        with suppress(OSError):  # kernels without huge pages in shared memory refuse the advice
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._buffer: memoryview | None = memoryview(mapping)
+
+    @property
+    def buffer(self) -> memoryview:
+        """Return the whole mapping: `handle.nbytes` bytes, then zeros. Raises MegatrainError after `close`."""
+        if self._buffer is None:
+            raise MegatrainError(f"arena {self.handle.name} is closed in this process")
+        return self._buffer
+
+    def populate(self, threads: int) -> None:
+        """Take the RAM of all bytes now, in `threads` threads. Contents stay. Raises MegatrainError."""
+        portions = range(0, self.handle.nbytes, POPULATE_BYTES)
+        try:
+            with ThreadPoolExecutor(threads, thread_name_prefix="populate") as pool:
+                list(pool.map(self._populate_portion, portions))  # raises the first error
+        except OSError as error:
+            raise MegatrainError(
+                f"cannot take {self.handle.nbytes} bytes of RAM for arena {self.handle.name}: {error.strerror}"
+            ) from None
+
+    def close(self) -> None:
+        """Release this process's mapping. Views still in use keep it mapped until they are gone. Idempotent."""
+        # Drop the reference; never release or unmap. torch.frombuffer keeps the object but not the buffer's export, so
+        # a release would succeed and leave its tensors without memory.
+        self._buffer = None
+
+    def _populate_portion(self, start: int) -> None:
+        portion = np.frombuffer(self.buffer, np.uint8)[start : min(start + POPULATE_BYTES, self.handle.nbytes)]
+        # Not mmap.madvise: it keeps the GIL while pages are zeroed, so threads would run one after the other.
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        if not madvise(ctypes.c_void_p(portion.ctypes.data), ctypes.c_size_t(portion.size), MADV_POPULATE_WRITE):
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:
+            raise OSError(code, os.strerror(code))
+        portion[:: mmap.PAGESIZE].max()  # older kernels: in shared memory a read allocates the page too
+
+
+def open_held(handle: ArenaHandle) -> int:
+    """Return a descriptor in this process for what another process of this machine holds.
+
+    Raises MegatrainError if the holder is gone, its pid now belongs to another process, or it lives in another PID
+    namespace.
+    """
+    path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
+    try:
+        target = str(path.readlink())
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unreachable(handle, f"{path}: {error.strerror}") from None
+    if not _is_behind(handle, target, os.fstat(fd).st_size):
+        os.close(fd)
+        raise _unreachable(handle, f"{path} is {target}")
+    return fd
+
+
+def _is_behind(handle: ArenaHandle, target: str, nbytes: int) -> bool:
+    if handle.path:
+        return target == handle.path and nbytes == handle.nbytes
+    return target.startswith(f"/memfd:{handle.name} ") and nbytes == mapped_bytes(handle.nbytes)
+
+
+def _unreachable(handle: ArenaHandle, found: str) -> MegatrainError:
+    what = "spill file" if handle.path else "arena"
+    return MegatrainError(
+        f"cannot attach {what} {handle.name} ({handle.nbytes} bytes) of process {handle.pid}: {found}; the process "
+        "that held it is gone, belongs to another user, or lives in another PID namespace: run all processes of a run "
+        "as one user in one container"
+    )
 
 
 class ArenaHolder:

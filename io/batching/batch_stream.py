@@ -1,11 +1,13 @@
-"""Draws batches of windows in a shuffled order, with an exact position to save and to resume from."""
+"""Makes batches of windows: for training in a shuffled order, with a position to resume from, and for evaluation."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +16,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
-from megatrain_ray.io.tokens.corpus import Fingerprint
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED, Fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,28 +32,11 @@ class Batch:
     sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
 
 
-class Stream(Protocol):
-    """Yields batches without end. They depend only on data, seed and position."""
-
-    def next_batch(self) -> Batch: ...
-
-    def skip(self, num_batches: int) -> None:
-        """Go on by this many batches without making them."""
-
-    @property
-    def joins_documents(self) -> bool:
-        """Return whether a row may hold several documents."""
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """Return the position of the next batch and a fingerprint of the data, as data for JSON and for `seek`."""
-
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Go to a saved position. Raises ConfigError for one of other data or outside this data."""
-
-
 class BatchStream:
-    """Draws the windows of one source epoch after epoch. A batch may span epochs. The state is (epoch, cursor)."""
+    """Draws the windows of one source epoch after epoch. They depend only on the data, the seed and the position.
+
+    A batch may span epochs. The state is (epoch, cursor).
+    """
 
     def __init__(self, windows: Windows, *, batch_size: int, shuffle: bool, seed: int) -> None:
         self._windows = windows
@@ -63,6 +47,7 @@ class BatchStream:
 
     @property
     def joins_documents(self) -> bool:
+        """Return whether a row may hold several documents."""
         return self._windows.joins_documents
 
     @property
@@ -72,9 +57,11 @@ class BatchStream:
 
     @property
     def position(self) -> dict[str, Any]:
+        """Return the position of the next batch and a fingerprint of the data, as data for JSON and for `seek`."""
         return {"epoch": self._epoch, "cursor": self._cursor, **dataclasses.asdict(self._windows.corpus.fingerprint)}
 
     def seek(self, position: Mapping[str, Any]) -> None:
+        """Go to a saved position. Raises ConfigError for one of other data or outside this data."""
         corpus, num_windows = self._windows.corpus, self._windows.num_windows
         saved = Fingerprint(position["num_tokens"], position["crc32"])
         if saved != corpus.fingerprint:
@@ -111,6 +98,7 @@ class BatchStream:
         self._order = permutation(count, self._seed, epoch) if self._shuffle else np.arange(count)
 
     def skip(self, num_batches: int) -> None:
+        """Move the position on by this many batches without making them."""
         self.skip_windows(num_batches * self._batch_size)
 
     def skip_windows(self, count: int) -> None:
@@ -118,6 +106,43 @@ class BatchStream:
         if epoch != self._epoch:  # else the order stays, which takes long to compute
             self._begin(epoch)
         self._cursor = cursor
+
+
+class HeldOut:
+    """Divides held-out data into numbered batches: every window of every source once, unshuffled.
+
+    A batch holds windows of one source. The last batch of a source may have fewer rows than the others.
+    """
+
+    def __init__(self, sources: Sequence[Windows], *, batch_size: int, micro_batch_size: int) -> None:
+        """Divide the windows of all sources into batches of `batch_size` rows, a multiple of `micro_batch_size`.
+
+        Rows without tokens fill the last micro-batch of a source.
+        """
+        self._sources = sources
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._ends = list(accumulate(-(-source.num_windows // batch_size) for source in sources))
+
+    @property
+    def num_batches(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def joins_documents(self) -> bool:
+        return any(source.joins_documents for source in self._sources)
+
+    def source_of(self, index: int) -> int:
+        return bisect_right(self._ends, index)
+
+    def batch(self, index: int) -> Batch:
+        """Return batch `index`, from 0 to num_batches - 1. Its number of rows is a multiple of the micro-batch size."""
+        number = self.source_of(index)
+        source, before = self._sources[number], self._ends[number - 1] if number else 0
+        first = (index - before) * self._batch_size
+        rows = source.rows(np.arange(first, min(first + self._batch_size, source.num_windows)))
+        pads = Rows.of_pads(-len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1)
+        return assemble(Rows(*(np.concatenate(parts) for parts in zip(rows, pads, strict=True))))
 
 
 def assemble(rows: Rows) -> Batch:

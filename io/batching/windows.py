@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.tokens.corpus import Corpus
-from megatrain_ray.io.tokens.token_block import Mask
+from megatrain_ray.io.tokens.token_files import Corpus, Mask
 
 PAD = 0  # any id would do: no supervised token attends to a pad
 
@@ -32,26 +32,12 @@ class Rows(NamedTuple):
         return Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, np.bool_))
 
 
-class Windows(Protocol):
-    """Defines a corpus cut into windows."""
-
-    @property
-    def corpus(self) -> Corpus: ...
-
-    @property
-    def num_windows(self) -> int: ...
-
-    @property
-    def joins_documents(self) -> bool:
-        """Return whether a window may hold several documents."""
-
-    def rows(self, indices: NDArray[np.int64]) -> Rows:
-        """Return the windows of these indices; short ones are padded."""
-
-
 @dataclass(frozen=True, eq=False)
 class SpanWindows:
-    """Makes each window of one or several spans of the corpus, side by side, and pads."""
+    """Makes each window of one or several spans of the corpus, side by side, and pads.
+
+    joins_documents: whether a window may hold several documents.
+    """
 
     corpus: Corpus
     starts: NDArray[np.int64]  # [num_spans], start of each span in the tokens of the corpus, window by window
@@ -96,6 +82,7 @@ class SpanWindows:
         return self.firsts.size - 1
 
     def rows(self, indices: NDArray[np.int64]) -> Rows:
+        """Return the windows of these indices; short ones are padded."""
         rows = Rows.of_pads(indices.size, self.seq_len)
         for row, window in enumerate(indices):
             end = 0
@@ -118,20 +105,16 @@ class PackedWindows:
     """
 
     corpus: Corpus
-    starts: NDArray[np.int64]  # [num_documents], start of each document in the joined tokens
-    end_of_document: int
     seq_len: int
+    end_of_document: int
     whole: bool = False
+    joins_documents: ClassVar[bool] = True
 
-    @staticmethod
-    def of(corpus: Corpus, seq_len: int, end_of_document: int, *, whole: bool = False) -> PackedWindows:
-        lengths = np.asarray(corpus.document_lengths)
-        starts = np.cumsum(lengths) - lengths + np.arange(lengths.size)
-        return PackedWindows(corpus, starts, end_of_document, seq_len, whole)
-
-    @property
-    def joins_documents(self) -> bool:
-        return True
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Return the start of each document in the joined tokens, [num_documents]."""
+        lengths = np.asarray(self.corpus.document_lengths)
+        return np.cumsum(lengths) - lengths + np.arange(lengths.size)
 
     @property
     def num_joined(self) -> int:
@@ -150,11 +133,11 @@ class PackedWindows:
         is_end = at - self.starts[documents] == self.corpus.document_lengths[documents]
         # Every earlier document has added one end-of-document id to the joined tokens.
         ids = self.corpus.tokens[np.minimum(at - documents, self.corpus.tokens.size - 1)].astype(np.int64)
-        return Rows(
-            np.where(real, np.where(is_end, self.end_of_document, ids), PAD),
-            np.where(real, documents, -1),
-            real,
-        )
+        ids = np.where(is_end, self.end_of_document, ids)
+        return Rows(np.where(real, ids, PAD), np.where(real, documents, -1), real)
+
+
+Windows = SpanWindows | PackedWindows
 
 
 def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False) -> Windows:
@@ -172,7 +155,7 @@ def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: 
     if packing and corpus.num_documents > 1 and corpus.supervised is not None:
         windows = SpanWindows.of_sequences(corpus, seq_len)
     elif packing and corpus.num_documents > 1:
-        windows = PackedWindows.of(corpus, seq_len, _end_of_document(corpus, vocab_size), whole=whole)
+        windows = PackedWindows(corpus, seq_len, _end_of_document(corpus, vocab_size), whole)
     else:
         windows = SpanWindows.of_documents(corpus, seq_len, whole=whole)
     if not windows.num_windows:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key
 
@@ -39,13 +39,6 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-class ChatLayout(Protocol):
-    """Describes how a record holds its conversation."""
-
-    def read(self, record: Mapping[str, Any]) -> Conversation:
-        """Return the conversation of a record. Raises RecordError naming the key or turn that is wrong."""
-
-
 @dataclass(frozen=True)
 class AlpacaLayout:
     """Describes records with one question and one answer, perhaps with earlier ones, by their keys; None: no key."""
@@ -58,6 +51,7 @@ class AlpacaLayout:
     tools: str | None = "tools"
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
+        """Return the conversation of a record. Raises RecordError naming the key or turn that is wrong."""
         _check_keys(frozenset(record), (self.input, self.system, self.history, self.tools))
         if missing := [key for key in (self.instruction, self.output) if key and key not in record]:
             raise missing_key(record, missing[0])
@@ -97,7 +91,8 @@ class TurnsLayout:
         _check_keys(frozenset(record), (self.system, self.tools))
         turns = record.get(self.turns)
         if not isinstance(turns, list) or not turns:
-            raise RecordError(f"{self.turns}: expected a list of turns, got {_shown(record, self.turns)}")
+            found = f"{turns!r:.60}" if self.turns in record else f"none (keys: {', '.join(map(str, record))})"
+            raise RecordError(f"{self.turns}: expected a list of turns, got {found}")
         messages = [self._message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
         return _conversation(record, messages, self.system, self.tools)
 
@@ -138,6 +133,7 @@ class AutoLayout:
         )
 
 
+ChatLayout = AlpacaLayout | TurnsLayout | AutoLayout
 LAYOUTS: Mapping[ChatFormat, ChatLayout] = {
     "auto": AutoLayout(), "alpaca": ALPACA, "sharegpt": SHAREGPT, "messages": MESSAGES,
 }  # fmt: skip
@@ -171,10 +167,6 @@ def _conversation(
 
 def _get(record: Mapping[str, Any], key: str | None) -> Any:
     return None if key is None else record.get(key)
-
-
-def _shown(record: Mapping[str, Any], key: str) -> str:
-    return f"{record[key]!r:.60}" if key in record else f"none (keys: {', '.join(map(str, record))})"
 
 
 @lru_cache(maxsize=64)  # the records of a file have few distinct sets of keys

@@ -1,27 +1,39 @@
-"""Encodes files of chats as sequences of token ids, each with a loss mask."""
+"""Encodes files of chats, or of records that hold token ids already, as sequences of ids, each with a loss mask."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.io.chat.assistant_mask import MarkedText, TurnMarker
-from megatrain_ray.io.chat.chat_template import ChatTemplate
+from megatrain_ray.io.chat.chat_template import ChatTemplate, MarkedText, TurnMarker
 from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, read_conversation
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.process_map import map_in_order
-from megatrain_ray.io.records.read_records import RecordError, RecordLocation, check_unicode, read_records
-from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
-from megatrain_ray.io.tokens.token_block import Mask, TokenArray, TokenBlock
+from megatrain_ray.io.records.read_records import (
+    BadRecords,
+    RecordError,
+    RecordLocation,
+    RecordOutcome,
+    RecordTally,
+    as_mapping,
+    check_unicode,
+    missing_key,
+    read_records,
+)
+from megatrain_ray.io.tokens.token_files import IGNORED, Mask, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 Truncation = Literal["turn", "drop"]
+
+# Keys of a record that holds ids.
+IDS, LABELS, ATTENDED = "input_ids", "labels", "attention_mask"
+OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask")  # refused: some trainers read them instead of labels
 
 
 @dataclass(frozen=True)
@@ -52,30 +64,37 @@ class ChatRecipe:
         }
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
+        """Yield every sequence with something to learn, in the order of the files.
+
+        Raises ConfigError as `tallied` and for a file that cannot be read, MegatrainError if a process dies.
+        """
         assert tokenizer is not None
-        return read_chats(
-            self.sources,
-            ChatEncoder(tokenizer, self.template),
-            tally,
-            max_tokens=self.seq_len + 1,
-            truncation=self.truncation,
-            num_processes=self.num_processes,
+        encoder = ChatEncoder(tokenizer, self.template)
+        work = RecordEncoder(encoder, [source.layout for source in self.sources], self.seq_len + 1, self.truncation)
+        numbered = (
+            (location, (number, record))
+            for number, source in enumerate(self.sources)
+            for location, record in read_records(source.file)
         )
+        with closing(map_in_order(work, numbered, self.num_processes)) as records:
+            yield from tallied(records, tally)
 
 
 def _described(layout: ChatLayout) -> list[Any]:
     """Return a layout as data for JSON. Sets are sorted, because their own order differs between processes."""
-    assert is_dataclass(layout)
     fields = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(layout).items()}
     return [type(layout).__name__, fields]
 
 
 class EncodedChat(NamedTuple):
-    """Holds the ids of a chat, its loss mask, and for each answer the number of tokens up to its end."""
+    """Holds the ids of a chat, its loss mask, and for each answer the number of tokens up to its end.
+
+    answer_ends: None for a record of ids, which does not tell its answers apart.
+    """
 
     ids: TokenArray  # [num_tokens]
     supervised: Mask  # [num_tokens]
-    answer_ends: NDArray[np.int64]  # [num_answers]
+    answer_ends: NDArray[np.int64] | None = None  # [num_answers]
 
 
 class ChatEncoder:
@@ -106,14 +125,37 @@ class ChatEncoder:
 
 
 class EncodedRecord(NamedTuple):
-    """Holds the result of one record: the ids and masks of what is kept of it, and its fates for the tally.
+    """Holds the result of one record: the ids and masks of what is kept of it, and its outcomes for the tally.
 
     problem: what is wrong with the record; None: nothing.
     """
 
     kept: list[tuple[TokenArray, Mask]]
-    fates: list[RecordOutcome]
+    outcomes: list[RecordOutcome]
     problem: str | None = None
+
+    @staticmethod
+    def of(
+        chats: Sequence[EncodedChat], max_tokens: int, truncation: Truncation, outcomes: Sequence[RecordOutcome] = ()
+    ) -> EncodedRecord:
+        """Return what is kept of the sequences of a record, of at most `max_tokens` each, and add to its outcomes."""
+        cuts = [_kept_length(chat, max_tokens, truncation) for chat in chats]
+        kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
+        return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)])
+
+
+def _kept_length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
+    """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
+    if not chat.supervised[1:].any():  # the first token is never a target
+        return 0, RecordOutcome.NOTHING_LABELLED if chat.answer_ends is None else RecordOutcome.NOTHING
+    if chat.ids.size <= max_tokens:
+        return chat.ids.size, None
+    if truncation == "drop" or not chat.supervised[1:max_tokens].any():
+        return 0, RecordOutcome.TOO_LONG
+    if chat.answer_ends is None:
+        return max_tokens, RecordOutcome.CUT
+    whole = chat.answer_ends[chat.answer_ends <= max_tokens]
+    return (int(whole[-1]), RecordOutcome.CUT_AT_TURN) if whole.size else (max_tokens, RecordOutcome.CUT_INSIDE)
 
 
 @dataclass(frozen=True)
@@ -132,66 +174,104 @@ class RecordEncoder:
             chats = self.encoder.encode(conversation)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
-        fates = [] if chats else [RecordOutcome.NO_ANSWER]
+        outcomes = [] if chats else [RecordOutcome.NO_ANSWER]
         if chats and conversation.messages[-1]["role"] != "assistant":
-            fates.append(RecordOutcome.TRAILING)
+            outcomes.append(RecordOutcome.TRAILING)
         if len(chats) > 1:
-            fates.append(RecordOutcome.SPLIT)
-        cuts = [_length(chat, self.max_tokens, self.truncation) for chat in chats]
-        kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
-        return EncodedRecord(kept, fates + [fate for _, fate in cuts if fate])
-
-
-def read_chats(
-    sources: Sequence[ChatSource],
-    encoder: ChatEncoder,
-    tally: RecordTally,
-    *,
-    max_tokens: int,
-    truncation: Truncation,
-    num_processes: int = 1,
-) -> Generator[TokenBlock]:
-    """Yield every sequence with something to learn, in the order of the files.
-
-    The sequences do not depend on the number of processes.
-
-    max_tokens: length of a sequence at most, seq_len + 1.
-
-    Raises ConfigError for a file that cannot be read, a bad record unless the tally skips it, and at the end if there
-    was nothing to learn. Raises MegatrainError if a process dies.
-    """
-    work = RecordEncoder(encoder, [source.layout for source in sources], max_tokens, truncation)
-    with closing(map_in_order(work, _numbered(sources), num_processes)) as records:
-        yield from tallied(records, tally)
+            outcomes.append(RecordOutcome.SPLIT)
+        return EncodedRecord.of(chats, self.max_tokens, self.truncation, outcomes)
 
 
 def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: RecordTally) -> Iterator[TokenBlock]:
-    """Yield the sequences of the records and count what became of these. Raises ConfigError as read_chats."""
+    """Yield the sequences of the records and count what became of these.
+
+    Raises ConfigError for a bad record unless the tally skips it, and at the end if there was nothing to learn.
+    """
     for location, record in records:
         tally.num_records += 1
         if record.problem is not None:
             tally.bad(location, record.problem)
-        for fate in record.fates:
-            tally.note(fate, location)
+        for outcome in record.outcomes:
+            tally.note(outcome, location)
         for ids, supervised in record.kept:
-            tally.learn(supervised)
+            tally.count_sequence(supervised)
             yield TokenBlock(ids, True, location, supervised)
     tally.check_learned()
 
 
-def _numbered(sources: Sequence[ChatSource]) -> Iterator[tuple[RecordLocation, tuple[int, object]]]:
-    for number, source in enumerate(sources):
-        for location, record in read_records(source.file):
-            yield location, (number, record)
+@dataclass(frozen=True)
+class PretokenizedRecipe:
+    """Makes sequences from files of records with ids. Each is a document of at most `seq_len` + 1 tokens."""
+
+    files: tuple[Path, ...]
+    truncation: Truncation
+    seq_len: int
+    bad_records: BadRecords
+    tokenizer: ClassVar[None] = None
+    is_masked: ClassVar[bool] = True
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "kind": "tokens",
+            "truncation": self.truncation,
+            "seq_len": self.seq_len,
+            "bad_records": self.bad_records,
+        }
+
+    def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
+        records = (found for file in self.files for found in read_records(file))
+        yield from tallied(((location, self._encoded(record)) for location, record in records), tally)
+
+    def _encoded(self, record: Any) -> EncodedRecord:
+        try:
+            chat = read_token_record(record)
+        except RecordError as error:
+            return EncodedRecord([], [], str(error))
+        return EncodedRecord.of([chat], self.seq_len + 1, self.truncation)
 
 
-def _length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
-    """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
-    if not chat.supervised[1:].any():  # the first token is never a target
-        return 0, RecordOutcome.NOTHING
-    if chat.ids.size <= max_tokens:
-        return chat.ids.size, None
-    if truncation == "drop" or not chat.supervised[1:max_tokens].any():
-        return 0, RecordOutcome.TOO_LONG
-    whole = chat.answer_ends[chat.answer_ends <= max_tokens]
-    return (int(whole[-1]), RecordOutcome.CUT_AT_TURN) if whole.size else (max_tokens, RecordOutcome.CUT_INSIDE)
+def read_token_record(record: Any) -> EncodedChat:
+    """Return the ids of a record and its loss mask.
+
+    Without labels all ids are supervised, else those whose label is the id itself and not -100. Tokens with a 0 in
+    attention_mask are pads and left out. Raises RecordError.
+    """
+    fields = as_mapping(record)
+    if other := [key for key in OTHER_MASKS if fields.get(key) is not None]:
+        raise RecordError(f"{other[0]}: is not read; give labels, {IGNORED} for what is not learned")
+    ids = _numbers(fields, IDS)
+    if ids is None:
+        raise missing_key(fields, IDS)
+    if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32:
+        raise RecordError(f"{IDS}: expected ids of 0 and more, got {ids.min()} to {ids.max()}")
+    labels = _column(fields, LABELS, ids)
+    supervised = np.ones(ids.size, np.bool_) if labels is None else labels != IGNORED
+    if labels is not None and (wrong := np.flatnonzero(supervised & (labels != ids))).size:
+        at = int(wrong[0])
+        raise RecordError(
+            f"{LABELS}: token {at} has the label {labels[at]} and the id {ids[at]}; expected the id itself (labels are "
+            f"not shifted), or {IGNORED}"
+        )
+    attended = _column(fields, ATTENDED, ids)
+    real = slice(None) if attended is None else attended != 0
+    return EncodedChat(ids[real].astype(np.uint32), supervised[real])
+
+
+def _column(record: Mapping[str, Any], key: str, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    values = _numbers(record, key)
+    if values is not None and values.size != ids.size:
+        raise RecordError(f"{key}: has {values.size} numbers, {IDS} {ids.size}; expected as many")
+    return values
+
+
+def _numbers(record: Mapping[str, Any], key: str) -> NDArray[np.int64] | None:
+    value = record.get(key)
+    if value is None:
+        return None
+    try:
+        numbers = np.array(value)
+    except ValueError:  # lists of several lengths
+        numbers = np.array(None)
+    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in "iu"):
+        raise RecordError(f"{key}: expected a list of integers, got {value!r:.60}")
+    return numbers.astype(np.int64)

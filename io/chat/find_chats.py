@@ -106,19 +106,14 @@ class _DatasetEntry(NamedTuple):
         columns = self._mapping(settings.get("columns", {}), "columns")
         tags = self._mapping(settings.get("tags", {}), "tags")
         if formatting == "alpaca":
-            return self._alpaca(columns)
+            self._check(columns, ALPACA_COLUMNS, "columns")
+            return AlpacaLayout(*map(columns.get, ALPACA_COLUMNS)) if columns else AlpacaLayout()
         if formatting == "sharegpt":
             return self._turns(columns, tags, role="from", content="value", roles=SHAREGPT_ROLES)
         if formatting == "openai":
             roles = {**MESSAGE_ROLES, "function_call": "function_call", "observation": "tool"}
             return self._turns(columns, tags, role="role", content="content", roles=roles)
         raise self._error(f"formatting: expected alpaca, sharegpt or openai, got {formatting!r}")
-
-    def _alpaca(self, columns: Mapping[str, str]) -> AlpacaLayout:
-        if not columns:
-            return AlpacaLayout()
-        self._check(columns, ALPACA_COLUMNS, "columns")
-        return AlpacaLayout(*map(columns.get, ALPACA_COLUMNS))
 
     def _turns(
         self, columns: Mapping[str, str], tags: Mapping[str, str], *, role: str, content: str, roles: Mapping[str, str]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class HubFolder:
         """Fetch those of `files` that are not in the cache. Raises ConfigError if one cannot be fetched."""
         for file in files:
             if not (self.path / file).is_file():
-                _download(self.key, self.repository, self.path.name, file)
+                with _explained(self.key, self.repository, file):
+                    _fetch(self.repository, self.path.name, file)
 
     def add(self, files: Iterable[str]) -> None:
         """Fetch those of `files` that the repository has and the cache has not.
@@ -43,23 +45,18 @@ class HubFolder:
         for file in files:
             if try_to_load_from_cache(self.repository, file, revision=self.path.name) is not None:
                 continue
-            try:
-                _fetch(self.repository, self.path.name, file)
-            except (LocalEntryNotFoundError, ConnectionError):
-                return
-            except EntryNotFoundError:
-                continue
-            except Exception as error:
-                raise _explained(self.key, self.repository, file, error) from None
+            with _explained(self.key, self.repository, file), suppress(EntryNotFoundError):
+                try:
+                    _fetch(self.repository, self.path.name, file)
+                except (LocalEntryNotFoundError, ConnectionError):
+                    return
 
     def add_code(self) -> None:
         """Fetch the repository's Python files. Raises ConfigError."""
         from huggingface_hub import snapshot_download
 
-        try:
+        with _explained(self.key, self.repository, "Python code"):
             snapshot_download(self.repository, revision=self.path.name, allow_patterns="*.py")
-        except Exception as error:
-            raise _explained(self.key, self.repository, "Python code", error) from None
 
 
 def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> HubFolder | None:
@@ -82,17 +79,11 @@ def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> 
         cached = try_to_load_from_cache(repository, required, revision=revision)
     except ValueError:  # the hub's rules for names are stricter than HUB_ID
         return None
-    path = Path(cached) if isinstance(cached, str) else _download(key, repository, revision, required)
+    with _explained(key, repository, required):
+        path = Path(cached) if isinstance(cached, str) else _fetch(repository, revision, required)
     folder = HubFolder(key, repository, path.parent)
     folder.add(optional)
     return folder
-
-
-def _download(key: str, repository: str, revision: str, file: str) -> Path:
-    try:
-        return _fetch(repository, revision, file)
-    except Exception as error:  # of the hub's own classes, of its HTTP library, or OSError
-        raise _explained(key, repository, file, error) from None
 
 
 def _fetch(repository: str, revision: str, file: str) -> Path:
@@ -101,7 +92,16 @@ def _fetch(repository: str, revision: str, file: str) -> Path:
     return Path(hf_hub_download(repository, file, revision=revision))
 
 
-def _explained(key: str, repository: str, file: str, error: Exception) -> ConfigError:
+@contextmanager
+def _explained(key: str, repository: str, file: str) -> Iterator[None]:
+    """Turn what the hub's library raises in the block into a ConfigError that says what to do."""
+    try:
+        yield
+    except Exception as error:  # of the hub's own classes, of its HTTP library, or OSError
+        raise ConfigError(f"{key}: {repository}: {_reason(repository, file, error)}") from None
+
+
+def _reason(repository: str, file: str, error: Exception) -> str:
     from huggingface_hub import errors
 
     reasons: list[tuple[Any, str]] = [
@@ -121,5 +121,5 @@ def _explained(key: str, repository: str, file: str, error: Exception) -> Config
     ]
     for kind, reason in reasons:
         if isinstance(error, kind):
-            return ConfigError(f"{key}: {repository}: {reason}")
-    return ConfigError(f"{key}: {repository}: cannot fetch {file} from the hub: {type(error).__name__}: {error}")
+            return reason
+    return f"cannot fetch {file} from the hub: {type(error).__name__}: {error}"

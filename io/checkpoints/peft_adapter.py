@@ -17,7 +17,7 @@ import torch
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
-from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_folder
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportTensor, write_folder
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -31,7 +31,7 @@ OTHER_KINDS = (
 )  # fmt: skip
 # Values of peft's init_lora_weights that only make pairs and leave the base unchanged. The others (pissa, olora, …)
 # subtract the pair's product from the base, and do so again whenever the adapter is loaded.
-PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class AdapterFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file} describes no LoRA adapter: {type(error).__name__}: {error}") from None
         others = [key for key in OTHER_KINDS if settings.get(key)]
-        if (beginning := settings.get("init_lora_weights")) not in PLAIN_BEGINNINGS:
-            others.append(f"init_lora_weights: {beginning}, which changes the base")
+        if (init := settings.get("init_lora_weights")) not in PLAIN_INITS:
+            others.append(f"init_lora_weights: {init}, which changes the base")
         if kind != "LORA" or others or settings.get("bias", "none") != "none":
             found = kind if kind != "LORA" else ", ".join([*others, f"bias: {settings.get('bias', 'none')}"])
             raise ConfigError(f"{file}: only plain LoRA without biases is trained, got {found}")
@@ -76,10 +76,10 @@ class AdapterFolder:
         """
         shapes = {**shapes, **{alias: shapes[name] for alias, name in (tied or {}).items()}}
         names = [name.removeprefix(PREFIX) for name in self._weights.names]
-        strangers = sorted(set(names) - shapes.keys())
-        if strangers:
+        untrained = sorted(set(names) - shapes.keys())
+        if untrained:
             raise ConfigError(
-                f"{self.path} holds {strangers[0]} (and {len(strangers) - 1} more), which would not be trained: is it "
+                f"{self.path} holds {untrained[0]} (and {len(untrained) - 1} more), which would not be trained: is it "
                 "of another model? Else let lora.match and train.trainable match it"
             )
         aliases = {alias: name for alias, name in (tied or {}).items() if alias in names}
@@ -104,15 +104,11 @@ class AdapterFolder:
 
 
 def write_adapter_folder(
-    out_dir: Path,
-    tensors: Sequence[ExportTensor],
-    dtype: ExportDtype,
-    settings: Mapping[str, Any],
-    copies: Sequence[Path] = (),
+    out_dir: Path, tensors: Sequence[ExportTensor], settings: Mapping[str, Any], copies: Sequence[Path] = ()
 ) -> None:
     """Write `settings` as adapter_config.json, the weights by the names of parameters, and copies of files.
 
     The folder appears when it is complete. Raises as write_model_folder.
     """
     named = [tensor._replace(name=PREFIX + tensor.name) for tensor in tensors]
-    write_folder(out_dir, {CONFIG_NAME: settings}, {WEIGHTS_NAME: named}, dtype, copies)
+    write_folder(out_dir, {CONFIG_NAME: settings}, {WEIGHTS_NAME: named}, copies)

@@ -16,14 +16,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import torch
+
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME
+from megatrain_ray.io.checkpoints.safetensors_folder import BUFFER_DTYPES, INDEX_NAME, SINGLE_NAME
 from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 
 FILE_BYTES = 5 * 10**9  # largest file that every hub and file system accepts
 REST_BYTES = 32 << 20  # upper bound on everything except the weights, such as the tokenizer
-SETTLE_BYTES = 256 << 20  # bytes written between two flushes to disk
+FLUSH_BYTES = 256 << 20  # bytes written between two flushes to disk
+HEADER_NAMES = {dtype: name for name, dtype in BUFFER_DTYPES.items()}  # names of types in a header of safetensors
 
 
 class ExportDtype(Enum):
@@ -33,38 +36,24 @@ class ExportDtype(Enum):
     FP32 = "fp32"
 
     @property
-    def itemsize(self) -> int:
-        return 2 if self is ExportDtype.BF16 else 4
-
-    @property
-    def config_name(self) -> str:
-        """Return the name of the type in config.json."""
-        return "bfloat16" if self is ExportDtype.BF16 else "float32"
-
-    @property
-    def header_name(self) -> str:
-        """Return the name of the type in a safetensors header."""
-        return "BF16" if self is ExportDtype.BF16 else "F32"
-
-
-class StoredDtype(NamedTuple):
-    """Describes the type of a tensor that is exported as it is stored, by its name in a header of safetensors."""
-
-    header_name: str
-    itemsize: int
+    def torch(self) -> torch.dtype:
+        return torch.bfloat16 if self is ExportDtype.BF16 else torch.float32
 
 
 class ExportTensor(NamedTuple):
     """Describes a tensor to write.
 
     chunks: yields its bytes, row-major and little-endian; called when the tensor is written.
-    dtype: the tensor's own type; None: that of the export.
     """
 
     name: str
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[memoryview]]
-    dtype: ExportDtype | StoredDtype | None = None
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_model_folder(
@@ -84,98 +73,84 @@ def write_model_folder(
     is no room for the weights, MegatrainError if writing fails.
     """
     # Before Transformers 4.56 the key dtype was called torch_dtype. Only one may remain, as they could contradict.
-    described = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": dtype.config_name}
+    described = {k: v for k, v in config.items() if k != "torch_dtype"}
+    described["dtype"] = str(dtype.torch).removeprefix("torch.")
     settings: dict[str, Mapping[str, Any]] = {"config.json": described}
     if generation_config is not None:
         settings["generation_config.json"] = generation_config
-    files = _split(tensors, dtype, file_bytes)
+    files = _split(tensors, file_bytes)
     names = [f"model-{k:05}-of-{len(files):05}.safetensors" for k in range(1, len(files) + 1)]
     if len(files) == 1:
         names = [SINGLE_NAME]
     else:
-        settings[INDEX_NAME] = _index(names, files, dtype)
-    write_folder(out_dir, settings, dict(zip(names, files, strict=True)), dtype, copies)
+        weight_map = {tensor.name: name for name, file in zip(names, files, strict=True) for tensor in file}
+        total = sum(tensor.nbytes for tensor in tensors)
+        settings[INDEX_NAME] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_folder(out_dir, settings, dict(zip(names, files, strict=True)), copies)
 
 
 def write_folder(
     out_dir: Path,
     settings: Mapping[str, Mapping[str, Any]],
     weights: Mapping[str, Sequence[ExportTensor]],
-    dtype: ExportDtype,
     copies: Sequence[Path] = (),
 ) -> None:
     """Write JSON files and safetensors files by name, and copies of files. Raises as write_model_folder."""
     with complete_or_absent(out_dir) as folder:
         for name, values in settings.items():
-            _write_json(folder / name, values)
-        num_bytes = sum(_nbytes(tensor, dtype) for tensors in weights.values() for tensor in tensors)
+            (folder / name).write_text(json.dumps(values, indent=2) + "\n")
+        num_bytes = sum(tensor.nbytes for tensors in weights.values() for tensor in tensors)
         check_room(folder, num_bytes + REST_BYTES, "the exported model", "free some, or name another folder")
         for file in copies:
             shutil.copy(file, folder)
         for name, tensors in weights.items():
-            _write_safetensors(folder / name, tensors, dtype)
+            _write_safetensors(folder / name, tensors)
 
 
-def _split(tensors: Sequence[ExportTensor], dtype: ExportDtype, file_bytes: int) -> list[list[ExportTensor]]:
+def _split(tensors: Sequence[ExportTensor], file_bytes: int) -> list[list[ExportTensor]]:
     """Divide the tensors among files, in order, as many to a file as fit."""
     files: list[list[ExportTensor]] = [[]]
     filled = 0
     for tensor in tensors:
-        nbytes = _nbytes(tensor, dtype)
-        if files[-1] and filled + nbytes > file_bytes:
+        if files[-1] and filled + tensor.nbytes > file_bytes:
             files.append([])
             filled = 0
         files[-1].append(tensor)
-        filled += nbytes
+        filled += tensor.nbytes
     return files
 
 
-def _index(names: Sequence[str], files: Sequence[Sequence[ExportTensor]], dtype: ExportDtype) -> dict[str, Any]:
-    total = sum(_nbytes(tensor, dtype) for group in files for tensor in group)
-    weight_map = {tensor.name: name for name, group in zip(names, files, strict=True) for tensor in group}
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
-
-
-def _write_safetensors(path: Path, tensors: Sequence[ExportTensor], dtype: ExportDtype) -> None:
+def _write_safetensors(path: Path, tensors: Sequence[ExportTensor]) -> None:
     with path.open("wb") as file:
-        file.write(_header(tensors, dtype))
-        unsettled = 0
+        file.write(_header(tensors))
+        unflushed = 0
         for tensor in tensors:
             written = 0
             for chunk in tensor.chunks():
                 written += file.write(chunk)
-                unsettled += len(chunk)
-                if unsettled >= SETTLE_BYTES:
-                    _settle(file)
-                    unsettled = 0
-            if written != _nbytes(tensor, dtype):
-                raise MegatrainError(f"{tensor.name}: expected {_nbytes(tensor, dtype)} bytes to export, got {written}")
-        _settle(file)
+                unflushed += len(chunk)
+                if unflushed >= FLUSH_BYTES:
+                    _flush(file)
+                    unflushed = 0
+            if written != tensor.nbytes:
+                raise MegatrainError(f"{tensor.name}: expected {tensor.nbytes} bytes to export, got {written}")
+        _flush(file)
 
 
-def _header(tensors: Sequence[ExportTensor], dtype: ExportDtype) -> bytes:
+def _header(tensors: Sequence[ExportTensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Transformers refuses a file without it
     offset = 0
     for tensor in tensors:
-        end = offset + _nbytes(tensor, dtype)
-        header_name = (tensor.dtype or dtype).header_name
-        header[tensor.name] = {"dtype": header_name, "shape": tensor.shape, "data_offsets": [offset, end]}
+        end, dtype = offset + tensor.nbytes, HEADER_NAMES[tensor.dtype]
+        header[tensor.name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _settle(file: BinaryIO) -> None:
+def _flush(file: BinaryIO) -> None:
     """Flush to disk and drop from the page cache, where the bytes would take memory from a training."""
     file.flush()
     os.fdatasync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _nbytes(tensor: ExportTensor, dtype: ExportDtype) -> int:
-    return math.prod(tensor.shape) * (tensor.dtype or dtype).itemsize

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.files.durable import sync
+from megatrain_ray.io.files.atomic_file import sync
 from megatrain_ray.io.files.process_identity import PidNamespace, start_ticks
 
 MARK_NAME = "owner.json"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.files.durable import sync
+from megatrain_ray.io.files.atomic_file import sync
 from megatrain_ray.io.files.owned_folder import (
     MARK_NAME,
     SHARED,
@@ -58,18 +58,15 @@ def partial_of(target: Path) -> Path:
 
 def remove_abandoned(folder: Path) -> list[Path]:
     """Delete the unfinished folders of this user's that no process writes any more, and return their paths."""
-    return [partial for partial in sorted(folder.glob(".*.partial")) if _remove(partial)]
+    removed = []
+    for partial in sorted(folder.glob(".*.partial")):
+        with suppress(NotOwnedError, OSError):
+            _remove(partial)
+            removed.append(partial)
+    return removed
 
 
-def _remove(partial: Path) -> bool:
-    try:
-        _remove_or_explain(partial)
-    except (NotOwnedError, OSError):
-        return False
-    return True
-
-
-def _remove_or_explain(partial: Path) -> None:
+def _remove(partial: Path) -> None:
     """Delete an unfinished folder. Raises NotOwnedError if it must stay, OSError if it cannot be deleted."""
     mark = read_mark(partial)
     remove_owned(partial, mark.kind if mark and mark.kind in UNFINISHED else FolderKind.PARTIAL)
@@ -83,7 +80,7 @@ def _make(partial: Path, target: Path, out_dir: Path, kind: FolderKind) -> Owned
             raise ConfigError(f"{out_dir} exists and is not an empty folder: nothing is overwritten; name another one")
         partial.parent.mkdir(parents=True, exist_ok=True)
         if not is_free(partial):
-            _remove_or_explain(partial)
+            _remove(partial)
         return OwnedFolder.make(partial, kind, mode=SHARED)
     except (BlockingIOError, FileExistsError, FolderInUseError):  # FileExistsError: another process has just made it
         raise in_use from None

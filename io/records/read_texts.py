@@ -15,13 +15,14 @@ from megatrain_ray.io.records.find_files import PARQUET, TEXT, format_of
 from megatrain_ray.io.records.read_records import (
     RecordError,
     RecordLocation,
+    RecordOutcome,
+    RecordTally,
     as_mapping,
     check_unicode,
     missing_key,
     read_records,
     unreadable,
 )
-from megatrain_ray.io.records.record_tally import RecordOutcome, RecordTally
 
 BLOCK_BYTES = 1 << 20  # bytes of a .txt file read at a time
 

@@ -180,7 +180,7 @@ class Manifest:
         return [
             f"{kind} of {layer}: expected each of {sizes.get((layer, kind), 0)} elements once, got {sorted(found)[:4]}…"
             for (layer, kind), found in spans.items()
-            if not _tile(sorted(found), sizes.get((layer, kind), 0))
+            if not _cover_once(sorted(found), sizes.get((layer, kind), 0))
         ]
 
 
@@ -223,7 +223,7 @@ def _unsealed(sealed: bytes) -> bytes:
     return match[1] + b"}"
 
 
-def _tile(spans: list[tuple[int, int]], size: int) -> bool:
+def _cover_once(spans: list[tuple[int, int]], size: int) -> bool:
     """Return whether ascending spans cover [0, size) exactly once."""
     edges = [0, *(edge for span in spans for edge in span), size]
     meet = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))

@@ -8,7 +8,7 @@ planes split, and by 1.28 without.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from megatrain_ray.io.storage.blob_store import aligned, aligned_block
 from megatrain_ray.io.storage.packed_store import decompress
 
 ZSTD_LEVEL = 1
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 class Encoded(NamedTuple):
@@ -57,8 +59,12 @@ class PieceCodec:
             raw_bytes += len(chunk)
         if compression == "none":
             return Encoded(_padded(self._raw, raw_bytes), raw_bytes, crc, finite)
-        nbytes = self._compress(raw_bytes, itemsize)
-        return Encoded(_padded(self._stored, nbytes), nbytes, zlib.crc32(self._stored[:nbytes], crc), finite)
+        for plane, values in self._byte_planes(raw_bytes, itemsize):
+            np.copyto(plane, values)
+        compressed = self._compressor.compress(self._planes[:raw_bytes])
+        nbytes = len(compressed)
+        copy_bytes(memoryview(compressed), self._stored[:nbytes])
+        return Encoded(_padded(self._stored, nbytes), nbytes, zlib.crc32(compressed, crc), finite)
 
     def room(self, nbytes: int) -> memoryview:
         """Return the aligned block from which `decode` reads a piece of `nbytes`."""
@@ -77,23 +83,17 @@ class PieceCodec:
             raise ValueError(f"what follows its {nbytes} bytes is not zeros")
         if compression == "none":
             return Encoded(stored, nbytes, zlib.crc32(stored[:nbytes]))
-        self._decompress(nbytes, raw_bytes, itemsize)
+        decompress(self._decompressor, stored[:nbytes], self._planes[:raw_bytes])
+        for plane, values in self._byte_planes(raw_bytes, itemsize):
+            np.copyto(values, plane)
         crc = zlib.crc32(stored[:nbytes], zlib.crc32(self._raw[:raw_bytes]))
         return Encoded(self._raw, raw_bytes, crc)
 
-    def _compress(self, raw_bytes: int, itemsize: int) -> int:
-        values, planes = _values(self._raw[:raw_bytes], itemsize), _planes(self._planes[:raw_bytes], itemsize)
-        for k in range(itemsize):
-            np.copyto(planes[k], values[:, k])
-        compressed = self._compressor.compress(self._planes[:raw_bytes])
-        copy_bytes(memoryview(compressed), self._stored[: len(compressed)])
-        return len(compressed)
-
-    def _decompress(self, nbytes: int, raw_bytes: int, itemsize: int) -> None:
-        decompress(self._decompressor, self._stored[:nbytes], self._planes[:raw_bytes])
-        values, planes = _values(self._raw[:raw_bytes], itemsize), _planes(self._planes[:raw_bytes], itemsize)
-        for k in range(itemsize):
-            np.copyto(values[:, k], planes[k])
+    def _byte_planes(self, raw_bytes: int, itemsize: int) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield for each byte of a number: its plane, and the same byte of all raw numbers."""
+        planes = np.frombuffer(self._planes[:raw_bytes], np.uint8).reshape(itemsize, -1)
+        numbers = np.frombuffer(self._raw[:raw_bytes], np.uint8).reshape(-1, itemsize)
+        return zip(planes, numbers.T, strict=True)
 
 
 def compressed_bound(nbytes: int) -> int:
@@ -124,13 +124,3 @@ def _padded(block: memoryview, nbytes: int) -> memoryview:
     end = aligned(nbytes)
     block[nbytes:end] = bytes(end - nbytes)
     return block[:end]
-
-
-def _values(raw: memoryview, itemsize: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """View raw bytes with shape [elements, itemsize]."""
-    return np.frombuffer(raw, np.uint8).reshape(-1, itemsize)
-
-
-def _planes(raw: memoryview, itemsize: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """View raw bytes with shape [itemsize, elements]."""
-    return np.frombuffer(raw, np.uint8).reshape(itemsize, -1)

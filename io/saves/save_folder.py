@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import DamagedSaveError, MegatrainError
+from megatrain_ray.io.files.atomic_file import sync
 from megatrain_ray.io.files.disk_errors import DiskFullError, explained
-from megatrain_ray.io.files.durable import sync
 from megatrain_ray.io.files.owned_folder import (
     SHARED,
     FolderKind,
@@ -81,7 +81,7 @@ def prepare_save(saves_dir: Path, step: int, run: str | None = None) -> Path:
         saves_dir.mkdir(parents=True, exist_ok=True)
         try:
             if not is_free(folder):
-                _remove(folder, run)
+                remove_owned(folder, FolderKind.SAVE, token=run)
             OwnedFolder.make(folder, FolderKind.SAVE, run, SHARED).release()
         except (NotOwnedError, FileExistsError) as error:
             reason = error if isinstance(error, NotOwnedError) else f"{folder} is no folder that this program made"
@@ -119,11 +119,15 @@ def commit_save(saves_dir: Path, step: int, manifest: Manifest) -> None:
     try:
         if gaps:
             raise MegatrainError(f"{folder} would not be whole: {gaps[0]} ({len(gaps)} such gaps)")
-        asyncio.run(_check_sizes(folder, manifest))
+        reader = SaveReader(FileStore(folder), manifest)
+        for blob in manifest.blobs():
+            reader.check_size(blob)
         with _abandoned_when_full(folder), explained("write", folder / MANIFEST_NAME):
             _write_manifest(folder, manifest)
-    except MegatrainError:
+    except MegatrainError as error:
         abandon_save(saves_dir, step)
+        if isinstance(error, DamagedSaveError):  # there is no save yet that could be damaged
+            raise MegatrainError(str(error)) from None
         raise
 
 
@@ -132,7 +136,7 @@ def abandon_save(saves_dir: Path, step: int) -> None:
     folder = save_folder(saves_dir, step)
     if not _is_committed(folder):
         with suppress(OSError, NotOwnedError):
-            _remove(folder)
+            remove_owned(folder, FolderKind.SAVE)
 
 
 def set_aside(saves_dir: Path, step: int) -> Path:
@@ -161,7 +165,7 @@ def prune(saves_dir: Path, keep: int, run: str | None = None) -> None:
         with explained("delete", folder):
             (folder / MANIFEST_NAME).unlink()
             sync(folder)  # if this process is killed from here on, it is an unfinished save
-            _remove(folder, run)
+            remove_owned(folder, FolderKind.SAVE, token=run)
 
 
 def why_kept(saves_dir: Path, step: int, run: str | None = None) -> str | None:
@@ -178,7 +182,7 @@ def clean_unfinished(saves_dir: Path, run: str | None = None) -> list[Path]:
     for _, path in _named(saves_dir):
         if path.is_dir() and not _is_committed(path):
             with explained("delete", path), suppress(NotOwnedError):
-                _remove(path, run)
+                remove_owned(path, FolderKind.SAVE, token=run)
                 deleted.append(path)
     return deleted
 
@@ -187,11 +191,6 @@ def in_the_way(saves_dir: Path, run: str | None = None) -> list[str]:
     """Return why things that have the name of a save, but are none, are not deleted. A save may use an empty folder."""
     left = (path for _, path in _named(saves_dir) if not _is_committed(path) and not is_free(path))
     return [reason for path in left if (reason := why_not_owned(path, FolderKind.SAVE, token=run))]
-
-
-def _remove(folder: Path, run: str | None = None) -> None:
-    """Delete the folder of a save. Raises NotOwnedError, OSError."""
-    remove_owned(folder, FolderKind.SAVE, token=run)
 
 
 async def read_pieces(folder: Path, manifest: Manifest, wanted: Iterable[Piece]) -> None:
@@ -209,15 +208,6 @@ def verify(folder: Path) -> list[str]:
     except MegatrainError as error:
         return [str(error)]
     return asyncio.run(SaveReader(FileStore(folder), manifest).problems())
-
-
-async def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    reader = SaveReader(FileStore(folder), manifest)
-    for blob in manifest.blobs():
-        try:
-            await reader.check_size(blob)
-        except DamagedSaveError as error:  # not DamagedSaveError: there is no save yet that could be damaged
-            raise MegatrainError(str(error)) from None
 
 
 @contextmanager

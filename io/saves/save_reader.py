@@ -12,7 +12,7 @@ from megatrain_ray.io.files.disk_errors import UnreadableError
 from megatrain_ray.io.saves.manifest import BlobEntry, Manifest, PieceEntry
 from megatrain_ray.io.saves.piece_codec import PieceCodec, copy_bytes
 from megatrain_ray.io.saves.save_writer import Piece
-from megatrain_ray.io.storage.blob_store import SaveStore
+from megatrain_ray.io.storage.blob_store import SaveStore, run_together
 
 READS_AT_ONCE = 6  # memory: this many times the largest stored piece (8 MiB); three times that if compressed
 
@@ -59,30 +59,28 @@ class SaveReader:
 
     async def problems(self) -> list[str]:
         """Read everything and return what is missing, truncated, or not what was written; empty if all is good."""
-        found, whole = self._manifest.gaps(), set[str]()
-
-        async def note(work: Awaitable[None]) -> bool:
+        found, cut_off = self._manifest.gaps(), set[str]()
+        for blob in self._manifest.blobs():
             try:
-                await work
+                self.check_size(blob)
             except DamagedSaveError as error:
                 found.append(str(error))
-                return False
-            return True
+                cut_off.add(blob.name)
 
         async def check(stored: _StoredPiece, codec: PieceCodec) -> None:
-            await note(self._read(stored, codec))
+            try:
+                await self._read(stored, codec)
+            except DamagedSaveError as error:
+                found.append(str(error))
 
-        for blob in self._manifest.blobs():
-            if await note(self.check_size(blob)):
-                whole.add(blob.name)
-        everything = (stored for pieces in self._stored.values() for stored in pieces if stored.blob.name in whole)
-        await self._each(everything, check)
+        everything = (stored for pieces in self._stored.values() for stored in pieces)
+        await self._each((stored for stored in everything if stored.blob.name not in cut_off), check)
         return found
 
-    async def check_size(self, blob: BlobEntry) -> None:
+    def check_size(self, blob: BlobEntry) -> None:
         """Raise DamagedSaveError if a blob is missing or its size differs from when it was written."""
         try:
-            size = await self._store.size(blob.name)
+            size = self._store.size(blob.name)
         except UnreadableError as error:
             raise DamagedSaveError(str(error)) from None
         if size != blob.nbytes:
@@ -128,12 +126,7 @@ class SaveReader:
             if codec:
                 self._codecs.append(codec)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(READS_AT_ONCE):
-                    group.create_task(worker())
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        await run_together(worker() for _ in range(READS_AT_ONCE))
 
 
 def _take(stored: _StoredPiece, codec: PieceCodec) -> None:

@@ -12,7 +12,7 @@ from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.manifest import BlobEntry, PartManifest, PieceEntry
 from megatrain_ray.io.saves.piece_codec import PieceCodec
-from megatrain_ray.io.storage.blob_store import BlobWriter, SaveStore
+from megatrain_ray.io.storage.blob_store import BlobWriter, SaveStore, run_together
 from megatrain_ray.spans import Row, SpanLog
 
 CHUNK_BYTES = 1 << 20  # copied and checksummed at a time, while in a core's cache
@@ -108,13 +108,9 @@ async def write_blobs(
     done: called with parts of a piece, of at most STORED_BYTES each, in any order.
     spans: receives spans of what takes time, while it is on.
     """
-    try:
-        async with AsyncExitStack() as files, asyncio.TaskGroup() as group:
-            writer = _PartWriter(store, part, _parts(pieces), done, compression, files, spans or SpanLog())
-            for _ in range(WRITES_AT_ONCE[compression]):
-                group.create_task(writer.work())
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+    async with AsyncExitStack() as files:
+        writer = _PartWriter(store, part, _parts(pieces), done, compression, files, spans or SpanLog())
+        await run_together(writer.work() for _ in range(WRITES_AT_ONCE[compression]))
     return PartManifest(part, writer.blobs())
 
 
@@ -130,13 +126,6 @@ class _OpenBlob:
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     nbytes: int = 0
     entries: list[PieceEntry] = field(default_factory=list)
-
-
-class _WriteJob(NamedTuple):
-    part: Piece
-    blob: _OpenBlob
-    before: asyncio.Event
-    after: asyncio.Event
 
 
 @dataclass
@@ -156,36 +145,33 @@ class _PartWriter:
     async def work(self) -> None:
         """Encode one part after the other and write it to its blob, until there are no more."""
         codec = PieceCodec(STORED_BYTES)
-        while job := await self._take():
-            part = job.part
+        while True:
+            async with self._taking:
+                part = await asyncio.to_thread(next, self.pieces, None)
+                if part is None:
+                    return
+                blob = self._blobs.get(part.kind) or await self._open(part.kind)
+                before, after = blob.turn, asyncio.Event()
+                blob.turn = after
             with self.spans.span(Row.SAVE, f"read {part.kind}", part.layer, num_bytes=part.nbytes):
                 encoded = await asyncio.to_thread(codec.encode, part.chunks(), part.itemsize, self.compression)
             if not encoded.finite and part.kind not in INTEGER_KINDS:
                 raise NonFiniteStateError(f"{part.kind} of {part.layer} holds a value that is not finite")
             self.done(part)
-            await job.before.wait()  # parts lie in a blob in the order in which they were taken
-            offset = job.blob.nbytes
-            job.blob.nbytes += len(encoded.block)
+            await before.wait()  # parts lie in a blob in the order in which they were taken
+            offset = blob.nbytes
+            blob.nbytes += len(encoded.block)
             entry = PieceEntry(part.layer, part.start, part.stop, offset, encoded.nbytes, encoded.crc32)
-            job.blob.entries.append(entry)
-            job.after.set()
+            blob.entries.append(entry)
+            after.set()
             with self.spans.span(Row.SAVE, f"write {part.kind}", part.layer, num_bytes=len(encoded.block)):
-                await job.blob.writer.write_at(offset, encoded.block)
+                await blob.writer.write_at(offset, encoded.block)
 
     def blobs(self) -> tuple[BlobEntry, ...]:
         return tuple(
             BlobEntry(blob.name, kind, self.compression, blob.nbytes, tuple(blob.entries))
             for kind, blob in self._blobs.items()
         )
-
-    async def _take(self) -> _WriteJob | None:
-        async with self._taking:
-            part = await asyncio.to_thread(next, self.pieces, None)
-            if part is None:
-                return None
-            blob = self._blobs.get(part.kind) or await self._open(part.kind)
-            before, blob.turn = blob.turn, asyncio.Event()
-            return _WriteJob(part, blob, before, blob.turn)
 
     async def _open(self, kind: str) -> _OpenBlob:
         name = f"part_{self.part}.{kind}"

@@ -7,11 +7,11 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import aiofiles
 
@@ -60,7 +60,7 @@ class SaveStore(Protocol):
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         """Fill `block`, aligned as for `write_at`. Raises UnreadableError if the blob ends before that."""
 
-    async def size(self, name: str) -> int:
+    def size(self, name: str) -> int:
         """Return the size of a blob in bytes."""
 
     def describe(self, name: str) -> str:
@@ -75,6 +75,16 @@ def aligned(nbytes: int) -> int:
 def aligned_block(nbytes: int) -> memoryview:
     """Return `aligned(nbytes)` zeros at an address that is a multiple of ALIGN_BYTES. They take RAM when touched."""
     return memoryview(mmap.mmap(-1, max(ALIGN_BYTES, aligned(nbytes))))
+
+
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines at the same time. If one fails, the others are cancelled, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 class FileStore:
@@ -99,20 +109,20 @@ class FileStore:
     @asynccontextmanager
     async def create(self, name: str) -> AsyncIterator[BlobWriter]:
         async with self._opened("write", name, "wb") as fd:
-            blob = _FileBlob(self._where(name), fd)
+            blob = OpenFile(self._where(name), fd, fixed_size=False)
             yield blob
             await blob.sync()
 
     @asynccontextmanager
     async def update(self, name: str) -> AsyncIterator[Blob]:
         async with self._opened("read", name, "rb+") as fd:
-            yield FileInPlace(self._where(name), fd)
+            yield OpenFile(self._where(name), fd)
 
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         async with self._opened("read", name, "rb") as fd:
-            await FileInPlace(self._where(name), fd).read_into(offset, block)
+            await OpenFile(self._where(name), fd).read_into(offset, block)
 
-    async def size(self, name: str) -> int:
+    def size(self, name: str) -> int:
         with explained("read", self._where(name)):
             return (self._folder / name).stat().st_size
 
@@ -134,14 +144,28 @@ class FileStore:
             await file.close()
 
 
-class _FileBlob:
-    def __init__(self, path: Path, fd: int) -> None:
+class OpenFile:
+    """Reads and writes an open file."""
+
+    def __init__(self, path: Path, fd: int, *, fixed_size: bool = True) -> None:
         self._path = path
         self._fd = fd
+        self._fixed_bytes = os.fstat(fd).st_size if fixed_size else None
 
     async def write_at(self, offset: int, block: memoryview) -> None:
+        end = offset + len(block)
+        if self._fixed_bytes is not None and end > self._fixed_bytes:
+            size = f"it has {self._fixed_bytes} bytes and keeps that size"
+            raise MegatrainError(f"cannot write {self._path} up to byte {end}: {size}")
         with explained("write", self._path):
             await self._completed(self._write, offset, block)
+
+    async def read_into(self, offset: int, block: memoryview) -> None:
+        with explained("read", self._path):
+            got = await self._completed(self._read, offset, block)
+        if got < len(block):
+            expected, found = offset + len(block), os.fstat(self._fd).st_size
+            raise UnreadableError(f"{self._path} is truncated: expected at least {expected} bytes, got {found}")
 
     async def sync(self) -> None:
         with explained("write", self._path):
@@ -152,33 +176,6 @@ class _FileBlob:
             written = _transfer(self._fd, partial(os.pwrite, self._fd, block, offset))
             block, offset = block[written:], offset + written
 
-    async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
-        """Run `call` in a thread, and return when it has ended, even if cancelled: the file is closed after this."""
-        done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
-        try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            await asyncio.wait([done])
-            raise
-
-
-class FileInPlace(_FileBlob):
-    """Reads and writes an open file in place."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        super().__init__(path, fd)
-        self._nbytes = os.fstat(fd).st_size
-
-    async def write_at(self, offset: int, block: memoryview) -> None:
-        check_inside(str(self._path), offset + len(block), self._nbytes)
-        await super().write_at(offset, block)
-
-    async def read_into(self, offset: int, block: memoryview) -> None:
-        with explained("read", self._path):
-            got = await self._completed(self._read, offset, block)
-        if got < len(block):
-            raise too_short(str(self._path), offset + len(block), self._nbytes)
-
     def _read(self, offset: int, block: memoryview) -> int:
         """Return the number of bytes read. It is smaller than the block only at the end of the file."""
         total = 0
@@ -188,6 +185,15 @@ class FileInPlace(_FileBlob):
                 break
             total += got
         return total
+
+    async def _completed(self, call: Callable[..., T], *arguments: object) -> T:
+        """Run `call` in a thread, and return when it has ended, even if cancelled: the file is closed after this."""
+        done = asyncio.get_running_loop().run_in_executor(None, partial(call, *arguments))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.wait([done])
+            raise
 
 
 def _transfer(fd: int, call: Callable[[], int]) -> int:
@@ -208,14 +214,3 @@ def _open_direct(path: str, flags: int, folder_fd: int | None = None) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.open(path, flags, 0o666, dir_fd=folder_fd)
-
-
-def check_inside(where: str, end: int, nbytes: int) -> None:
-    """Raise MegatrainError if a write up to byte `end` would make a blob of `nbytes` longer."""
-    if end > nbytes:
-        raise MegatrainError(f"cannot write {where} up to byte {end}: it has {nbytes} bytes and keeps that size")
-
-
-def too_short(where: str, expected: int, got: int) -> UnreadableError:
-    """Return the error that says that a blob ends too early."""
-    return UnreadableError(f"{where} is truncated: expected at least {expected} bytes, got {got}")

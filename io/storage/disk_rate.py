@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
+from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block, run_together
 from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay, held_files
 from megatrain_ray.io.storage.packed_store import Packable, PackedStore
 from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
@@ -22,12 +22,6 @@ from megatrain_ray.io.words.atomic_words import WORD_BYTES, Words
 BLOCK_BYTES = 8 << 20
 IN_FLIGHT = 4  # blocks in each direction at a time: a guess of what keeps a drive busy
 FILL_S, MIXED_S = 0.5, 1.5  # no block begins later: while the file is filled, and while it is measured
-
-
-def _on_host(content: memoryview) -> memoryview:
-    block = aligned_block(len(content))
-    block[:] = content
-    return block
 
 
 def measure_mixed(folder: Path, num_bytes: int, way: DiskWay = PLAIN) -> float:
@@ -63,7 +57,8 @@ def _moments() -> memoryview:
 async def _mixed_rate(store: BlobStore, name: str, num_blocks: int) -> float:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * IN_FLIGHT))
     into = [aligned_block(BLOCK_BYTES) for _ in range(IN_FLIGHT)]
-    values = _on_host(_moments())  # zeros may cost a drive less
+    values = aligned_block(BLOCK_BYTES)
+    values[:] = _moments()  # zeros may cost a drive less
     async with store.update(name) as blob:
 
         async def write(number: int, block: memoryview) -> None:
@@ -102,11 +97,5 @@ class _Direction:
 async def _transfer(limit_s: float, *directions: _Direction) -> int:
     """Run transfers in these directions for at most `limit_s`; return the number of blocks moved."""
     end_s = time.monotonic() + limit_s
-    try:
-        async with asyncio.TaskGroup() as group:
-            for direction in directions:
-                for buffer in direction.buffers:
-                    group.create_task(direction.work(buffer, end_s))
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+    await run_together(direction.work(buffer, end_s) for direction in directions for buffer in direction.buffers)
     return sum(direction.begun for direction in directions)

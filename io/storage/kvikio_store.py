@@ -17,8 +17,8 @@ from typing import Any
 
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import FULL, GONE, explained
-from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, Blob, FileInPlace, aligned_block
-from megatrain_ray.io.storage.spill_file import HeldFiles
+from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, Blob, OpenFile, aligned_block
+from megatrain_ray.io.storage.disk_io import HeldFiles
 
 NUM_THREADS = 8  # kvikio's threads in this process: one for each block in flight (spill/spill_transfers.py)
 THREAD_BYTES = 4 << 20  # that a thread moves at a time; also its pinned memory for GPU blocks
@@ -54,12 +54,12 @@ class KvikioFiles(HeldFiles):
         with explained("read", where), _os_errors():
             file = await asyncio.to_thread(self._open, self._folder / name, "r+")
         try:
-            yield _KvikioInPlace(where, file)
+            yield _OpenKvikioFile(where, file)
         finally:
             await asyncio.to_thread(file.close)
 
 
-class _KvikioInPlace(FileInPlace):
+class _OpenKvikioFile(OpenFile):
     """Reads and writes an open file (kvikio.CuFile), of host or GPU memory, in several threads."""
 
     def __init__(self, path: Path, file: Any) -> None:

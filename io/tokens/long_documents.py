@@ -16,7 +16,7 @@ import numpy as np
 
 from megatrain_ray.io.records.read_records import RecordLocation
 from megatrain_ray.io.records.read_texts import TextBlock
-from megatrain_ray.io.tokens.token_block import TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
 
 PIECE_CHARS = 1 << 14  # characters between two cuts: a byte-level BPE took half the CPU time that it took with 1 << 17
 OVERLAP_CHARS = 1 << 9  # characters of a piece beyond a cut, on either side

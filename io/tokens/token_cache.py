@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -17,28 +16,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.atomic_file import wait_for_lock
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.files.durable import wait_for_lock
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
-from megatrain_ray.io.records.read_records import RecordLocation
+from megatrain_ray.io.records.read_records import BadRecords, RecordLocation, RecordOutcome, RecordTally
 from megatrain_ray.io.records.read_texts import read_texts
-from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
-from megatrain_ray.io.tokens.token_block import TokenBlock
-from megatrain_ray.io.tokens.token_writer import (
-    ID_TYPES,
-    LENGTH_TYPE,
-    LENGTHS_NAME,
-    MASK_NAME,
-    READ_BYTES,
-    TOKENS_NAME,
-    TokenWriter,
-    id_bytes,
-)
+from megatrain_ray.io.tokens.token_files import META_NAME, TokenBlock, TokenMeta, TokenWriter, id_bytes, is_whole
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 
 VERSION = 1
-META_NAME = "meta.json"
 
 
 class Watcher(Protocol):
@@ -55,31 +42,6 @@ class Watcher(Protocol):
 
     def end(self, meta: TokenMeta, seconds: float) -> None:
         """Report that the folder is complete, after `seconds`."""
-
-
-@dataclass(frozen=True)
-class TokenMeta:
-    """Describes the token files of a folder, as its meta.json records it.
-
-    itemsize: bytes of an id on disk.
-    places: locations of the first bad records, each with its problem.
-    crc32: checksum of all tokens, lengths and the mask, by bytes of an id (2 and 4).
-    num_supervised: tokens that count in the loss; None: there is no mask.
-    report: lines that say what became of the records of sequences; empty for texts.
-    """
-
-    itemsize: int
-    num_tokens: int
-    num_documents: int
-    num_empty: int
-    num_bad: int
-    places: tuple[str, ...]
-    highest_id: int
-    highest_file: str
-    end_of_document: int | None
-    crc32: dict[int, int]
-    num_supervised: int | None = None
-    report: tuple[str, ...] = ()
 
 
 class Recipe(Protocol):
@@ -143,37 +105,6 @@ def provenance_of(recipe: Recipe) -> dict[str, Any]:
 def key_of(provenance: dict[str, Any]) -> str:
     """Return the name of the folder that holds the tokens of this provenance."""
     return hashlib.sha256(json.dumps(provenance).encode()).hexdigest()[:32]
-
-
-def read_meta(folder: Path) -> TokenMeta | None:
-    """Return the description of a folder of tokens; None if it is missing, of another version, or truncated."""
-    try:
-        tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
-        crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
-        lines = {"places": tuple(tree["places"]), "report": tuple(tree.get("report", ()))}
-        meta = TokenMeta(**tree | lines | {"crc32": crc32})
-        expected = {
-            TOKENS_NAME: meta.num_tokens * meta.itemsize,
-            LENGTHS_NAME: meta.num_documents * LENGTH_TYPE.itemsize,
-            **({} if meta.num_supervised is None else {MASK_NAME: meta.num_tokens}),
-        }
-        whole = all((folder / name).stat().st_size == size for name, size in expected.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return meta if whole and meta.itemsize in ID_TYPES else None
-
-
-def is_whole(folder: Path) -> bool:
-    """Return whether the folder holds what was written, byte for byte. Reads and checksums all of it."""
-    meta = read_meta(folder)
-    if meta is None:
-        return False
-    crc = 0
-    for name in (TOKENS_NAME, LENGTHS_NAME, *(() if meta.num_supervised is None else (MASK_NAME,))):
-        with explained("read", folder / name), (folder / name).open("rb") as file:
-            while data := file.read(READ_BYTES):
-                crc = zlib.crc32(data, crc)
-    return crc == meta.crc32[meta.itemsize]
 
 
 def find_tokens(recipe: Recipe, root: Path) -> Path | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -17,7 +17,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.long_documents import Joiner, TextPiece, cut_texts
-from megatrain_ray.io.tokens.token_block import TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
 
 BATCH_CHARS = 4 << 20  # characters encoded at a time; each takes about 30 bytes until the ids are extracted
 EMPTY_CHARS = 64  # memory of a text in addition to its characters, in characters
@@ -25,19 +25,10 @@ EMPTY_CHARS = 64  # memory of a text in addition to its characters, in character
 # Only tokenizer.json is read here, and the eos token of the next two. The rest is copied into exports: AutoTokenizer
 # and AutoProcessor read some of them as well, and llama.cpp, vLLM and older Transformers read others instead.
 FILE_NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "tekken.json",
-    "processor_config.json",
-    "preprocessor_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
-)
+)  # fmt: skip
 TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 
 
@@ -49,47 +40,34 @@ class PlacedTokens(NamedTuple):
     ends: NDArray[np.int64]  # [num_tokens]
 
 
-class Tokenizer(Protocol):
-    @property
-    def num_ids(self) -> int:
-        """Return a number greater than every id."""
-
-    @property
-    def end_of_document(self) -> int | None:
-        """Return the id to put between two documents, or None if the tokenizer names none."""
-
-    def encode(self, text: str) -> TokenArray:
-        """Return the ids of a text, 1-D. No special tokens are added."""
-
-    def encode_placed(self, text: str) -> PlacedTokens:
-        """Return the ids that `encode` gives, each with its range of characters in the text."""
-
-    def encode_all(self, blocks: Iterable[TextBlock]) -> Generator[TokenBlock]:
-        """Yield the ids of documents in their order, as `encode` gives them for each whole text. Uses all cores."""
-
-
 class ByteTokenizer:
     """Encodes each byte of UTF-8 as one id, 0 to 255. Id 256 is the end of a document."""
 
-    num_ids = 256
-    end_of_document = 256
+    num_ids = 256  # a number greater than every id of a text
+    end_of_document = 256  # the id to put between two documents
 
     def encode(self, text: str) -> TokenArray:
+        """Return the ids of a text, 1-D. No special tokens are added."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_placed(self, text: str) -> PlacedTokens:
+        """Return the ids that `encode` gives, each with its range of characters in the text."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
         starts = np.repeat(np.arange(codes.size), widths)
         return PlacedTokens(self.encode(text), starts, starts + 1)
 
     def encode_all(self, blocks: Iterable[TextBlock]) -> Generator[TokenBlock]:
+        """Yield the ids of documents in their order, as `encode` gives them for each whole text."""
         for block in blocks:
             yield TokenBlock(self.encode(block.text), block.ends, block.location)
 
 
 class FolderTokenizer:
-    """Encodes with the tokenizer.json of a local Hugging Face folder, read as data: no code of the folder runs."""
+    """Encodes with the tokenizer.json of a local Hugging Face folder, read as data: no code of the folder runs.
+
+    Its methods are those of ByteTokenizer. `encode_all` uses all cores.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read the tokenizer of `folder`. Raises ConfigError if the folder or its tokenizer.json is missing or bad."""
@@ -107,7 +85,7 @@ class FolderTokenizer:
 
     @property
     def end_of_document(self) -> int | None:
-        """Return the id of the eos token that tokenizer_config.json or special_tokens_map.json of the folder names."""
+        """Return the id of the eos token that the folder's settings name; None: they name none."""
         token = self._end_of_sequence
         return None if token is None else self.id_of(token)
 
@@ -165,6 +143,9 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
             batch, num_chars = [], 0
     if batch:
         yield batch
+
+
+Tokenizer = ByteTokenizer | FolderTokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records.read_records import BadRecords, RecordTally
 from megatrain_ray.io.records.read_texts import read_texts
-from megatrain_ray.io.records.record_tally import BadRecords, RecordTally
 
 END_OF_TEXT = "<|endoftext|>"  # id 0: bos and eos token
 PAD = "<|pad|>"  # id 1: if the pad were the end of text, trainers that mask pads would never learn the end of text

@@ -11,7 +11,6 @@ import sys
 import time
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
 
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.words.compile_c import CompileError, declare, load_compiled
@@ -22,32 +21,17 @@ SOURCE = Path(__file__).with_name("words.c")
 log = logging.getLogger(__name__)
 
 
-class Atomics(Protocol):
-    """Defines the operations on a word in memory that several processes map.
+class CompiledAtomics:
+    """Calls words.c on words in memory that several processes map, each at an address that is a multiple of 8.
 
-    address: a multiple of 8.
+    load: loads a word with acquire order.
+    store: stores a word with release order.
+    add: adds to a word atomically and returns the new value.
+    wake: wakes all who wait for a word, in every process.
     """
 
-    def load(self, address: int) -> int:
-        """Load the word with acquire order."""
-
-    def store(self, address: int, value: int) -> None:
-        """Store the word with release order."""
-
-    def add(self, address: int, n: int) -> int:
-        """Add `n` atomically and return the new value."""
-
-    def wait(self, address: int, seen: int, timeout_s: float) -> None:
-        """Sleep, without the GIL, while the word equals `seen`, nobody wakes it, and time is left; perhaps shorter."""
-
-    def wake(self, address: int) -> None:
-        """Wake all who wait for the word, in every process."""
-
-
-class CompiledAtomics:
-    """Calls words.c. Raises OSError or CompileError if that cannot be built or loaded."""
-
     def __init__(self) -> None:
+        """Compile and load words.c. Raises OSError or CompileError if that cannot be done."""
         library = load_compiled(SOURCE, FLAGS, ctypes.PyDLL)
         # PyDLL keeps the GIL: a call of 20 ns must not wait up to 5 ms for the interpreter's next thread switch.
         self.load = declare(library.word_load, ctypes.c_int64, ctypes.c_void_p)
@@ -58,6 +42,7 @@ class CompiledAtomics:
         self._wait = declare(without_gil.word_wait, None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
     def wait(self, address: int, seen: int, timeout_s: float) -> None:
+        """Sleep, without the GIL, while the word equals `seen`, nobody wakes it, and time is left; perhaps shorter."""
         self._wait(address, seen, int(timeout_s * 1e9))
 
 
@@ -66,7 +51,7 @@ class _Timespec(ctypes.Structure):
 
 
 class X86Atomics:
-    """Works without a compiler, on x86-64 only.
+    """Does the same without a compiler, on x86-64 only.
 
     There an aligned 8-byte move acquires and releases by itself. The addition is one instruction, written as bytes.
     """
@@ -108,6 +93,9 @@ class X86Atomics:
         self._syscall(
             ctypes.c_long(self.FUTEX), ctypes.c_void_p(address), ctypes.c_long(operation), ctypes.c_long(value), timeout
         )
+
+
+Atomics = CompiledAtomics | X86Atomics
 
 
 @functools.cache

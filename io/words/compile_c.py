@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from megatrain_ray.io.files.atomic_file import sync
 from megatrain_ray.io.files.cache_folder import cache_folder
-from megatrain_ray.io.files.durable import sync
 
 COMPILE_S = 120  # our files take one second
 COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")

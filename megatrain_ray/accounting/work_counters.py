@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain_ray.io.storage.disk_io import taken_bytes
 from megatrain_ray.io.storage.measured_store import METER, BusyInterval, busy_s
-from megatrain_ray.io.storage.spill_file import taken_bytes
 
 # Counters of an optimizer shard: updates of all layers, seconds in which the kernel worked, bytes that its spill file
 # takes, and its traffic of state and gradients. Each number has one writer, so that reading needs no lock.

@@ -14,8 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from megatrain_ray.engine.device.cuda_info import pci_addresses
-from megatrain_ray.io.arenas.arena import HUGE_PAGE
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import HUGE_PAGE, ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
 from megatrain_ray.machine.numa_topology import NodeFacts, Topology, gpu_node, read_topology
 from megatrain_ray.report.page_placement import pages_of_run

@@ -13,11 +13,10 @@ from typing import Any
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import WeightedPath
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, Stream
-from megatrain_ray.io.batching.held_out import HeldOut
+from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import Windows, cut
-from megatrain_ray.io.tokens.corpus import open_corpus
+from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
 REMEMBERED_STEPS = 1024  # positions kept: more than the steps that are made while a save is written
@@ -32,7 +31,9 @@ def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tupl
     return {plain if isinstance(plain, str) else ", ".join(plain): plain}
 
 
-def open_stream(data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int) -> Stream:
+def open_stream(
+    data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int
+) -> BatchStream | MixedStream:
     """Open the batches of data.path from the token folder of each source. Raises ConfigError if one is wrong."""
     sources = _windows(data, tokens, vocab_size, whole=False)
     weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]

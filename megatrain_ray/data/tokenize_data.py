@@ -19,13 +19,13 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_eval_path, sources_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.encode_chats import ChatRecipe
+from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
-from megatrain_ray.io.chat.pretokenized import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
-from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, TokenMeta, find_tokens, make_tokens
+from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
+from megatrain_ray.io.tokens.token_files import TokenMeta
 from megatrain_ray.units import format_bytes, format_count
 
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatrain_ray.io.batching.held_out import HeldOut
+from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.workers.messages import HeldOutLoss
 
 BATCHES_AHEAD = 2  # batches under way at once: the next one is made while one is computed

@@ -24,13 +24,11 @@ from megatrain_ray.engine.weights.saved_values import bytes_of
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.export.export_lora import export_adapter, export_merged
-from megatrain_ray.io.checkpoints.safetensors_folder import BUFFER_DTYPES, WeightFolder
-from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
-from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, StoredDtype
+from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
-from megatrain_ray.model.architecture import Architecture, is_known
-from megatrain_ray.model.checkpoint_names import checkpoint_names, owned_parameters
+from megatrain_ray.model.architecture import Architecture, checkpoint_names, is_known, owned_parameters
 from megatrain_ray.model.model_source import ModelSource, open_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
@@ -160,33 +158,29 @@ def beside_the_save(config: ModelConfig, manifest: Manifest) -> ExportExtras:
     whole = {name: [CheckpointTensor.whole(name, tuple(empty.get_parameter(name).shape))] for name in parameters}
     pieces = {t.name: (name, t) for name in parameters for t in names.get(name) or whole[name]}
     stored = WeightFolder.open(source.folder) if source.folder else None
-    rest = [_as_stored(stored, name) for name in (*pieces, *buffers) if stored and name in stored.names]
+    rest = [
+        ExportTensor(name, stored.shape(name), partial(_stored_bytes, stored, name), stored.dtype(name))
+        for name in (*pieces, *buffers)
+        if stored and name in stored.names
+    ]
     left = {*pieces, *buffers} - {tensor.name for tensor in rest}
     if left:
         weights, made = source.weights(), build_empty(source.factory, torch.float32)
         read = [
-            ExportTensor(name, t.shape, partial(_read, weights, parameter, t), ExportDtype.FP32)
+            ExportTensor(name, t.shape, partial(_piece_bytes, weights, parameter, t), torch.float32)
             for name, (parameter, t) in pieces.items()
             if name in left
         ]
-        rest += read + [_as_it_is(name, made.get_buffer(name)) for name in buffers if name in left]
+        computed = [(name, made.get_buffer(name)) for name in buffers if name in left]
+        rest += read + [ExportTensor(name, tuple(b.shape), partial(_bytes, b), b.dtype) for name, b in computed]
     return ExportExtras(type(empty).__name__, names, rest, code)
 
 
-def _as_stored(folder: WeightFolder, name: str) -> ExportTensor:
-    return ExportTensor(name, folder.shape(name), lambda: _bytes(folder.whole(name)), _type(folder.dtype(name)))
+def _stored_bytes(folder: WeightFolder, name: str) -> list[memoryview]:
+    return _bytes(folder.whole(name))
 
 
-def _as_it_is(name: str, values: torch.Tensor) -> ExportTensor:
-    return ExportTensor(name, tuple(values.shape), partial(_bytes, values), _type(values.dtype))
-
-
-def _type(dtype: torch.dtype) -> StoredDtype:
-    header_name = next(name for name, known in BUFFER_DTYPES.items() if known is dtype)
-    return StoredDtype(header_name, dtype.itemsize)
-
-
-def _read(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
+def _piece_bytes(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
     return _bytes(weights.read(name, tensor.offset, tensor.stop).as_strided(tensor.shape, tensor.stride))
 
 

@@ -17,7 +17,7 @@ from megatrain_ray.engine.weights.saved_values import SavedValues
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.checkpoints.hub import HUB_ID
 from megatrain_ray.io.checkpoints.peft_adapter import write_adapter_folder
-from megatrain_ray.io.checkpoints.weight_map import WeightMap
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 
@@ -82,7 +82,7 @@ def export_adapter(
             tensors += [t._replace(name=name) for t in export_tensors(saved, [parameter], chosen, None)]
         modules = [module_of(p.name) for p in trained if p.name.endswith(A_END)]
         settings = _settings(lora, model, base, modules, beside)
-        write_adapter_folder(out_dir, tensors, chosen, settings, copies)
+        write_adapter_folder(out_dir, tensors, settings, copies)
 
 
 def _with_aliases(manifest: Manifest, parameters: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
@@ -96,11 +96,7 @@ def _with_aliases(manifest: Manifest, parameters: Sequence[ParameterEntry]) -> d
 
 
 def _settings(
-    lora: LoraConfig,
-    model: nn.Module,
-    base: ModelConfig,
-    modules: Sequence[str],
-    beside: Mapping[str, ParameterEntry],
+    lora: LoraConfig, model: nn.Module, base: ModelConfig, modules: Sequence[str], beside: Mapping[str, ParameterEntry]
 ) -> dict[str, Any]:
     """Return the contents of adapter_config.json, with the keys of peft's LoraConfig."""
     name, revision = _base_name(base)

@@ -25,10 +25,14 @@ from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSourc
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
-from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, WeightFolder, weight_files
-from megatrain_ray.io.checkpoints.weight_map import MappedWeights, WeightMap
-from megatrain_ray.model.architecture import Architecture, is_known
-from megatrain_ray.model.checkpoint_names import checkpoint_names
+from megatrain_ray.io.checkpoints.safetensors_folder import (
+    INDEX_NAME,
+    MappedWeights,
+    WeightFolder,
+    WeightMap,
+    weight_files,
+)
+from megatrain_ray.model.architecture import Architecture, checkpoint_names, is_known
 
 GENERATION_NAME = "generation_config.json"
 

@@ -16,9 +16,8 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_config, resume_diff
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_template
-from megatrain_ray.io.files.atomic_file import left_by_kills, write_atomically
+from megatrain_ray.io.files.atomic_file import left_by_kills, sync, write_atomically
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.files.durable import sync
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder, has_mark, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.saves.save_folder import clean_unfinished, in_the_way, list_saves, load_manifest, why_kept

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arenas.arena import ArenaHandle
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.storage.spill_file import SpillFile
+from megatrain_ray.io.arenas.arena_holder import ArenaHandle, ArenaHolder, Handles
+from megatrain_ray.io.storage.disk_io import SpillFile
 from megatrain_ray.profiling.spill_folder import OtherHost, memory_warning
 from megatrain_ray.run.run_processes import wait_gone
 

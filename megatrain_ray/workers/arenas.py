@@ -19,8 +19,8 @@ from megatrain_ray.engine.spill.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.spill.spill_table import SpillTable
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.storage.blob_store import BlobStore, aligned
+from megatrain_ray.io.storage.disk_io import SpillFile
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
-from megatrain_ray.io.storage.spill_file import SpillFile
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 from megatrain_ray.spans import SpanLog
 

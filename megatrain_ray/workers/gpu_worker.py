@@ -25,8 +25,7 @@ from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import LostProcessError
-from megatrain_ray.io.arenas.arena import ArenaHandle
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.arenas.arena_holder import ArenaHandle, ArenaHolder, Handles
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.storage.measured_store import DiskMeter
 from megatrain_ray.metrics.step_rows import StepRows

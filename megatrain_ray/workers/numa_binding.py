@@ -17,7 +17,7 @@ from megatrain_ray.engine.device.numa_homes import Home, home_at, slab_nodes
 from megatrain_ray.engine.layout.flat_layout import round_up
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.io.arenas.arena import HUGE_PAGE, Arena, mapped_bytes
+from megatrain_ray.io.arenas.arena_holder import HUGE_PAGE, Arena, mapped_bytes
 from megatrain_ray.io.arenas.numa_policy import take_from
 from megatrain_ray.units import format_ranges
 from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_arena

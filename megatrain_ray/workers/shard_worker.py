@@ -26,12 +26,11 @@ from megatrain_ray.engine.spill.spill_ring import SpillRing
 from megatrain_ray.engine.spill.spill_table import SpillTable
 from megatrain_ray.engine.weights.restore import as_saved, restore_pieces
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arenas.arena import ArenaHandle
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.arenas.arena_holder import ArenaHandle, ArenaHolder, Handles
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.storage.blob_store import BlobStore
+from megatrain_ray.io.storage.disk_io import HeldFiles, taken_bytes
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
-from megatrain_ray.io.storage.spill_file import HeldFiles, taken_bytes
 from megatrain_ray.model.optimizer_settings import hyper_of
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.io.tokens.token_cache import read_meta
+from megatrain_ray.io.tokens.token_files import read_meta
 from tests.support.texts import tokens_of, write
 
 

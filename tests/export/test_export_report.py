@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from megatrain_ray.export.export import describe_export
-from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, StoredDtype, write_model_folder
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_model_folder
 
 
-def tensor(name: str, num_bytes: int, shape: tuple[int, ...], dtype: StoredDtype | None = None) -> ExportTensor:
+def tensor(name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> ExportTensor:
     return ExportTensor(name, shape, lambda: [memoryview(bytes(num_bytes))], dtype)
 
 
 def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
     out, tokenizer = tmp_path / "out", tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
-    tensors = [tensor("a", 1200, (2, 300)), tensor("b", 800, (400,)), tensor("c", 16, (2,), StoredDtype("I64", 8))]
+    tensors = [tensor("a", 1200, (2, 300)), tensor("b", 800, (400,)), tensor("c", 16, (2,), torch.int64)]
     write_model_folder(out, tensors, ExportDtype.BF16, {"model_type": "x"}, file_bytes=1300, copies=[tokenizer])
     first, *files, load, train = describe_export(out, 7)
     total = sum(file.stat().st_size for file in out.iterdir()) / 1024

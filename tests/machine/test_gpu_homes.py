@@ -24,8 +24,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.arenas.arena import Arena
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import Arena, ArenaHolder
 from megatrain_ray.machine import machine
 from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.machine.numa_topology import gpu_node, named_gpus

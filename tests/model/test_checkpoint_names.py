@@ -15,8 +15,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import beside_the_save
-from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
-from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, MappedWeights, check_covered
+from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, MappedWeights, WeightFolder, check_covered
 from megatrain_ray.io.saves.save_folder import save_folder
 from megatrain_ray.model.architecture import Architecture
 from tests.engine.weights.test_round_trip import assert_same_bytes, exported, save

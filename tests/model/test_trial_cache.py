@@ -13,9 +13,9 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery import discover
 from megatrain_ray.engine.discovery.compile_trial import BudgetCost, CompileTrial, try_compiling
 from megatrain_ray.engine.planner.request import Machine
-from megatrain_ray.model import trial_cache
+from megatrain_ray.model import discover_model
+from megatrain_ray.model.discover_model import KEPT_FILES, TrialCache, sources
 from megatrain_ray.model.model_source import ModelSource, open_model
-from megatrain_ray.model.trial_cache import KEPT_FILES, TrialCache, sources
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from tests.support.runs import ROOT, config
 
@@ -106,7 +106,7 @@ def test_sources_of_this_package_count(monkeypatch: pytest.MonkeyPatch) -> None:
         file for each in folders for file in each.rglob("*.py")
     )
     TrialCache(source(), {}).write(TRIALS)
-    monkeypatch.setattr(trial_cache, "_versions", lambda: ["another"])
+    monkeypatch.setattr(discover_model, "_versions", lambda: ["another"])
     assert TrialCache(source(), {}).read() is None
 
 

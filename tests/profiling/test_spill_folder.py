@@ -11,7 +11,7 @@ import pytest
 from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import DiskFullError
-from megatrain_ray.io.storage.spill_file import SpillFile
+from megatrain_ray.io.storage.disk_io import SpillFile
 from megatrain_ray.profiling import spill_folder
 from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.profiling.spill_folder import OtherHost

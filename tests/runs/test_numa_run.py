@@ -22,7 +22,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.numa_homes import GpuHome, Home
-from megatrain_ray.io.arenas.arena import HUGE_PAGE
+from megatrain_ray.io.arenas.arena_holder import HUGE_PAGE
 from megatrain_ray.report.inspect_run import inspect_run
 from megatrain_ray.report.page_placement import pages_of
 from megatrain_ray.run.run_processes import GPU, gpu_name, shard_name

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import UnreadableError
-from megatrain_ray.io.storage.blob_store import Blob, BlobWriter, check_inside, too_short
+from megatrain_ray.io.storage.blob_store import Blob, BlobWriter
 
 
 class MemoryStore:
@@ -27,7 +28,7 @@ class MemoryStore:
     async def read_into(self, name: str, offset: int, block: memoryview) -> None:
         await _MemoryInPlace(self.describe(name), self._blob(name)).read_into(offset, block)
 
-    async def size(self, name: str) -> int:
+    def size(self, name: str) -> int:
         return len(self._blob(name))
 
     def describe(self, name: str) -> str:
@@ -54,11 +55,13 @@ class _MemoryInPlace(_MemoryBlob):
         self._where = where
 
     async def write_at(self, offset: int, block: memoryview) -> None:
-        check_inside(self._where, offset + len(block), len(self._blob))
+        if (end := offset + len(block)) > len(self._blob):
+            raise MegatrainError(f"cannot write {self._where} up to byte {end}: it has {len(self._blob)} bytes")
         await super().write_at(offset, block)
 
     async def read_into(self, offset: int, block: memoryview) -> None:
         part = self._blob[offset : offset + len(block)]
         if len(part) < len(block):
-            raise too_short(self._where, offset + len(block), len(self._blob))
+            end = offset + len(block)
+            raise UnreadableError(f"{self._where} is truncated: expected at least {end} bytes, got {len(self._blob)}")
         block[:] = part

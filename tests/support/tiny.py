@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
 from megatrain_ray.io.batching.windows import cut
-from megatrain_ray.io.tokens.corpus import Corpus
+from megatrain_ray.io.tokens.token_files import Corpus
 from tests.support.texts import corpus_of
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "tinyshakespeare.txt"

@@ -21,8 +21,7 @@ from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.io.arenas import numa_policy
-from megatrain_ray.io.arenas.arena import HUGE_PAGE, Arena
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import HUGE_PAGE, Arena, ArenaHolder
 from megatrain_ray.io.arenas.numa_policy import address_of, nodes_of_pages, take_from
 from megatrain_ray.report.page_placement import PagePlacement, page_placements, pages_of
 from megatrain_ray.run.run_processes import GPU, shard_name

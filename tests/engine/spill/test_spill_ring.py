@@ -28,8 +28,7 @@ from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.io.files.disk_errors import UnreadableError
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, aligned_block
-from megatrain_ray.io.storage.disk_io import DiskIo
-from megatrain_ray.io.storage.spill_file import SpillFile
+from megatrain_ray.io.storage.disk_io import DiskIo, SpillFile
 from megatrain_ray.spans import Row
 from tests.support.memory_store import MemoryStore
 from tests.support.shards import (

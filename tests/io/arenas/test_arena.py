@@ -15,8 +15,15 @@ import pytest
 import torch
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arenas.arena import HUGE_PAGE, MADV_POPULATE_WRITE, ArenaHandle, create_memfd, mapped_bytes
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
+from megatrain_ray.io.arenas.arena_holder import (
+    HUGE_PAGE,
+    MADV_POPULATE_WRITE,
+    ArenaHandle,
+    ArenaHolder,
+    Handles,
+    create_memfd,
+    mapped_bytes,
+)
 
 
 def mapped_names() -> str:
@@ -139,9 +146,9 @@ def test_a_tensor_keeps_the_memory_mapped_after_close() -> None:
 @pytest.mark.parametrize("advice", [MADV_POPULATE_WRITE, 12345])
 def test_populate_takes_the_memory_and_keeps_what_is_there(advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "megatrain_ray.io.arenas.arena.MADV_POPULATE_WRITE", advice
+        "megatrain_ray.io.arenas.arena_holder.MADV_POPULATE_WRITE", advice
     )  # 12345: a kernel that does not know it
-    monkeypatch.setattr("megatrain_ray.io.arenas.arena.POPULATE_BYTES", HUGE_PAGE)
+    monkeypatch.setattr("megatrain_ray.io.arenas.arena_holder.POPULATE_BYTES", HUGE_PAGE)
     nbytes = 3 * HUGE_PAGE + 5
     with closing(ArenaHolder.create({"populated": nbytes})) as holder:
         arena = holder.map("populated")
@@ -153,11 +160,11 @@ def test_populate_takes_the_memory_and_keeps_what_is_there(advice: int, monkeypa
 
 
 def test_populate_says_what_it_could_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_ray.io.arenas.arena.MADV_POPULATE_WRITE", 1000)
+    monkeypatch.setattr("megatrain_ray.io.arenas.arena_holder.MADV_POPULATE_WRITE", 1000)
     with closing(ArenaHolder.create({"small": 0, "gone": HUGE_PAGE})) as holder:
         holder.map("small").populate(1)  # nothing to take, nothing asked of the kernel
         arena = holder.map("gone")
         os.truncate(arena.handle.fd, 0)
-        monkeypatch.setattr("megatrain_ray.io.arenas.arena.MADV_POPULATE_WRITE", MADV_POPULATE_WRITE)
+        monkeypatch.setattr("megatrain_ray.io.arenas.arena_holder.MADV_POPULATE_WRITE", MADV_POPULATE_WRITE)
         with pytest.raises(MegatrainError, match=f"cannot take {HUGE_PAGE} bytes of RAM for arena .*-gone"):
             arena.populate(1)

@@ -16,12 +16,10 @@ import pytest
 import torch
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.arenas.arena import ArenaHandle
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import ArenaHandle, ArenaHolder
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned_block
-from megatrain_ray.io.storage.disk_io import DiskIo
-from megatrain_ray.io.storage.spill_file import SpillFile
+from megatrain_ray.io.storage.disk_io import DiskIo, SpillFile
 from megatrain_ray.workers.arena_owner import ArenaOwner
 
 SIZES = {"words": 64, "state-0": 5000}
@@ -133,7 +131,7 @@ def adopted_from_a_killed_process(folder: Path) -> ArenaHolder:
     code = (
         "import os, pathlib, sys\n"
         "from megatrain_ray.io.arenas.arena_holder import ArenaHolder\n"
-        "from megatrain_ray.io.storage.spill_file import SpillFile\n"
+        "from megatrain_ray.io.storage.disk_io import SpillFile\n"
         "made = ArenaHolder.create({}, {'spill-0': SpillFile(pathlib.Path(sys.argv[1]), int(sys.argv[2]))}).handles\n"
         "os.pwrite(made['spill-0'].fd, b'made', 0)\n"
         "print(made['spill-0'].fd, made['spill-0'].name, made['spill-0'].path, sep='|', flush=True)\n"

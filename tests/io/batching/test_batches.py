@@ -13,7 +13,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import BatchStream, permutation
 from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Windows, cut
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import corpus_of
 
 

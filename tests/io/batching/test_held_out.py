@@ -17,10 +17,9 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData, naming_eval_path
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.io.batching.held_out import HeldOut
+from megatrain_ray.io.batching.batch_stream import Batch, HeldOut
 from megatrain_ray.io.batching.windows import Windows, cut
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import END, corpus_of, tokens_of, write
 
 SIZES = st.lists(st.integers(0, 23), min_size=1, max_size=9).filter(lambda sizes: max(sizes) > 1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.mixture import MixedStream, integer_weights, next_source
+from megatrain_ray.io.batching.mixture import MixedStream, draw_next, drawn_after, integer_weights
 from megatrain_ray.io.batching.windows import Windows, cut
 from tests.support.texts import corpus_of
 
@@ -39,16 +39,31 @@ def drawn(stream: MixedStream, batches: int) -> list[int]:
 def test_each_source_stays_within_one_window_of_its_share_at_every_prefix(weights: list[int]) -> None:
     counts, total = [0] * len(weights), sum(weights)
     for turn in range(1, 300):
-        counts[next_source(weights, counts)] += 1
+        draw_next(weights, counts)
         assert all(abs(weight * turn - total * count) < total for weight, count in zip(weights, counts, strict=True))
 
 
 def test_the_order_of_sources_is_fixed_for_ever() -> None:
-    counts, turns = [0, 0, 0], []
-    for _ in range(12):
-        turns.append(next_source((3, 2, 1), counts))
-        counts[turns[-1]] += 1
-    assert turns == [0, 1, 0, 2, 1, 0] * 2
+    counts = [0, 0, 0]
+    assert [draw_next((3, 2, 1), counts) for _ in range(12)] == [0, 1, 0, 2, 1, 0] * 2
+
+
+@given(
+    st.lists(st.integers(1, 10**9) | st.sampled_from([1, 2, 3, 10, 100]), min_size=1, max_size=12),
+    st.integers(0, 700),
+)
+@settings(deadline=None)
+def test_counts_after_any_number_of_windows_are_as_if_drawn(weights: list[int], num_windows: int) -> None:
+    counts = [0] * len(weights)
+    for _ in range(num_windows):
+        draw_next(weights, counts)
+    assert drawn_after(weights, num_windows) == counts
+
+
+def test_a_skip_does_not_go_through_all_windows() -> None:
+    weights = integer_weights([1.00001, 2.00003, 3.1, 4.77771, 0.3, 0.7, 0.9, 1.1])
+    total = sum(weights)
+    assert drawn_after(weights, 10**9 * total) == [10**9 * weight for weight in weights]
 
 
 def test_weights_are_the_numbers_that_are_written() -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, assemble
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut, first_fit
-from megatrain_ray.io.tokens.corpus import Corpus
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED, Corpus
 from tests.support.texts import corpus_of
 
 SEQ_LEN = 7

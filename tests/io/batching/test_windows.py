@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
 from megatrain_ray.io.batching.windows import PackedWindows, Rows, SpanWindows, Windows, cut
-from megatrain_ray.io.tokens.token_block import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import END, corpus_of
 
 DOCUMENTS = st.lists(st.integers(0, 23), min_size=1, max_size=9).filter(lambda sizes: sum(sizes) > 1)
@@ -104,7 +104,7 @@ def test_a_batch_whose_rows_hold_one_document_each_has_no_positions() -> None:
 def test_packed_windows_are_the_strides_of_the_joined_documents(sizes: list[int], seq_len: int) -> None:
     joined = [token for document in numbered(sizes) for token in [*document, END]][:-1]
     owners = [index for index, size in enumerate(sizes) for _ in range(size + 1)][:-1]
-    windows = PackedWindows.of(corpus_of(*numbered(sizes)), seq_len, END)
+    windows = PackedWindows(corpus_of(*numbered(sizes)), seq_len, END)
     rows = windows.rows(np.arange(windows.num_windows))
     strides = [joined[i : i + seq_len + 1] for i in range(0, len(joined), seq_len + 1)]
     kept = [stride for stride in strides if len(stride) == seq_len + 1] or strides[:1]
@@ -117,7 +117,7 @@ def test_packed_windows_are_the_strides_of_the_joined_documents(sizes: list[int]
 def test_packed_and_unpacked_targets_are_equal_for_documents_within_a_window(sizes: list[int]) -> None:
     """No cut goes through these documents; each has its end, which it would not have on its own."""
     documents = numbered(sizes)
-    packed = PackedWindows.of(corpus_of(*documents), 16, END)
+    packed = PackedWindows(corpus_of(*documents), 16, END)
     rows = packed.rows(np.arange(packed.num_windows))
     batch = assemble(rows)
     ended = [[*document, END] for document in documents[:-1]] + documents[-1:]

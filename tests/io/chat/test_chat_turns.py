@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.assistant_mask import MarkedText, TurnMarker
-from megatrain_ray.io.chat.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from megatrain_ray.io.chat.chat_template import PLAIN_TEMPLATE, ChatTemplate, MarkedText, TurnMarker
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.records.read_records import RecordError
 from tests.support.chat_fixtures import FAMILIES, TEMPLATES

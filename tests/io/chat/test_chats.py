@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from tokenizers import models, pre_tokenizers
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.conversation_formats import Conversation
-from megatrain_ray.io.chat.encode_chats import ChatEncoder, Truncation, read_chats
+from megatrain_ray.io.chat.encode_chats import ChatEncoder, ChatRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
-from megatrain_ray.io.records.read_records import RecordLocation
-from megatrain_ray.io.records.record_tally import BadRecords, RecordOutcome, RecordTally
-from megatrain_ray.io.tokens.token_block import TokenBlock
+from megatrain_ray.io.records.read_records import BadRecords, RecordLocation, RecordOutcome, RecordTally
+from megatrain_ray.io.tokens.token_files import TokenBlock
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, TEMPLATES, build
 
@@ -39,19 +39,20 @@ def write(folder: Path, *records: Any, name: str = "a.jsonl") -> str:
     return str(folder / name)
 
 
-def read(
-    path: str | list[str],
-    tally: RecordTally | None = None,
-    *,
-    template: str = SHORT,
-    max_tokens: int = 100,
-    truncation: Truncation = "turn",
-) -> list[TokenBlock]:
-    source = Path(path if isinstance(path, str) else path[0]).parent / "template.jinja"
+def sequences_of(
+    path: str, tally: RecordTally, tokenizer: str = "bytes", template: str | None = None, **settings: Any
+) -> Iterator[TokenBlock]:
+    """Yield the sequences of a recipe; max_tokens, truncation and num_processes are settings."""
+    limits = {"truncation": "turn", "seq_len": settings.pop("max_tokens", 100) - 1, "bad_records": "error"}
+    loaded = load_chat_template(tokenizer, template)
+    recipe = ChatRecipe(find_chats(path), tokenizer, loaded, **{**limits, **settings})
+    return recipe.blocks(load_tokenizer(tokenizer), tally)
+
+
+def read(path: str, tally: RecordTally | None = None, *, template: str = SHORT, **settings: Any) -> list[TokenBlock]:
+    source = Path(path).parent / "template.jinja"
     source.write_text(template)
-    encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes", str(source)))
-    limits: dict[str, Any] = {"max_tokens": max_tokens, "truncation": truncation}
-    return list(read_chats(find_chats(path), encoder, tally or RecordTally(), **limits))
+    return list(sequences_of(path, tally or RecordTally(), template=str(source), **settings))
 
 
 def shown(sequence: TokenBlock) -> str:
@@ -204,10 +205,9 @@ def test_a_bad_record_ends_the_reading_or_is_counted(tmp_path: Path, name: str, 
 
 def test_half_a_character_is_found_with_every_tokenizer(tmp_path: Path) -> None:
     folder = build(tmp_path / "tokenizer", FAMILIES["chatml"])
-    encoder = ChatEncoder(load_tokenizer(str(folder)), load_chat_template(str(folder)))
     path = write(tmp_path, chat("q", "\ud83d"))
     with pytest.raises(ConfigError, match="half a character"):
-        list(read_chats(find_chats(path), encoder, RecordTally(), max_tokens=9, truncation="turn"))
+        list(sequences_of(path, RecordTally(), str(folder), max_tokens=9))
 
 
 def test_only_the_first_places_are_told(tmp_path: Path) -> None:
@@ -224,7 +224,6 @@ def test_only_the_first_places_are_told(tmp_path: Path) -> None:
 def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
     """More than one process gets alone; a question without an answer, a bad record and a long one among others."""
     folder = build(tmp_path / "tokenizer", FAMILIES["qwen3"])
-    encoder = ChatEncoder(load_tokenizer(str(folder)), load_chat_template(str(folder)))
     long = [chat(f"{number} the cat 你好 " * 900, "It is 4. " * number, "r", "sat") for number in range(150)]
     alpaca = {"instruction": "Sure?", "output": "Yes."}
     write(tmp_path, *long, alpaca, name="a.jsonl")
@@ -232,14 +231,8 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
     results = []
     for num_processes in (1, 2):
         tally = RecordTally("skip")
-        sequences = read_chats(
-            find_chats(str(tmp_path / "*.jsonl")),
-            encoder,
-            tally,
-            max_tokens=15000,
-            truncation="turn",
-            num_processes=num_processes,
-        )
+        limits = {"max_tokens": 15000, "num_processes": num_processes}
+        sequences = sequences_of(str(tmp_path / "*.jsonl"), tally, str(folder), **limits)
         results.append(([(s.ids.tolist(), s.supervised.tolist(), s.location) for s in sequences], tally.lines()))
     assert results[0] == results[1]
     assert len(results[0][0]) > 300
@@ -248,15 +241,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
 
 def test_a_bad_record_in_another_process_is_named(tmp_path: Path) -> None:
     write(tmp_path, *[chat("q " * 9000, "a")] * 150, chat("q", "\ud83d"))
-    encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes"))
-    sequences = read_chats(
-        find_chats(str(tmp_path)),
-        encoder,
-        RecordTally(),
-        max_tokens=20000,
-        truncation="turn",
-        num_processes=2,
-    )
+    sequences = sequences_of(str(tmp_path), RecordTally(), max_tokens=20000, num_processes=2)
     with pytest.raises(ConfigError, match=r"a.jsonl, line 151: the conversation holds half a character"):
         list(sequences)
 
@@ -289,8 +274,7 @@ def test_files_folders_globs_and_lists_in_the_order_given(tmp_path: Path) -> Non
 def test_the_shipped_problems_are_learned_from_answer_to_end(tmp_path: Path) -> None:
     folder, tally = build(tmp_path / "tokenizer", FAMILIES["llama3"]), RecordTally()
     tokenizer = load_tokenizer(str(folder))
-    encoder = ChatEncoder(tokenizer, load_chat_template(str(folder)))
-    sequences = list(read_chats(find_chats(str(GSM8K)), encoder, tally, max_tokens=4096, truncation="turn"))
+    sequences = list(sequences_of(str(GSM8K), tally, str(folder), max_tokens=4096))
     records = [json.loads(line)["messages"] for line in GSM8K.read_text().splitlines()]
     assert len(sequences) == len(records) == tally.num_records == 400
     assert not tally.counts

@@ -14,7 +14,7 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.pretokenized import read_token_record
+from megatrain_ray.io.chat.encode_chats import read_token_record
 from megatrain_ray.io.records.read_records import RecordError
 from tests.support.texts import tokens_of
 
@@ -31,7 +31,7 @@ from tests.support.texts import tokens_of
     ],
 )
 def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[int]) -> None:
-    found, supervised = read_token_record(record)
+    found, supervised, _ = read_token_record(record)
     assert found.tolist() == ids
     assert supervised.astype(int).tolist() == learned
 

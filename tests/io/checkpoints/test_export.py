@@ -147,7 +147,7 @@ def test_transformers_and_we_can_load_the_folder(tmp_path: Path, file_bytes: int
 
 def test_files_are_filled_in_order_and_indexed(tmp_path: Path) -> None:
     sizes = {"a": 10, "b": 10, "c": 5, "huge": 100, "d": 1, "empty": 0}
-    tensors = [ExportTensor(k, (n,), partial(zeros, 4 * n)) for k, n in sizes.items()]
+    tensors = [ExportTensor(k, (n,), partial(zeros, 4 * n), torch.float32) for k, n in sizes.items()]
     write_model_folder(tmp_path / "out", tensors, ExportDtype.FP32, {}, file_bytes=100)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = [f"model-{k:05}-of-00003.safetensors" for k in (1, 2, 3)]
@@ -182,8 +182,8 @@ def test_one_part_of_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypat
 
 
 def test_what_is_written_does_not_pile_up_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes to the disk every SETTLE_BYTES, be tensors small or large."""
-    monkeypatch.setattr(folder_module, "SETTLE_BYTES", 1000)
+    """It goes to the disk every FLUSH_BYTES, be tensors small or large."""
+    monkeypatch.setattr(folder_module, "FLUSH_BYTES", 1000)
     sizes, real = list[int](), os.fdatasync
 
     def note(file: int) -> None:
@@ -191,7 +191,10 @@ def test_what_is_written_does_not_pile_up_in_memory(tmp_path: Path, monkeypatch:
         sizes.append(os.fstat(file).st_size)
 
     monkeypatch.setattr(os, "fdatasync", note)
-    tensors = [ExportTensor(f"t{k}", (n,), partial(zeros_in_parts, 4 * n)) for k, n in enumerate([10] * 60 + [1000])]
+    tensors = [
+        ExportTensor(f"t{k}", (n,), partial(zeros_in_parts, 4 * n), torch.float32)
+        for k, n in enumerate([10] * 60 + [1000])
+    ]
     write_model_folder(tmp_path / "out", tensors, ExportDtype.FP32, {})
     steps = [after - before for before, after in itertools.pairwise(sizes)]
     assert len(sizes) == 6
@@ -231,7 +234,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(MegatrainError, match="a: expected 8 bytes to export, got 6"):
         write_model_folder(
             tmp_path / "short",
-            [ExportTensor("a", (2, 2), partial(zeros, 6))],
+            [ExportTensor("a", (2, 2), partial(zeros, 6), torch.bfloat16)],
             ExportDtype.BF16,
             {},
         )
@@ -243,7 +246,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
 def test_no_room_for_an_export_is_told_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stats = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: type(stats)((*stats[:4], 1, *stats[5:])))
-    tensor = ExportTensor("a", (1 << 28,), partial(zeros, 4 << 28))
+    tensor = ExportTensor("a", (1 << 28,), partial(zeros, 4 << 28), torch.float32)
     with pytest.raises(
         CapacityError, match=r"no room for the exported model in .* up to 1.03 GiB needed, 4.00 KiB free"
     ):

@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records.read_records import RecordOutcome, RecordTally
 from megatrain_ray.io.records.read_texts import BLOCK_BYTES, read_texts
-from megatrain_ray.io.records.record_tally import RecordOutcome, RecordTally
 
 TEXTS = ["plain", "line\r\nline\rline\n", "日本語 😀 é", "\ufeffnot at the start of the file", "x" * (10 << 20), "\0"]
 

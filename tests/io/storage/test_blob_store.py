@@ -80,7 +80,7 @@ async def read(store: FileStore, name: str, offset: int, nbytes: int) -> bytes:
 async def test_what_was_written_is_read_from_any_block(store: FileStore, nbytes: int) -> None:
     data = content(nbytes)
     await write(store, "blob", data)
-    assert await store.size("blob") == aligned(nbytes)
+    assert store.size("blob") == aligned(nbytes)
     for offset in {0, *(n for n in (4096, 8192, 3 << 20) if n < nbytes)}:
         for size in {n for n in (*SIZES, nbytes - offset) if 0 <= n <= nbytes - offset}:
             assert await read(store, "blob", offset, size) == data[offset : offset + size]
@@ -93,14 +93,14 @@ async def test_blocks_may_come_in_any_order_and_at_the_same_time(store: FileStor
     async with store.create("blob") as blob:
         await asyncio.gather(*(blob.write_at(offsets[k], block_of(parts[k])) for k in order))
     whole = b"".join(parts)
-    assert await store.size("blob") == len(whole)
+    assert store.size("blob") == len(whole)
     assert await read(store, "blob", 0, len(whole)) == whole
 
 
 async def test_a_second_write_replaces_the_first(store: FileStore) -> None:
     for data in (content(9000), content(4097), b""):
         await write(store, "blob", data)
-        assert await store.size("blob") == aligned(len(data))
+        assert store.size("blob") == aligned(len(data))
         assert await read(store, "blob", 0, len(data)) == data
 
 
@@ -114,7 +114,7 @@ async def test_reading_past_the_end_is_an_error(store: FileStore) -> None:
 async def test_a_blob_that_is_not_there_is_named(store: FileStore) -> None:
     await write(store, "kept", b"kept")
     with pytest.raises(UnreadableError, match="gone"):
-        await store.size("gone")
+        store.size("gone")
     with pytest.raises(UnreadableError, match="gone"):
         await read(store, "gone", 0, 1)
     assert await read(store, "kept", 0, 4) == b"kept"
@@ -137,7 +137,7 @@ async def test_a_blob_is_read_and_written_in_place(store: FileStore) -> None:
         await asyncio.gather(blob.write_at(12288, block_of(parts[0])), blob.write_at(0, block_of(parts[1])))
         await blob.read_into(12288, block)
         assert bytes(block) == parts[0]
-    assert await store.size("blob") == len(before)
+    assert store.size("blob") == len(before)
     assert await read(store, "blob", 0, len(before)) == parts[1] + before[4096:12288] + parts[0]
 
 
@@ -150,7 +150,7 @@ async def test_a_blob_in_place_keeps_its_size(store: FileStore) -> None:
                 await blob.write_at(offset, block_of(content(nbytes)))
             with pytest.raises(UnreadableError, match=rf"blob.* truncated: .* least {offset + nbytes} .* got 8192"):
                 await blob.read_into(offset, aligned_block(nbytes))
-    assert await store.size("blob") == 8192
+    assert store.size("blob") == 8192
     assert await read(store, "blob", 0, 8192) == data
 
 
@@ -159,7 +159,7 @@ async def test_a_blob_that_is_not_there_cannot_be_updated(store: FileStore) -> N
         async with store.update("gone"):
             pytest.fail("there is no such blob")
     with pytest.raises(UnreadableError, match="gone"):
-        await store.size("gone")
+        store.size("gone")
 
 
 async def test_two_transfers_of_a_blob_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

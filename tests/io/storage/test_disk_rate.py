@@ -16,9 +16,8 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.storage import disk_rate
 from megatrain_ray.io.storage.blob_store import Blob
-from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
+from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay, HeldFiles
 from megatrain_ray.io.storage.disk_rate import BLOCK_BYTES, IN_FLIGHT, measure_mixed
-from megatrain_ray.io.storage.spill_file import HeldFiles
 
 Call = tuple[str, int]
 

@@ -19,10 +19,9 @@ import pytest
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage.blob_store import aligned_block
-from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay, held_files
+from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay, create_spill_file, held_files
 from megatrain_ray.io.storage.disk_rate import BLOCK_BYTES, measure_mixed
 from megatrain_ray.io.storage.kvikio_store import SETTINGS, KvikioFiles, unusable
-from megatrain_ray.io.storage.spill_file import create_spill_file
 from tests.support import fake_kvikio
 from tests.support.fake_kvikio import CuFile, IOFuture
 

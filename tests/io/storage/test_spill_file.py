@@ -15,7 +15,7 @@ import pytest
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned_block
-from megatrain_ray.io.storage.spill_file import HeldFiles, create_spill_file
+from megatrain_ray.io.storage.disk_io import HeldFiles, create_spill_file
 
 NBYTES = 5 * ALIGN_BYTES
 
@@ -114,4 +114,4 @@ async def test_errors_name_the_file_as_it_was_called(tmp_path: Path) -> None:
                 await blob.read_into(NBYTES - ALIGN_BYTES, block)
         assert os.fstat(fd).st_size == NBYTES
     with pytest.raises(UnreadableError, match=f"/fd/{fd}: No such file"):
-        await HeldFiles().size(str(fd))
+        HeldFiles().size(str(fd))

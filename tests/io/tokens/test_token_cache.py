@@ -19,10 +19,8 @@ from tokenizers import models, pre_tokenizers
 
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.records.read_records import RecordLocation
-from megatrain_ray.io.tokens.corpus import open_corpus
-from megatrain_ray.io.tokens.token_block import TokenBlock
-from megatrain_ray.io.tokens.token_cache import TextRecipe, TokenMeta, find_tokens, make_tokens, read_meta
-from megatrain_ray.io.tokens.token_writer import LENGTH_TYPE, TokenWriter
+from megatrain_ray.io.tokens.token_cache import TextRecipe, find_tokens, make_tokens
+from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, open_corpus, read_meta
 from tests.support.saves import flip
 from tests.support.texts import write
 
@@ -206,7 +204,7 @@ def test_two_starts_do_the_work_once(recipe: TextRecipe, root: Path) -> None:
 def test_an_id_outside_of_the_vocabulary_names_its_file(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("megatrain_ray.io.tokens.token_writer.CHUNK_TOKENS", chunk)
+    monkeypatch.setattr("megatrain_ray.io.tokens.token_files.CHUNK_TOKENS", chunk)
     write(tmp_path, a="aaaa", b="", c="az", d="x")
     recipe = TextRecipe(tuple(sorted(tmp_path.glob("*.txt"))), "bytes", "text", "error")
     message = r"c\.txt has token id 122, but the model's vocab_size is 122; .* at least 123 entries"
@@ -225,8 +223,8 @@ def test_the_writer_cuts_documents_anywhere(
     """Documents of several blocks, written in chunks of any size."""
     folder, seen = tmp_path_factory.mktemp("writer"), list[RecordLocation]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatrain_ray.io.tokens.token_writer.CHUNK_TOKENS", chunk)
-        patch.setattr("megatrain_ray.io.tokens.token_writer.EMPTY_TOKENS", 0)
+        patch.setattr("megatrain_ray.io.tokens.token_files.CHUNK_TOKENS", chunk)
+        patch.setattr("megatrain_ray.io.tokens.token_files.EMPTY_TOKENS", 0)
         with TokenWriter(folder, 4, 9, seen.append) as writer:
             for number, blocks in enumerate(documents, 1):
                 sizes = blocks or [0]

@@ -1,0 +1,246 @@
+"""Writes and reads a folder of tokens: ids, document lengths and, if there is one, a loss mask, with checksums."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.records.read_records import RecordLocation
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+Mask = NDArray[np.bool_]
+
+IGNORED = -100  # a target, or a label of a record, that is not supervised
+META_NAME = "meta.json"
+TOKENS_NAME = "tokens.bin"
+LENGTHS_NAME = "lengths.bin"
+MASK_NAME = "supervised.bin"
+ID_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}  # by bytes of an id on disk
+LENGTH_TYPE = np.dtype("<i8")
+MASK_TYPE = np.dtype("?")
+READ_BYTES = 1 << 20
+CHUNK_TOKENS = 1 << 18  # tokens buffered before they are written
+EMPTY_TOKENS = 16  # memory of a block in addition to its ids, in tokens
+
+
+class TokenBlock(NamedTuple):
+    """Holds the ids of a document or of a part of one.
+
+    ends: whether this is the document's last block.
+    location: of the record or file, and about how far in the file the block ends.
+    supervised: true where the model must generate the token, so that it counts in the loss; None: everywhere.
+    """
+
+    ids: TokenArray  # [num_tokens]
+    ends: bool
+    location: RecordLocation
+    supervised: Mask | None = None  # [num_tokens]
+
+
+def id_bytes(num_ids: int) -> int:
+    """Return the bytes per id on disk, 2 or 4, for ids less than `num_ids`."""
+    return 2 if num_ids <= 1 << 16 else 4
+
+
+def check_id(highest: int, where: str, vocab_size: int) -> None:
+    """Raise ConfigError if the id `highest`, which `where` has, is outside the model's vocabulary."""
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"data.tokenizer: {where} has token id {highest}, but the model's vocab_size is {vocab_size}; "
+            f"use the model's own tokenizer, or a model of at least {highest + 1} entries"
+        )
+
+
+class TokenWriter(ExitStack):
+    """Writes documents one after the other. Closes the files when the context ends.
+
+    crc32: checksums for ids of 2 and of 4 bytes, over all tokens, then all lengths, then the mask if there is one.
+    highest_id, highest_file: the highest id so far and the file that has it; -1 before the first id.
+    """
+
+    def __init__(
+        self, folder: Path, itemsize: int, vocab_size: int, written: Callable[[RecordLocation], None], *,
+        masked: bool = False,
+    ) -> None:  # fmt: skip
+        """Create the files in `folder`.
+
+        itemsize: bytes of an id on disk, 2 or 4.
+        vocab_size: of the model.
+        written: is called for each chunk with the location of its last block.
+        masked: whether blocks come with `supervised`, which is written as the mask.
+        """
+        super().__init__()
+        self._tokens, self._lengths, *self._masks = (
+            self.enter_context((folder / name).open("w+b"))
+            for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if masked else []))
+        )
+        self.itemsize = itemsize
+        self._vocab_size = vocab_size
+        self._written = written
+        self._blocks: list[TokenBlock] = []
+        self._num_buffered = 0
+        self._length = 0  # tokens written so far of the document that the next chunk continues
+        self.num_tokens = self.num_documents = 0
+        self.highest_id, self.highest_file = -1, ""
+        self.crc32 = dict.fromkeys(ID_TYPES, 0)
+
+    def add(self, block: TokenBlock) -> None:
+        """Add a block of ids; it is written once a chunk is full. Raises OSError, ConfigError as check_id."""
+        if block.ids.size and (highest := int(block.ids.max())) > self.highest_id:
+            check_id(highest, str(block.location), self._vocab_size)
+            self.highest_id, self.highest_file = highest, str(block.location.file)
+        self._blocks.append(block)
+        self._num_buffered += block.ids.size + EMPTY_TOKENS
+        if self._num_buffered >= CHUNK_TOKENS:
+            self._write()
+
+    def finish(self) -> None:
+        """Flush the buffered blocks and add lengths and mask to the checksums. Raises OSError."""
+        if self._blocks:
+            self._write()
+        for file in (self._lengths, *self._masks):
+            file.seek(0)
+            while data := file.read(READ_BYTES):
+                self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
+
+    def _write(self) -> None:
+        ids = np.concatenate([block.ids for block in self._blocks])
+        for itemsize, crc in self.crc32.items():
+            self.crc32[itemsize] = zlib.crc32(ids.astype(ID_TYPES[itemsize]).data, crc)
+        self._tokens.write(ids.astype(ID_TYPES[self.itemsize]).data)
+        for file in self._masks:
+            masks = [block.supervised for block in self._blocks if block.supervised is not None]
+            file.write(np.concatenate(masks).astype(MASK_TYPE).data)
+        self.num_tokens += ids.size
+        self._write_lengths()
+        self._written(self._blocks[-1].location)
+        self._blocks, self._num_buffered = [], 0
+
+    def _write_lengths(self) -> None:
+        ends = np.flatnonzero([block.ends for block in self._blocks])
+        totals = self._length + np.cumsum([block.ids.size for block in self._blocks])
+        self._lengths.write(np.diff(totals[ends], prepend=0).astype(LENGTH_TYPE).data)
+        self._length = int(totals[-1] - (totals[ends[-1]] if ends.size else 0))
+        self.num_documents += ends.size
+
+
+@dataclass(frozen=True)
+class TokenMeta:
+    """Describes the token files of a folder, as its meta.json records it.
+
+    itemsize: bytes of an id on disk.
+    places: locations of the first bad records, each with its problem.
+    crc32: checksum of all tokens, lengths and the mask, by bytes of an id (2 and 4).
+    num_supervised: tokens that count in the loss; None: there is no mask.
+    report: lines that say what became of the records of sequences; empty for texts.
+    """
+
+    itemsize: int
+    num_tokens: int
+    num_documents: int
+    num_empty: int
+    num_bad: int
+    places: tuple[str, ...]
+    highest_id: int
+    highest_file: str
+    end_of_document: int | None
+    crc32: dict[int, int]
+    num_supervised: int | None = None
+    report: tuple[str, ...] = ()
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file in bytes, by name, in the order of the checksum."""
+        sizes = {TOKENS_NAME: self.num_tokens * self.itemsize, LENGTHS_NAME: self.num_documents * LENGTH_TYPE.itemsize}
+        return sizes if self.num_supervised is None else {**sizes, MASK_NAME: self.num_tokens}
+
+
+def read_meta(folder: Path) -> TokenMeta | None:
+    """Return the description of a folder of tokens; None if it is missing, of another version, or truncated."""
+    try:
+        tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
+        crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
+        lines = {"places": tuple(tree["places"]), "report": tuple(tree.get("report", ()))}
+        meta = TokenMeta(**tree | lines | {"crc32": crc32})
+        whole = all((folder / name).stat().st_size == size for name, size in meta.sizes().items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return meta if whole and meta.itemsize in ID_TYPES else None
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether the folder holds what was written, byte for byte. Reads and checksums all of it."""
+    meta = read_meta(folder)
+    if meta is None:
+        return False
+    crc = 0
+    for name in meta.sizes():
+        with explained("read", folder / name), (folder / name).open("rb") as file:
+            while data := file.read(READ_BYTES):
+                crc = zlib.crc32(data, crc)
+    return crc == meta.crc32[meta.itemsize]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identifies one tokenised data set, cut into its documents."""
+
+    num_tokens: int
+    crc32: int
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens with checksum {self.crc32:08x}"
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Holds the documents of one data source as one array of tokens, in order and without separators.
+
+    name: what data.path calls the source, for messages.
+    supervised: true where a token counts in the loss, for chats, of which each sequence is a document; None: all do.
+    """
+
+    name: str
+    tokens: TokenArray  # [num_tokens]
+    document_lengths: NDArray[np.int64]  # [num_documents]
+    fingerprint: Fingerprint
+    end_of_document: int | None  # id to put between two documents when they are joined; None: the tokenizer has none
+    supervised: Mask | None = None  # [num_tokens]
+
+    @property
+    def num_documents(self) -> int:
+        return self.document_lengths.size
+
+
+def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
+    """Memory-map a folder of `make_tokens`. Raises ConfigError if it is gone, or has an id outside the vocabulary."""
+    meta = read_meta(folder)
+    if meta is None:
+        raise ConfigError(
+            f"data.path: the tokens of {name} are not in {folder}, where they were when the run started; start again"
+        )
+    check_id(meta.highest_id, meta.highest_file, vocab_size)
+    return Corpus(
+        name=name,
+        tokens=_map(folder / TOKENS_NAME, ID_TYPES[meta.itemsize], meta.num_tokens),
+        document_lengths=_map(folder / LENGTHS_NAME, LENGTH_TYPE, meta.num_documents),
+        # The checksum for ids as wide as the vocabulary needs, even if the file's are wider: saves have always recorded
+        # this one.
+        fingerprint=Fingerprint(meta.num_tokens, meta.crc32[id_bytes(vocab_size)]),
+        end_of_document=meta.end_of_document,
+        supervised=None if meta.num_supervised is None else _map(folder / MASK_NAME, MASK_TYPE, meta.num_tokens),
+    )
+
+
+def _map(path: Path, kind: np.dtype[Any], size: int) -> NDArray[Any]:
+    """Memory-map `size` elements, read from disk on access; an empty file, which mmap refuses, gives an empty array."""
+    return np.memmap(path, kind, "r", shape=(size,)) if size else np.empty(0, kind)
