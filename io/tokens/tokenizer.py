@@ -94,10 +94,14 @@ class FolderTokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def token_of(self, token_id: int) -> str:
+        """Return the token of an id, or the id as text if the vocabulary has no such id."""
+        return self._tokenizer.id_to_token(token_id) or str(token_id)
+
     @property
-    def special_ids(self) -> frozenset[int]:
-        """Return the ids that stand for marks, such as the end of a turn, and never for text."""
-        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+    def mark_ids(self) -> frozenset[int]:
+        """Return the ids of tokens that are no pieces of text but marks, such as the end of a turn."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
 
     def encode(self, text: str) -> TokenArray:
         return np.array(self._encode(text).ids, np.uint32)

@@ -24,12 +24,14 @@ from megatrain_ray.engine.weights.saved_values import bytes_of
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.export.export_lora import export_adapter, export_merged
+from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer
 from megatrain_ray.model.architecture import Architecture, checkpoint_names, is_known, owned_parameters
-from megatrain_ray.model.model_source import ModelSource, open_model
+from megatrain_ray.model.model_source import GENERATION_NAME, ModelSource, open_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 
@@ -103,6 +105,8 @@ def _export(
     # Inference servers read the class here. A run that began with only model.config has no entry for it.
     settings = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
     whole = replace(manifest, model=settings)
+    if (files.tokenizer / "tokenizer.json").is_file():
+        whole = with_ends(whole, find_end_marks(files.tokenizer, chats=config.data.kind == "sft"))
     copies = [*tokenizer, *beside.code]
     if lora is None:
         return export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
@@ -111,6 +115,29 @@ def _export(
     return export_merged(
         folder, whole, out_dir, dtype, lora, empty, base, names=beside.names, rest=beside.rest, copies=copies
     )
+
+
+def with_ends(manifest: Manifest, marks: EndMarks) -> Manifest:
+    """Return the manifest with settings by which generation stops where the texts that the model learned end.
+
+    The ends that the model came with stay if they are marks of its tokenizer. Where nobody named any, Transformers
+    writes the default of the model's class into both files, which may be any piece of text.
+    """
+    generation, model = dict(manifest.generation_config or {}), manifest.model
+    named = [*_listed(generation.get("eos_token_id")), *_listed(model.get("eos_token_id"))]
+    ends = list(dict.fromkeys([*marks.ends, *(end for end in named if end in marks.marks)]))
+    if not ends:
+        return manifest
+    generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    if generation.get("pad_token_id") is None and marks.pad is not None:
+        generation["pad_token_id"] = marks.pad
+    if "text_config" not in model:
+        model = {**model, "eos_token_id": generation["eos_token_id"]}
+    return replace(manifest, model=model, generation_config=generation)
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
 def _with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
@@ -207,6 +234,10 @@ def describe_export(out_dir: Path, step: int) -> Iterator[str]:
     )
     width = max(map(len, sizes))
     yield from (f"  {name:<{width}} {format_bytes(size):>12}" for name, size in sizes.items())
+    if {"tokenizer.json", GENERATION_NAME} <= sizes.keys():
+        generation = json.loads((out_dir / GENERATION_NAME).read_text(encoding="utf-8"))
+        names = map(FolderTokenizer(out_dir).token_of, _listed(generation.get("eos_token_id")))
+        yield f"generation stops at {', '.join(names)}"
     yield from _next_steps(out_dir, sizes)
 
 

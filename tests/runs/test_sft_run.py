@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 
 from megatrain_ray.cli import main
 from megatrain_ray.config.groups import DataConfig
@@ -18,7 +19,7 @@ from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.in_process import Train
-from tests.support.runs import ROOT, assert_equals_reference, config, losses, rows, write_config
+from tests.support.runs import ROOT, assert_equals_reference, cli_here, config, losses, rows, write_config
 from tests.support.texts import tokens_of
 from tests.support.tiny import build_tiny
 
@@ -102,6 +103,30 @@ def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, train:
     batches = batches_of(tree, run_dir)
     assert all(batch.positions is not None for batch in batches)
     assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
+
+
+@pytest.mark.parametrize("eos", ["<|endoftext|>", "<|im_end|>"])
+def test_an_exported_model_stops_after_its_answer(tmp_path: Path, train: Train, eos: str) -> None:
+    """Also where the answer's end is not the tokenizer's eos token, and the model's configuration names neither."""
+    question, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is 4. Yes."}
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
+    tree = settings(tmp_path, train__steps=40, train__lr=3e-3, train__batch_size=1, save_every=0)
+    tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "seq_len": 60}
+    file = tmp_path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": eos, "pad_token": "<|endoftext|>"}))
+    done = train(str(write_config(tmp_path / "config.yaml", tree)))
+    assert done.returncode == 0, done.stderr
+    done = cli_here("export", tree["run_dir"], str(tmp_path / "export"))
+    expected = ["<|im_end|>"] if eos == "<|im_end|>" else ["<|im_end|>", "<|endoftext|>"]
+    assert f"generation stops at {', '.join(expected)}\n" in done.stdout
+    generate = transformers.pipeline("text-generation", str(tmp_path / "export"))
+    [found] = generate([question], max_new_tokens=100, do_sample=False)
+    assert found["generated_text"][-1] == answer
+    of_export = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json")).token_to_id
+    ends = [ids(name) for name in expected]
+    assert of_export["eos_token_id"] == (ends[0] if len(ends) == 1 else ends)
+    assert of_export["pad_token_id"] == ids("<|endoftext|>")
 
 
 def line(file: Path, record: Any) -> str:
