@@ -16,7 +16,7 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.host.gradient_slab import FollowerSlab, GradientSlab, held_slab_bytes
+from megatrain_ray.engine.host.gradient_slab import FollowerSlab, GradientSlab, Slab, held_slab_bytes
 from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
 from megatrain_ray.engine.host.interfaces import HostWeights, Lease
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
@@ -68,20 +68,22 @@ class SharedHost:
         self._words = words
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
-        held, sizes = (
-            held_slab_bytes(plan, layout),
-            layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab),
-        )
-        passing, aliased = plan.slab_transit_layers, held < plan.gradients.slab_bytes
-        self._slab = GradientSlab(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
         self._stored = frozenset(plan.gradients_on_disk)
+        held = held_slab_bytes(plan, layout)
+        sizes = layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab)
+        passing, aliased = plan.slab_transit_layers, held < plan.gradients.slab_bytes
+        self._gradients = GradientSlab(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
         self._directions = GradientSlab(slab[held:], layout.direction_bytes, self._check, start=held)
-        self._pools = {SlabRegion.GRADIENT: self._slab, SlabRegion.DIRECTIONS: self._directions}
-        self._followed = {  # used if this rank is not the first of its host
-            what: FollowerSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
-            for what, of_layers in ((SlabRegion.GRADIENT, sizes), (SlabRegion.DIRECTIONS, layout.direction_bytes))
+        self._slabs: dict[SlabRegion, Slab] = {
+            SlabRegion.GRADIENT: self._gradients,
+            SlabRegion.DIRECTIONS: self._directions,
         }
-        self._held: dict[int, int] = {}
+        if self._host_rank > 0:
+            self._slabs = {
+                what: FollowerSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
+                for what, of_layers in ((SlabRegion.GRADIENT, sizes), (SlabRegion.DIRECTIONS, layout.direction_bytes))
+            }
+        self._held: dict[int, int] = {}  # first rank: updates that have not consumed a landed gradient yet, by layer
         self._changed = asyncio.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -127,9 +129,7 @@ class SharedHost:
         is_first = self._host_rank == 0
         try:
             async with asyncio.timeout(self._deadline_s):
-                lease = await (
-                    self._pools[what].lease(layer) if is_first else self._followed[what].lease(layer, update)
-                )
+                lease = await self._slabs[what].lease(layer, update)
         except TimeoutError:
             waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
             if is_first:
@@ -209,9 +209,8 @@ class SharedHost:
             await self._wake()
 
     async def _wake(self) -> None:
-        for what in SlabRegion:
-            await self._pools[what].wake()
-            await self._followed[what].wake()
+        for slab in self._slabs.values():
+            await slab.wake()
         async with self._changed:
             self._changed.notify_all()
 
@@ -224,7 +223,7 @@ class SharedHost:
                 done = self._words.gradients.stored if layer in self._stored else self._words.generations.of_layer
                 if done(layer) >= update:
                     del self._held[layer]
-                    await self._slab.release(layer)
+                    await self._gradients.release(layer)
                     if self._layout.layers[layer].num_muon:
                         await self._directions.release(layer)
             await self._wake()
