@@ -26,8 +26,7 @@ from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.gradients.interfaces import StepHooks
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
-from megatrain_ray.engine.optimizer.matrix_parts import largest_part
-from megatrain_ray.engine.optimizer.muon import Muon, direction, matrices
+from megatrain_ray.engine.optimizer.muon import Muon, direction, largest_part, matrices
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import Visit

@@ -22,7 +22,26 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.layout.expert_names import PlaceInWhole, place_in_whole
-from megatrain_ray.engine.layout.parameter_group import COMMON, ParameterGroup
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Describes how the parameters of a group are trained.
+
+    lr_scale: factor on the learning rate of the step.
+    weight_decay: None: the run's weight decay, if the parameter decays at all.
+    muon: whether Muon trains it; None: as the run's optimizer says.
+    """
+
+    trained: bool = True
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    muon: bool | None = None
+
+
+COMMON = ParameterGroup()
+FROZEN = ParameterGroup(trained=False)
+
 
 ALIGN_ELEMENTS = 128  # 256 bytes of a two-byte type: coalesced loads, and every cut below stays on a vector boundary
 CUT_ELEMENTS = 2048  # 4096 bytes of a two-byte type: O_DIRECT- and page-safe for every state class

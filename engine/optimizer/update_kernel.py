@@ -17,8 +17,7 @@ from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.split_master import split
 from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.native.native_kernel import NativeAdamW
-from megatrain_ray.engine.optimizer.torch_blocks import Scratch, update_block
-from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, TorchBlocks
+from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Scratch, TorchBlocks, update_block
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, ParamSlice, Transaction, num_units
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words.compile_c import CompileError

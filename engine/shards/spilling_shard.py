@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.torch_kernel import Job
 from megatrain_ray.engine.plan.spill_layout import GRADIENT, WORKING, Extent
 from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient
-from megatrain_ray.engine.shards.shard_state import fill, load_master
+from megatrain_ray.engine.shards.shard_state import fill, load_run
 from megatrain_ray.engine.spill.spill_ring import SpillRing
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.saves.save_writer import Buffer, Piece
@@ -86,7 +87,7 @@ class SpillingShard(AdamShard):
             at = slice(run.padded - span.start, run.padded - span.start + run.length)
             of_run = {kind: tensor[at] for kind, tensor in whole.items()}
             working = of_run[WORKING] if WORKING in of_run else self._working_of(layer, run)
-            return lambda _: load_master(source, run, working, of_run.get("residual"))
+            return partial(load_run, source, run, working, of_run.get("residual"))
 
         fill([(run, job(run)) for run in self.layout.model.layers[layer].runs(span)], num_threads)
         for number in self._on_disk.state_of(layer):

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.flat_layout import FROZEN, FlatLayout, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.layout.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.layout.split_master import join

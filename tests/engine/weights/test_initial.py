@@ -14,8 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from megatrain_ray.engine.weights import initial_values as initial
-from megatrain_ray.engine.weights.initial_values import Normal, initial_values, module_seed, normals_before
-from megatrain_ray.engine.weights.weight_source import RandomSource
+from megatrain_ray.engine.weights.weight_source import Normal, RandomSource, initial_values, module_seed, normals_before
 from megatrain_ray.errors import ConfigError
 
 SIZES: dict[str, Any] = {
