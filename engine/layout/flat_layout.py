@@ -68,7 +68,7 @@ def starts_of(sizes: Iterable[int], aliased_size: int | None = None) -> tuple[in
 
 
 class ElementRange(NamedTuple):
-    """Represents a half-open range of elements."""
+    """Represents a half-open range of elements or bytes."""
 
     start: int
     stop: int
@@ -150,17 +150,22 @@ class FlatLayout:
 
     @staticmethod
     def build(name: str, parameters: Sequence[ParameterSpec], num_fragments: int = 1) -> FlatLayout:
-        trained = [p for p in parameters if p.group.trained]
-        adamw = _place([p for p in trained if not p.muon], 0)
-        first_muon = _end(adamw, 0)
-        muon = _place([p for p in trained if p.muon], first_muon)
-        cut = _end(muon, first_muon)
-        frozen = _place([p for p in parameters if not p.group.trained], cut)
-        size = _end(frozen, cut)
-        segments = (*adamw, *muon, *frozen)
-        fragments = _fragments(segments, size, num_fragments)
+        segments: list[Segment] = []
+        ends, position = [], 0
+        for of_part in (_trained_by_adamw, _trained_by_muon, _frozen):
+            for p in filter(of_part, parameters):
+                segments.append(Segment(**vars(p), start=position))
+                position = round_up(segments[-1].stop, ALIGN_ELEMENTS)
+            position = round_up(position, CUT_ELEMENTS)
+            ends.append(position)
+        adamw_end, trained_end, size = ends
         return FlatLayout(
-            name, segments, fragments, ElementRange(0, first_muon), ElementRange(0, cut), ElementRange(cut, size)
+            name,
+            tuple(segments),
+            _fragments(segments, size, num_fragments),
+            adamw=ElementRange(0, adamw_end),
+            trained=ElementRange(0, trained_end),
+            frozen=ElementRange(trained_end, size),
         )
 
     @cached_property
@@ -194,8 +199,7 @@ class FlatLayout:
         return tuple(s for s in self.trained_segments if s.muon)
 
     @cached_property
-    def owned(self) -> tuple[Segment, ...]:
-        """Return the segments that hold elements: all except the tied ones."""
+    def owned(self) -> tuple[Segment, ...]:  # all except the tied ones, which hold no elements
         return tuple(s for s in self.segments if not s.tied_to)
 
     @cached_property
@@ -203,7 +207,6 @@ class FlatLayout:
         return {s.name: s for s in self.segments}
 
     def segment(self, name: str) -> Segment:
-        """Return the segment of a parameter. Raises KeyError for a name that is not in this layer."""
         return self._by_name[name]
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
@@ -212,10 +215,8 @@ class FlatLayout:
         return flat[segment.start : segment.stop].view(segment.shape)
 
     def trained_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of `flat` (1-D, padded) for all trained parameters, by name.
-
-        Views of 12 parameters take 11 µs here, and 24 µs with one `view` after the other.
-        """
+        """Return views of `flat` (1-D, padded) for all trained parameters, by name."""
+        # 12 parameters take 11 µs, and 24 µs with one `view` after the other.
         start = flat.storage_offset()
         return {name: flat.as_strided(*geometry, start + offset) for name, geometry, offset in self._geometries}
 
@@ -253,21 +254,16 @@ class FlatLayout:
         return sum(max(0, min(s.stop, padded) - s.start) for s in self.owned)
 
 
-def _place(parameters: Sequence[ParameterSpec], position: int) -> list[Segment]:
-    segments = []
-    for p in parameters:
-        segment = Segment(**vars(p), start=position)
-        segments.append(segment)
-        position = round_up(segment.stop, ALIGN_ELEMENTS)
-    return segments
+def _trained_by_adamw(p: ParameterSpec) -> bool:
+    return p.group.trained and not p.muon
 
 
-def _end(segments: Sequence[Segment], start: int) -> int:
-    """Return where a part that begins at `start` ends, rounded up to a multiple of CUT_ELEMENTS.
+def _trained_by_muon(p: ParameterSpec) -> bool:
+    return p.group.trained and p.muon
 
-    segments: those of the part; there may be none.
-    """
-    return round_up(max((s.stop for s in segments), default=start), CUT_ELEMENTS)
+
+def _frozen(p: ParameterSpec) -> bool:
+    return not p.group.trained
 
 
 def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tuple[ElementRange, ...]:

@@ -95,21 +95,11 @@ class Coefficients(NamedTuple):
 class ParamCoefficients(NamedTuple):
     """Holds how an update moves one parameter: it decays, then steps along a direction.
 
-    AdamW's direction is m divided by the root of v. Both numbers are doubles; a kernel rounds them to FP32.
+    AdamW's direction is m divided by the root of v. Both numbers are doubles, which a kernel rounds to FP32.
     """
 
     decay: float
     step_size: float
-
-    @classmethod
-    def of_adamw(cls, hyper: AdamWConstants, params: UpdateParams, weighting: ParamWeighting) -> ParamCoefficients:
-        lr = params.lr * weighting.lr_scale
-        return cls(1 - lr * weighting.weight_decay, -(lr / (1 - hyper.beta1**params.adam_step)))
-
-    @classmethod
-    def of_muon(cls, params: UpdateParams, weighting: ParamWeighting) -> ParamCoefficients:
-        lr = params.lr * weighting.lr_scale
-        return cls(1 - lr * weighting.weight_decay, -(lr * weighting.lr_ratio))
 
 
 class AdamState(NamedTuple):

@@ -57,13 +57,9 @@ class Muon:
     adjust_lr: LrAdjustment
 
 
-def matrices(values: Tensor, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield a matrix, or each matrix of a stack, as a view.
-
-    values: elements of the parameter, 1-D.
-    shape: of the parameter.
-    """
-    yield from values.view(-1, *shape[-2:])
+def matrices(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return views of the matrices of a parameter, one after another: `values` (1-D) as [matrix, row, column]."""
+    return values.view(-1, *shape[-2:])
 
 
 def direction(gradient: Tensor, momentum: Tensor, scale: float, muon: Muon) -> Tensor:
@@ -80,10 +76,7 @@ def direction(gradient: Tensor, momentum: Tensor, scale: float, muon: Muon) -> T
 
 
 def newton_schulz(update: Tensor, num_steps: int) -> Tensor:
-    """Bring the singular values of a matrix near 1 and return the result, in bf16.
-
-    The iteration is that of torch.optim.Muon.
-    """
+    """Bring the singular values of a matrix near 1 by torch.optim.Muon's iteration; return the result, in bf16."""
     x = update.bfloat16()
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
@@ -101,23 +94,17 @@ def step_flops(shape: tuple[int, ...]) -> int:
 
 
 def work_bytes(shape: tuple[int, ...]) -> int:
-    """Return the most bytes that `direction` holds beside its arguments.
-
-    They are g in FP32, x before and after a step, and two square matrices.
-    """
+    """Return the most bytes that `direction` holds beside its arguments."""
     rows, columns = shape[-2:]
+    # g in FP32, x before and after a step, and two square matrices.
     return (4 + 2 + 2) * rows * columns + 2 * 2 * min(rows, columns) ** 2
 
 
 class MatrixPart(NamedTuple):
-    """Describes one rank's part of a layer's trained elements.
+    """Describes one rank's part of a layer's trained elements."""
 
-    span: in padded coordinates.
-    flops: of one Newton-Schulz step of its matrices.
-    """
-
-    span: ElementRange
-    flops: int
+    span: ElementRange  # in padded coordinates
+    flops: int  # of one Newton-Schulz step of its matrices
 
 
 class _CutPoint(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
 import torch
@@ -33,10 +33,7 @@ from megatrain_ray.engine.optimizer.undo_log import ParamSlice, Transaction, blo
 
 
 class Scratch:
-    """Holds one thread's buffers for a block, allocated once.
-
-    thread: the thread's number, from 0.
-    """
+    """Holds one thread's buffers for a block, allocated once. Threads are numbered from 0."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
@@ -56,7 +53,8 @@ def update_block(
     state, first = part.state.cut(elements), part.gradient_start
     of_block = slice(first + elements.start, first + elements.stop)
     if part.by_muon and directions is not None and hyper.muon:
-        muon_block(state, gradient[of_block], directions[of_block], hyper.muon, params, part.weighting, scratch)
+        move = part.coefficients(hyper, params)
+        _muon_block(state, gradient[of_block], directions[of_block], hyper.muon, params.scale, move, scratch)
     else:
         counter = part.counter(hyper, params) + elements.start
         adamw_block(state, gradient[of_block], hyper, params, part.weighting, scratch, counter)
@@ -101,23 +99,16 @@ def adamw_block(
         split_into(master, state.working, state.residual, scratch.bits[:size])
 
 
-def muon_block(
-    state: AdamState, gradient: Tensor, directions: Tensor, muon: Muon, params: UpdateParams, weighting: ParamWeighting,
+def _muon_block(
+    state: AdamState, gradient: Tensor, directions: Tensor, muon: Muon, scale: float, move: ParamCoefficients,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Update at most BLOCK_ELEMENTS elements of a parameter that Muon trains in place.
-
-    gradient: of these elements, bf16 or fp32; only read.
-    directions: of these elements, bf16; only read.
-
-    It is bit-equal to `torch.optim.Muon` on whole FP32 matrices, wherever blocks are cut.
-    """
+    """Update a block with Muon, bit-equal to `torch.optim.Muon` on whole FP32 matrices, wherever blocks are cut."""
     size = gradient.numel()
     master = _joined(state, scratch)
-    state.m.lerp_(_scaled(gradient, params.scale, scratch.gradient[:size]), 1 - muon.momentum)
-    decay, step_size = ParamCoefficients.of_muon(params, weighting)
-    master.mul_(decay)
-    master.add_(directions, alpha=step_size)
+    state.m.lerp_(_scaled(gradient, scale, scratch.gradient[:size]), 1 - muon.momentum)
+    master.mul_(move.decay)
+    master.add_(directions, alpha=move.step_size)
     if state.residual is not None:
         split_into(master, state.working, state.residual, scratch.bits[:size])
 
@@ -181,9 +172,9 @@ class BlockPool:
                     raise
 
         futures = [self._pool.submit(work, scratch) for scratch in self._scratch[: len(queue)]]
-        errors = [future.exception() for future in futures]
-        for error in filter(None, errors):
-            raise error
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -235,24 +226,21 @@ class TorchBlocks:
             if transaction:
                 transaction.journal.mark(units, transaction.serial)
 
-        self._pool.run(partial(job, part, units) for part in parts for units in _blocks(part, transaction))
+        def blocks(part: ParamSlice) -> Iterator[ElementRange]:
+            return (
+                transaction.journal.unmarked_blocks(part, transaction.serial) if transaction else blocks_of(part.units)
+            )
+
+        self._pool.run(partial(job, part, units) for part in parts for units in blocks(part))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._pool.run(job for to, source in pairs for job in _copy_jobs(to, source))
+        def job(to: Tensor, source: Tensor, _: Scratch) -> None:
+            to.copy_(source)
+
+        chunks = (
+            zip(torch.split(to, COPY_ELEMENTS), torch.split(source, COPY_ELEMENTS), strict=True) for to, source in pairs
+        )
+        self._pool.run(partial(job, *chunk) for of_pair in chunks for chunk in of_pair)
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _blocks(part: ParamSlice, transaction: Transaction | None) -> Iterator[ElementRange]:
-    return transaction.journal.unmarked_blocks(part, transaction.serial) if transaction else blocks_of(part.units)
-
-
-def _copy_jobs(to: Tensor, source: Tensor) -> Iterator[Job]:
-    for start in range(0, source.numel(), COPY_ELEMENTS):
-        piece = slice(start, start + COPY_ELEMENTS)
-        yield partial(_copy, to[piece], source[piece])
-
-
-def _copy(to: Tensor, source: Tensor, _: Scratch) -> None:
-    to.copy_(source)

@@ -41,8 +41,7 @@ class UpdateKernel(Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """Return the kernel's name, for reports."""
+    def name(self) -> str: ...
 
     def update(
         self,
@@ -67,8 +66,6 @@ class UpdateKernel(Protocol):
 
 
 Build = Callable[[int, AdamWConstants], UpdateKernel]  # (number of threads, constants) → kernel
-
-
 # Possible lengths of torch's vectors, in elements. torch 2.13 has 8 in fused AdamW on AVX-512 too; 4 is NEON's.
 NATIVE: tuple[Build, ...] = tuple(partial(NativeAdamW, vector=vector) for vector in (8, 16, 4))
 
@@ -160,10 +157,9 @@ def _different(a: AdamState, b: AdamState) -> list[str]:
 
 
 def _equal(a: Tensor, b: Tensor, signed: bool) -> bool:
-    """Return whether two tensors are equal bit for bit, except for FP32 NaNs and possibly zeros.
+    """Return whether two tensors are equal bit for bit. Zeros of either sign count as equal unless `signed`.
 
-    FP32 NaNs count as equal: no compiler promises which operand's sign and payload they keep. Zeros of either sign
-    count as equal unless `signed`.
+    FP32 NaNs count as equal: no compiler promises which operand's sign and payload they keep.
     """
     integer = torch.int32 if a.dtype == torch.float32 else torch.int16
     same = a.view(integer) == b.view(integer)
