@@ -21,7 +21,7 @@ from megatrain_ray.engine.gradients.gradient_offloader import (
     OffloadGradient,
     TransferRequest,
 )
-from megatrain_ray.engine.gradients.gradient_slots import GradientSlots, wait_for
+from megatrain_ray.engine.gradients.gradient_state import GradientSlots, wait_for
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.gradients.interfaces import StepHooks
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
@@ -58,10 +58,10 @@ class MuonUpdates(StepHooks):
         """
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
+        largest = {i: largest_part(layout.layers[i], plan.hosts.num_gpus) for i in reversed(layout.with_muon)}
+
         def slots(sizes: tuple[int, ...], itemsize: int) -> GradientSlots:
-            needed = {
-                i: largest_part(layout.layers[i], plan.hosts.num_gpus) * itemsize for i in reversed(layout.with_muon)
-            }
+            needed = {i: size * itemsize for i, size in largest.items()}
             return GradientSlots(device, sizes, needed, self._timeout_s, poison=poison)
 
         self._layout = layout

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain_ray.engine.device.device import Event
-from megatrain_ray.engine.host.host_state import MomentumPart
 from megatrain_ray.engine.layout.model_layout import WeightPart
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.residency import FragmentId
@@ -23,14 +22,20 @@ EVERY_GENERATION = 1 << 62  # larger than any generation that is reached
 
 
 class HostWeights(NamedTuple):
-    """Holds a fragment of a layer's working copy in host memory, or this rank's part of it.
+    """Holds a fragment of a layer's working copy in host memory, or this rank's part of it."""
 
-    parts: the pieces of the fragment, one after another.
-    ready_at_s: when the weights became ready on the virtual clock.
+    parts: Sequence[WeightPart]  # one after another
+    ready_at_s: float  # on the virtual clock
+
+
+class MomentumPart(NamedTuple):
+    """Holds the part of the requested moments that one shard keeps: 1-D fp32.
+
+    start: first element, counted from the beginning of what was requested.
     """
 
-    parts: Sequence[WeightPart]
-    ready_at_s: float
+    start: int
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)

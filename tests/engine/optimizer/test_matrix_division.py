@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.host.host_state import Momenta
+from megatrain_ray.engine.host.shared_host import Momenta
 from megatrain_ray.engine.layout.flat_layout import ElementRange, FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
