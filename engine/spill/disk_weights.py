@@ -26,7 +26,7 @@ from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.spill_layout import WORKING, Extent, SpillLayout
 from megatrain_ray.engine.spill.spill_ring import POISON
 from megatrain_ray.engine.spill.spill_table import SpillTable
-from megatrain_ray.engine.spill.spill_transfers import TRANSFERS, read_block
+from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, aligned_block
 from megatrain_ray.spans import Row, SpanLog
@@ -36,28 +36,22 @@ Reached = Callable[[int, int], Awaitable[None]]
 
 
 class ShardFile(NamedTuple):
-    """Describes what one shard has on disk.
-
-    name: name of the blob in `store`.
-    """
+    """Describes what one shard has on disk."""
 
     layout: SpillLayout
     table: SpillTable
     store: BlobStore
-    name: str
+    name: str  # of the blob in `store`
 
 
 @dataclass
 class _Window:
-    """Is a host buffer for one fragment at a time.
+    """Is a host buffer for one fragment at a time."""
 
-    memory: 1-D uint8.
-    emptied: resolves to the event of the copy to the device. After that event the window may be filled again.
-    """
-
-    memory: torch.Tensor
+    memory: torch.Tensor  # 1-D uint8
     fragment: FragmentId | None = None
     parts: list[WeightPart] = field(default_factory=list)
+    # Resolves to the event of the copy to the device, after which the window may be filled again.
     emptied: asyncio.Future[Event] | None = None
 
 
@@ -68,14 +62,9 @@ class DiskWeights:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        layout: ModelLayout,
-        files: Sequence[ShardFile],
-        *,
-        spans: SpanLog | None = None,
+        self, plan: Plan, layout: ModelLayout, files: Sequence[ShardFile], *, spans: SpanLog | None = None,
         poison: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Allocate the windows.
 
         files: files of all shards that own something of these layers.
@@ -109,9 +98,9 @@ class DiskWeights:
         self._reading = asyncio.create_task(reading, name="weights from disk")
 
     async def take(self, fragment: FragmentId) -> Sequence[WeightPart]:
-        """Wait until the fragment has been read, and return its elements.
+        """Wait until the fragment has been read; return its elements, valid until the event passed to `release`.
 
-        They stay in a window until the event passed to `release`. Raises what reading raised, and DeadlineError.
+        Raises what reading raised, and DeadlineError.
         """
         try:
             async with asyncio.timeout(self._deadline_s), self._changed:
@@ -174,7 +163,7 @@ class DiskWeights:
             async with asyncio.TaskGroup() as group:
                 for shard, extent, span in self._wanted(fragment):
                     memory = window.memory[at : at + extent.working_bytes]
-                    for index, block in enumerate(extent.working_blocks):
+                    for index, block in enumerate(extent.working_blocks):  # the extent's first blocks
                         content = memory.numpy().data[slice(*block)]
                         group.create_task(self._read(shard, blobs[shard], extent, index, content, room))
                     values = memory[: extent.kinds[WORKING].size].view(self._dtype)
@@ -192,11 +181,11 @@ class DiskWeights:
     async def _read(
         self, shard: int, blob: Blob, extent: Extent, index: int, content: memoryview, room: asyncio.Semaphore
     ) -> None:
-        file, block = self._files[shard], extent.working_blocks[index]
+        file = self._files[shard]
         async with room:
             where = file.store.describe(file.name)
             with self._spans.span(Row.DISK, "read weights", extent.layer, num_bytes=len(content)):
-                await read_block(blob, where, file.table.checksums, extent, index, block, content)
+                await file.table.checksums.read_block(blob, where, extent, index, content)
 
     def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, ElementRange]]:
         """Yield each extent that has elements of the fragment: shard of its file, extent, and which elements."""

@@ -59,16 +59,9 @@ class SpillRing:
     """
 
     def __init__(
-        self,
-        layout: SpillLayout,
-        memory: Tensor,
-        store: BlobStore,
-        name: str,
-        timeout_s: float,
-        *,
-        poison: bool = False,
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, layout: SpillLayout, memory: Tensor, store: BlobStore, name: str, timeout_s: float, *,
+        poison: bool = False, written: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Open the blob, and go on from what the slots hold.
 
         memory: 1-D uint8, at least `layout.memory_bytes`, from a multiple of ALIGN_BYTES on. It holds zeros, or what a

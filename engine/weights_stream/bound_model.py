@@ -137,10 +137,7 @@ class BoundModel:
             yield module.function, parameters
 
     def saving(self, *paths: str, kept: list[torch.Tensor] | None = None) -> AbstractContextManager[None]:
-        """Return the context in which graphs of calls of these modules are built.
-
-        kept: list that receives every saved tensor that is not a weight (WeightBindings.saving).
-        """
+        """Return the context in which graphs of calls of these modules are built (WeightBindings.saving)."""
         fragments = [fragment for path in paths for fragment in self._modules[path].fragments]
         return self.weights.saving(fragments, kept)
 
@@ -155,9 +152,6 @@ class BoundModel:
         return module.compiled or module.template, trained
 
     def keeps(self, path: str) -> bool:
-        """Return whether a forward may keep what its backward needs.
-
-        It may not if compilation has failed and the plan counts on the compiler to keep less.
-        """
+        """Return whether a forward may keep what its backward needs."""
         compiled = self._modules[path].compiled
-        return compiled is None or compiled.problem is None
+        return compiled is None or compiled.problem is None  # else the plan counts on a compiler that has failed

@@ -21,11 +21,11 @@ import torch
 from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.device.ranks import RankParts, Ranks
-from megatrain_ray.engine.host.interfaces import HostWeights, ParamSource
+from megatrain_ray.engine.host.interfaces import ParamSource
 from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.residency import FragmentId, Load, Residency
-from megatrain_ray.engine.weights_stream.slot_ring import SlotRing, SlotState
+from megatrain_ray.engine.weights_stream.bound_weights import SlotRing, SlotState
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Op, Stage
@@ -86,7 +86,7 @@ class LayerStreamer:
         """Start to stream weights of this generation along the residency. Event loop only."""
         self._residency = residency
         self._source.expect([load.fragment for load in residency.loads], generation)
-        self._released = [Future() for _ in self._residency.slots]
+        self._released = [Future() for _ in residency.slots]
         loads: dict[FragmentId, Future[Arrival]] = {}
         by_visit: dict[int, list[Load]] = {}
         for load in self._residency.loads:
@@ -142,10 +142,14 @@ class LayerStreamer:
     @contextmanager
     def layer(self, visit: int) -> Iterator[Mapping[FragmentId, torch.Tensor]]:
         """Yield the visit's fragments, in use until the block ends. Compute thread only."""
-        regions = self.wait(visit)
-        self._move(visit, SlotState.IN_USE)
+        regions, frees = self.wait(visit), self._residency.frees[visit]
+        slots = [(slot, self._name(fragment)) for fragment, slot in self._residency.slots[visit].items()]
+        for slot, name in slots:
+            self._ring.to(slot, SlotState.IN_USE, name)
         yield regions
-        self._release(visit)
+        for slot, name in slots:
+            self._ring.to(slot, SlotState.FREE if slot in frees else SlotState.READY, name)
+        self._released[visit].set_result(self._device.record())
 
     def _arrived(self, future: Future[Arrival], visit: int) -> Arrival:
         if future.done():
@@ -155,16 +159,6 @@ class LayerStreamer:
                 return future.result(self._deadline_s)
         except FutureTimeout:
             raise DeadlineError(f"no load for visit {visit} was submitted within {self._deadline_s:.0f} s") from None
-
-    def _move(self, visit: int, state: SlotState) -> None:
-        for fragment, slot in self._residency.slots[visit].items():
-            self._ring.to(slot, state, self._name(fragment))
-
-    def _release(self, visit: int) -> None:
-        frees = self._residency.frees[visit]
-        for fragment, slot in self._residency.slots[visit].items():
-            self._ring.to(slot, SlotState.FREE if slot in frees else SlotState.READY, self._name(fragment))
-        self._released[visit].set_result(self._device.record())
 
     async def _stream(self, generation: int) -> None:
         try:
@@ -184,10 +178,11 @@ class LayerStreamer:
             after.append(released.result())
         with self._waiting("generation", load):
             weights = await self._source.fetch(load.fragment, generation)
-        start = self._layout.layers[load.fragment.layer].fragments[load.fragment.index].start
-        region = self._ring[load.slot].region[: self._num_bytes(load.fragment, weights)]
+        fragment = self._layout.layers[load.fragment.layer].fragments[load.fragment.index]
+        itemsize = weights.parts[0].values.itemsize
+        region = self._ring[load.slot].region[: fragment.size * itemsize]
         pairs = [
-            (region[(first - start) * values.itemsize :][: values.nbytes], values.view(torch.uint8))
+            (region[(first - fragment.start) * itemsize :][: values.nbytes], values.view(torch.uint8))
             for first, values in weights.parts
         ]
         self._ring.to(load.slot, SlotState.FILLING, self._name(load.fragment))
@@ -200,10 +195,6 @@ class LayerStreamer:
             event = self._gathers(load.fragment.layer, region, event)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
         self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
-
-    def _num_bytes(self, fragment: FragmentId, weights: HostWeights) -> int:
-        itemsize = weights.parts[0].values.itemsize
-        return self._layout.layers[fragment.layer].fragments[fragment.index].size * itemsize
 
     def _waiting(self, what: str, load: Load) -> AbstractContextManager[None]:
         return self._device.spans.span(Row.UPLOADS, f"wait {what}", load.fragment.layer, waits=True)
@@ -228,11 +219,7 @@ class SlotGather:
     def __init__(
         self, layout: ModelLayout, itemsize: int, device: Device, ranks: Ranks, update_deadline_s: float
     ) -> None:
-        """Create it for one rank.
-
-        itemsize: bytes of an element of a working copy.
-        update_deadline_s: of the plan.
-        """
+        """Create it for one rank. An element of a working copy has `itemsize` bytes."""
         self._parts = RankParts(layout, ranks.rank, ranks.size)
         self._itemsize = itemsize
         self._device = device
@@ -241,18 +228,16 @@ class SlotGather:
         self._timeout_s = STEP_DEADLINE_S + update_deadline_s
 
     def __call__(self, layer: int, flat: torch.Tensor, loaded: Event) -> Event:
-        """Submit the all-gathers of a layer; return the event after which all of `flat` is there.
+        """Submit the all-gathers of a layer; return the event after which all of `flat` (1-D uint8) is there.
 
-        flat: the layer, 1-D uint8. This rank's part is in it after `loaded`.
+        This rank's part is in it after `loaded`.
         """
 
         def work() -> None:
             for parts in self._parts.upload_spans_of_all(layer):
                 if parts[-1].stop > parts[0].start:
-                    self._ranks.all_gather(flat, [self._in_bytes(part) for part in parts])
+                    edges = [(part.start * self._itemsize, part.stop * self._itemsize) for part in parts]
+                    self._ranks.all_gather(flat, [ElementRange(*edge) for edge in edges])
 
         op = Op("all-gather", layer, num_bytes=flat.nbytes)
         return self._device.all_gather(work, op, loaded, self._timeout_s)
-
-    def _in_bytes(self, part: ElementRange) -> ElementRange:
-        return ElementRange(part.start * self._itemsize, part.stop * self._itemsize)
