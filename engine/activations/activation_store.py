@@ -32,19 +32,14 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 @dataclass
 class OnHost:
-    """Tracks what one layer left of one micro-batch.
-
-    places: host memory of each storage's bytes.
-    event: the last copy, out of the device or back.
-    is_reloaded: whether the copy back is submitted.
-    """
+    """Tracks what one layer left of one micro-batch in host memory."""
 
     device: Device
     op: Op
     storages: list[torch.UntypedStorage]
-    places: list[torch.Tensor]
-    event: Event
-    is_reloaded: bool = False
+    places: list[torch.Tensor]  # host memory of each storage's bytes
+    event: Event  # the last copy, out of the device or back
+    is_reloaded: bool = False  # whether the copy back is submitted
 
     def offloaded(self) -> Event:
         """Return the event after which nothing reads its storages."""
@@ -57,7 +52,7 @@ class OnHost:
         for storage, place in zip(self.storages, self.places, strict=True):
             storage.resize_(place.nbytes)
         after = [self.device.record(), self.event]  # the first: work submitted before may use the memory
-        pairs = [(bytes_of(storage), place) for storage, place in zip(self.storages, self.places, strict=True)]
+        pairs = list(zip(map(bytes_of, self.storages), self.places, strict=True))
         self.event, self.is_reloaded = self.device.copy_all(Stage.H2D, pairs, self.op, after), True
 
     def reloaded(self) -> Event:
@@ -69,11 +64,7 @@ class HostBuffer:
     """Allocates pinned host memory from its start on, until `clear` frees all of it at once."""
 
     def __init__(self, device: Device, planned_bytes: int, held_bytes: int) -> None:
-        """Allocate and pin the memory.
-
-        planned_bytes: what activations may take by the plan.
-        held_bytes: memory to allocate. If the plan has more, allocations start again at its beginning.
-        """
+        """Allocate and pin `held_bytes`. If the plan has more, allocations start again at the beginning of these."""
         self._device = device
         self._planned_bytes = planned_bytes
         self._memory = torch.empty(held_bytes, dtype=torch.uint8)
@@ -87,7 +78,7 @@ class HostBuffer:
     def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnHost:
         """Offload `storages` to the host, after all work submitted to the compute stream so far."""
         places = [self._allocate(storage.nbytes()) for storage in storages]
-        pairs = [(place, bytes_of(storage)) for storage, place in zip(storages, places, strict=True)]
+        pairs = list(zip(places, map(bytes_of, storages), strict=True))
         event = self._device.copy_all(Stage.D2H, pairs, op, [self._device.record()])
         return OnHost(self._device, op, storages, places, event)
 
@@ -129,11 +120,7 @@ class ActivationStore:
     """Tracks activations offloaded to host memory or disk, by layer and micro-batch, and reloads them."""
 
     def __init__(self, plan: Plan, device: Device, held_bytes: int, file: DiskActivations | None = None) -> None:
-        """Allocate the host memory for offloaded activations.
-
-        held_bytes: host memory to allocate. If the plan has more, activations reuse this memory in turn.
-        file: holds the activations on disk; None: the plan has none there.
-        """
+        """Allocate host memory for offloaded activations (HostBuffer); those on disk are in `file`."""
         self._plan = plan
         self._device = device
         self._buffer = HostBuffer(device, plan.host_activation_bytes, held_bytes)

@@ -84,12 +84,9 @@ class OffloadedToDisk:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each storage."""
-        sizes = [0] * len(self.storages)
-        for block in self.blocks:
-            for part in block.parts:
-                sizes[part.storage] = part.span.stop
-        return sizes
+        """Return the bytes of each storage. The last part of each ends with it."""
+        ends = {part.storage: part.span.stop for block in self.blocks for part in block.parts}
+        return [ends.get(i, 0) for i in range(len(self.storages))]
 
 
 class DiskActivations:
@@ -107,11 +104,12 @@ class DiskActivations:
         Raises MegatrainError if there is no such blob.
         """
         size, count = plan.disk.staging_buffer_bytes, plan.disk.num_staging_buffers
-        memory = _memory(device, count * size)
+        memory = torch.frombuffer(aligned_block(count * size), dtype=torch.uint8)
+        device.pin(memory)
         self._device = device
         self._windows = [memory[i * size : (i + 1) * size] for i in range(count)]
         self._poison = torch.full_like(self._windows[0], POISON) if poison else None
-        self._free: asyncio.Queue[int] = asyncio.Queue()
+        self._free: asyncio.Queue[int] = asyncio.Queue()  # numbers of windows
         for i in range(count):
             self._free.put_nowait(i)
         self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # serialize who takes windows
@@ -135,10 +133,7 @@ class DiskActivations:
         self._places.clear()
 
     def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OffloadedToDisk:
-        """Offload `storages` to disk.
-
-        The device copies are ordered after all work submitted to the compute stream so far.
-        """
+        """Offload `storages` to disk, copying them after all work submitted to the compute stream so far."""
         blocks = self._places.take(op.layer, [storage.nbytes() for storage in storages])
         sent = OffloadedToDisk(self, op, storages, blocks, [bytes_of(storage) for storage in storages])
         after = self._device.record()
@@ -163,11 +158,11 @@ class DiskActivations:
     def wait(self, last: Callable[[], Event | None], cause: str, what: str) -> Event:
         """Block the compute thread until the last of some copies is submitted, and return its event.
 
-        Raises the error that kept a copy from being submitted, or DeadlineError.
-
         last: returns the event, or None as long as there is none.
         cause: cause of the exposed time.
         what: the thing waited for, for messages.
+
+        Raises the error that kept a copy from being submitted, or DeadlineError.
         """
         if (event := last()) is not None:
             return event
@@ -256,10 +251,3 @@ class DiskActivations:
             pair = self._windows[window], self._poison
             await self._reached(stage, self._device.copy_part(stage, [pair], op, (copied,), copied.at_s))
         self._free.put_nowait(window)
-
-
-def _memory(device: Device, num_bytes: int) -> torch.Tensor:
-    """Return 1-D uint8 memory that begins at a multiple of ALIGN_BYTES, pinned on the host."""
-    memory = torch.frombuffer(aligned_block(num_bytes), dtype=torch.uint8)
-    device.pin(memory)
-    return memory

@@ -29,9 +29,8 @@ def frozen_checksums(
 ) -> tuple[int | None, ...]:
     """Return the checksum of each layer's frozen parameters in memory; None for a layer without frozen parameters.
 
-    working_of: returns a layer's working copy on the host, 1-D, padded.
-
-    The checksums depend neither on padding nor on the number of shards.
+    It depends neither on padding nor on the number of shards. `working_of` returns a layer's working copy on the host:
+    1-D, padded.
     """
 
     def of(index: int) -> int | None:
@@ -43,10 +42,7 @@ def frozen_checksums(
 
 
 def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]:
-    """Return the checksums of what `base` would load in place of the parameters that a save leaves out.
-
-    An entry is None if the save leaves out nothing of that layer.
-    """
+    """Return the checksums of what `base` would load in place of what a save leaves out; None where that is nothing."""
     frozen = [
         [p for p in layer.parameters if p.start >= layer.num_trained and p.tied_to is None] for layer in manifest.layers
     ]
@@ -58,10 +54,9 @@ def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]
 
 
 def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool) -> list[int | None]:
-    """Return the checksums that `frozen_checksums` would return for what `base` loads.
+    """Return what `frozen_checksums` would return for what `base` loads. `is_split`: whether masters are split.
 
     It is for runs in which no process holds all of a layer.
-    is_split: whether the run's masters are split.
     """
     frozen = [[segment for segment in layer.owned if not segment.group.trained] for layer in layout.layers]
     return [_crc32_of_source(base, segments, is_split=is_split) if segments else None for segments in frozen]

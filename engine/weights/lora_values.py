@@ -29,21 +29,14 @@ class LoraWeights:
     """
 
     def __init__(self, base: WeightSource, model: nn.Module, seed: int, stored: AdapterFolder | None) -> None:
-        """Create the source.
-
-        model: the model with its LoRA pairs, on the meta device.
-        stored: an adapter to continue from, or None.
-        """
+        """Create the source for `model`: LoRA pairs included, on the meta device. `stored`: adapter to continue."""
         self._base = base
         self._model = model
         self._seed = seed
         self._stored = stored
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened parameter `name`: 1-D, fp32.
-
-        Raises as the base's source does.
-        """
+        """Return elements [start, stop) of the flattened parameter: 1-D, fp32. Raises as the base's source does."""
         if self._stored is not None and self._stored.holds(name):
             return self._stored.read(name, start, stop)
         if not is_adapter(name):
@@ -60,16 +53,12 @@ def _initial_a(shape: torch.Size, name: str, seed: int) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """Describes the LoRA pair of the module at `path`.
-
-    a, b: shapes of the two matrices.
-    transposed: whether the module's own matrix is [in, out].
-    """
+    """Describes the LoRA pair of the module at `path`."""
 
     path: str
-    a: tuple[int, ...]
+    a: tuple[int, ...]  # shape of the matrix
     b: tuple[int, ...]
-    transposed: bool
+    transposed: bool  # whether the module's own matrix is [in, out]
 
 
 class MergedValues:
@@ -80,11 +69,7 @@ class MergedValues:
     """
 
     def __init__(self, saved: SavedValues, base: WeightSource, pairs: Mapping[str, Pair], scale: float) -> None:
-        """Create the merged values.
-
-        pairs: LoRA pairs by the name of the matrix that they belong to.
-        scale: factor of the product B A.
-        """
+        """Create the merged values. `pairs`: by the name of their matrix. `scale`: factor of B A."""
         self._saved = saved
         self._base = base
         self._pairs = pairs
@@ -92,10 +77,7 @@ class MergedValues:
         self._last: tuple[str, Tensor, Tensor] | None = None  # path, A and B: only one pair is in memory at a time
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
-        """Return elements [start, stop) of the flattened parameter: 1-D.
-
-        Raises MegatrainError for a damaged save or base.
-        """
+        """Return elements [start, stop) of the flattened parameter. Raises MegatrainError for damaged sources."""
         if self._saved.holds(name):
             return self._saved.read(name, start, stop, dtype)
         values = self._base.read(name, start, stop)

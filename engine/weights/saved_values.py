@@ -1,6 +1,8 @@
-"""Reads the weights of a save by parameter name, in either of the types that an export can have.
+"""Reads a save: weights by parameter name, for an export, and everything into a run's state.
 
-Experts that the save holds separately are read by the name of the whole parameter.
+Layers that were divided differently are matched by their parameters, ranges of experts by their place in the whole
+parameter. Moments of another type than the state's are converted: to FP32 exactly, to bf16 by one rounding to nearest
+(their updates round them stochastically).
 """
 
 from __future__ import annotations
@@ -84,14 +86,10 @@ class SavedValues:
         return ExportDtype.BF16 if self.is_split else ExportDtype.FP32
 
     def holds(self, name: str) -> bool:
-        """Return whether the save holds the parameter; False for a parameter that it leaves out."""
         return name in self._ranges
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
-        """Return elements [start, stop) of the flattened parameter, 1-D, whatever the precision of the run.
-
-        Raises MegatrainError if the save does not hold all of them.
-        """
+        """Return elements [start, stop) of the flattened parameter: 1-D. Raises MegatrainError if some are missing."""
         read = self._working if dtype is ExportDtype.BF16 else self._master
         found = []
         for place in self._ranges[name]:

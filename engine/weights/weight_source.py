@@ -35,10 +35,7 @@ class RandomSource:
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        """Create the source.
-
-        model: a transformers PreTrainedModel on the meta device.
-        """
+        """Create the source for a transformers PreTrainedModel on the meta device."""
         self._model = model
         self._seed = seed
         self._of_thread = threading.local()
@@ -56,10 +53,7 @@ class RandomSource:
         return drawn.read(start, stop)
 
     def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield parts of the flattened parameter, each with its first element's index.
-
-        A part is valid until the next one.
-        """
+        """Yield parts of the flattened parameter, each valid until the next, with the index of its first element."""
         normals = normals_before(self._model, name)
         if normals is None:
             yield 0, initial_values(self._model, name, self._seed).flatten()
@@ -80,10 +74,7 @@ class _Drawn:
         self.start, self._part = next(parts)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop), drawing further parts as needed.
-
-        `start` must not be less than `self.start`.
-        """
+        """Return elements [start, stop), drawing further parts as needed. `start` must not be below `self.start`."""
         found: list[Tensor] = []
         while True:
             held = self._part[max(0, start - self.start) : max(0, stop - self.start)]
@@ -217,10 +208,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_other = False  # whether something else happened, which `Normal` cannot describe
 
     def normals(self, parameter: Tensor) -> tuple[Normal, ...] | None:
-        """Return what was drawn up to the parameter, or None if something else was drawn or set it.
-
-        parameter: the parameter that the module has after its initialization.
-        """
+        """Return what was drawn up to the parameter, given as initialized; None if anything else set it."""
         is_all = self._is_complete and not self._is_other and parameter is self._target and self._is_own(parameter)
         return tuple(self._drawn) if is_all else None
 
@@ -284,9 +272,6 @@ def _with_generator(func: Any) -> Any:
 
 
 def module_seed(path: str, seed: int) -> int:
-    """Return the seed of a module's random values: 63 bits of a hash.
-
-    It is the same on every machine and in every version of Python.
-    """
+    """Return the seed of a module's random values: 63 bits of a hash that is the same everywhere."""
     digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
