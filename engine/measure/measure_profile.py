@@ -124,7 +124,7 @@ class _Measurement:
             start = stop
 
     def _updates_s(self, memory: torch.Tensor, copies: _Copies, both_s: float) -> tuple[float, float]:
-        """Return the seconds of one update by itself, and of one while copies run in both directions (`both_s` each)."""
+        """Return the seconds of an update by itself, and of one while copies run in both directions (`both_s` each)."""
         *state, gradient = self._views(memory, STATE)
         layer = FlatLayout.build("profile", [ParameterSpec("w", "w", (self._effort.elements,))])
         shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)

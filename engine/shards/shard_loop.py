@@ -71,9 +71,7 @@ class ShardLoop:
     def join(self, timeout_s: float | None) -> None:
         """Wait until the loop ends by stop or failure, and raise what went wrong.
 
-        timeout_s: None waits for as long as the loop serves.
-
-        Raises DeadlineError after `timeout_s`.
+        Raises DeadlineError after `timeout_s`; with None it waits as long as the loop serves.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -133,7 +131,7 @@ class ShardLoop:
         return True
 
     def _await(self, layer: int, update: int, *, committed: bool) -> bool:
-        """Wait until the layer's gradient has landed, and its update is `committed`. Return False if told to stop."""
+        """Wait until the layer's gradient has landed, and its update is `committed`. Returns False if told to stop."""
         with self._shard.spans.span(Row.UPDATES, "wait gradient", layer, waits=True):
             while not self._words.gradients.wait_landed(layer, update, IDLE_S, committed=committed):
                 if self._words.stopped:

@@ -90,15 +90,12 @@ class ShardWorker:
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
         num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
-        state = arenas.state_views(arena, self._layout, plan.precision)
         make = partial(SpillingShard, self._make_ring(arena)) if plan.uses_disk else AdamShard
         return make(
             self._layout,
             plan.precision,
             working=working[:num_bytes].view(plan.precision.working_dtype),
-            residual=state.get("residual"),
-            m=state["m"],
-            v=state["v"],
+            own=arenas.state_views(arena, self._layout, plan.precision),
             hyper=hyper_of(self._run_spec.config.train),
             num_threads=plan.shards.num_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,

@@ -157,14 +157,11 @@ def shard_over(
     kernels: tuple[Build, ...] = NATIVE,
 ) -> AdamShard:
     """Return a shard over these tensors, with a journal of its own unless one is given."""
-    residual = own.get("residual")
     return AdamShard(
         part,
         precision,
         working=working,
-        residual=residual,
-        m=own["m"],
-        v=own["v"],
+        own=own,
         hyper=hyper_for(precision),
         num_threads=num_threads,
         journal=memoryview(bytearray(Journal.num_bytes(part, precision, num_threads))) if journal is None else journal,
