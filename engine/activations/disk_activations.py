@@ -46,16 +46,13 @@ class _Copying(NamedTuple):
 
 @dataclass(eq=False)
 class OffloadedToDisk:
-    """Tracks what one layer left of one micro-batch, from its offload until it is reloaded.
-
-    memory: 1-D uint8 view of each storage, as long as copies of it are still to be submitted.
-    """
+    """Tracks what one layer left of one micro-batch, from its offload until it is reloaded."""
 
     file: DiskActivations
     op: Op
     storages: list[torch.UntypedStorage]
     blocks: Sequence[ActivationBlock]
-    memory: list[torch.Tensor]
+    memory: list[torch.Tensor]  # 1-D uint8 view of each storage, as long as copies of it are still to be submitted
     last_out: Event | None = None  # last copy out of the device, once all are submitted
     last_in: Event | None = None  # last copy back, once all are submitted
     num_written: int = 0  # blocks on disk

@@ -37,12 +37,10 @@ class _Offload:
 
 @dataclass(frozen=True)
 class OffloadGradient(_Offload):
-    """Requests to offload a layer's gradient.
+    """Requests to offload a layer's gradient."""
 
-    final: whether the gradient is complete and goes to the sink. Otherwise it stays in its lease until it is loaded, or
-        until Muon's directions complete it.
-    """
-
+    # Whether the gradient is complete and goes to the sink. Otherwise it stays in its lease until it is loaded, or
+    # until Muon's directions complete it.
     final: bool
 
 

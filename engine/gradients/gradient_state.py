@@ -51,16 +51,12 @@ class Accumulator(NamedTuple):
 
 
 class LayerGradient:
-    """Tracks the gradient of one layer, and asserts every change of its state.
-
-    accumulator: its device memory from ALLOCATED on, except while it is offloaded.
-    load: the last request to load it from the host.
-    """
+    """Tracks the gradient of one layer, and asserts every change of its state."""
 
     def __init__(self, layer_name: str) -> None:
         self.state = GradientState.EMPTY
-        self.accumulator: Accumulator | None = None
-        self.load: LoadGradient | None = None
+        self.accumulator: Accumulator | None = None  # its device memory from ALLOCATED on, except while offloaded
+        self.load: LoadGradient | None = None  # the last request to load it from the host
         self._layer_name = layer_name
 
     def expect(self, action: str, *states: GradientState) -> None:

@@ -29,28 +29,20 @@ class HostWeights(NamedTuple):
 
 
 class MomentumPart(NamedTuple):
-    """Holds the part of the requested moments that one shard keeps: 1-D fp32.
+    """Holds the part of the requested moments that one shard keeps."""
 
-    start: first element, counted from the beginning of what was requested.
-    """
-
-    start: int
-    values: torch.Tensor
+    start: int  # first element, counted from the beginning of what was requested
+    values: torch.Tensor  # 1-D fp32
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Represents a temporary hold on a part of the slab, for one layer's gradient or its Muon directions.
-
-    start_bytes: where the layer's gradient or directions begin in the slab.
-    region: 1-D uint8 view of the slab: all of the gradient or directions, or this rank's part.
-    free_at_s: when the region became free on the virtual clock.
-    """
+    """Represents a temporary hold on a part of the slab, for one layer's gradient or its Muon directions."""
 
     layer: int
-    start_bytes: int
-    region: torch.Tensor
-    free_at_s: float = 0.0
+    start_bytes: int  # where the layer's gradient or directions begin in the slab
+    region: torch.Tensor  # 1-D uint8 view of the slab: all of the gradient or directions, or this rank's part
+    free_at_s: float = 0.0  # on the virtual clock
 
 
 class ParamSource(Protocol):

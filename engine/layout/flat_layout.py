@@ -26,17 +26,12 @@ from megatrain_ray.engine.layout.expert_names import PlaceInWhole, place_in_whol
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Describes how the parameters of a group are trained.
-
-    lr_scale: factor on the learning rate of the step.
-    weight_decay: None: the run's weight decay, if the parameter decays at all.
-    muon: whether Muon trains it; None: as the run's optimizer says.
-    """
+    """Describes how the parameters of a group are trained."""
 
     trained: bool = True
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
-    muon: bool | None = None
+    lr_scale: float = 1.0  # factor on the learning rate of the step
+    weight_decay: float | None = None  # None: the run's weight decay, if the parameter decays at all
+    muon: bool | None = None  # whether Muon trains it; None: as the run's optimizer says
 
 
 COMMON = ParameterGroup()
@@ -110,17 +105,12 @@ class Segment(ParameterSpec):
 
 
 class ParamRun(NamedTuple):
-    """Represents consecutive elements of one parameter.
-
-    padded, logical: its first element in the two coordinate systems of the flat.
-    in_segment: its first element, counted from the parameter's first.
-    length: number of elements.
-    """
+    """Represents consecutive elements of one parameter, by the first one in three coordinates, and their number."""
 
     segment: Segment
     padded: int
     logical: int
-    in_segment: int
+    in_segment: int  # counted from the parameter's first element
     length: int
 
     @property
@@ -135,17 +125,13 @@ class FlatLayout:
 
     Parameters are aligned, and in model order within each part. The padded size of each part is a multiple of
     CUT_ELEMENTS.
-
-    fragments: spans that are uploaded separately; together they cover the flat.
-    adamw: span of the first part.
-    trained: span of the first two parts.
     """
 
     name: str
     segments: tuple[Segment, ...]
-    fragments: tuple[ElementRange, ...]
-    adamw: ElementRange
-    trained: ElementRange
+    fragments: tuple[ElementRange, ...]  # uploaded separately; together they cover the flat
+    adamw: ElementRange  # the first part
+    trained: ElementRange  # the first two parts
     frozen: ElementRange
 
     @staticmethod

@@ -18,21 +18,15 @@ class ShardLayout:
 
     It owns a contiguous span of the host's share of every layer's trained part, and one of every frozen part. The state
     of the trained spans is stored one after the other in its state arenas.
-
-    index, num_shards: number of this shard, and of shards, among those of this host.
-    granularity: spans are cut at multiples of so many elements.
-    layers: layers that are divided among these shards, which own nothing of others.
-    spilled: layers among these whose state is on disk; it takes no room in the arenas (plan/spill_layout.py).
-    on_disk: layers among the spilled ones whose working copy is on disk, too.
     """
 
     model: ModelLayout
-    index: int
-    num_shards: int
-    granularity: int = CUT_ELEMENTS
-    layers: Set[int] | None = None  # None: all
-    spilled: Set[int] = frozenset()
-    on_disk: Set[int] = frozenset()
+    index: int  # among the shards of this host
+    num_shards: int  # of this host
+    granularity: int = CUT_ELEMENTS  # spans are cut at multiples of so many elements
+    layers: Set[int] | None = None  # that are divided among these shards, which own nothing of others; None: all
+    spilled: Set[int] = frozenset()  # of these: state on disk, so no room in the arenas (plan/spill_layout.py)
+    on_disk: Set[int] = frozenset()  # of the spilled ones: the working copy is on disk, too
 
     @property
     def number(self) -> int:  # among the shards of all hosts

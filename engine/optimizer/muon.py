@@ -30,15 +30,10 @@ EPS = 1e-7
 
 
 class LrAdjustment(Enum):
-    """Says how a matrix's shape changes its learning rate. The names are torch's.
+    """Says how a matrix's shape changes its learning rate. The names are torch's."""
 
-    MATCH_RMS_ADAMW: factor 0.2·√max(rows, columns), so that an update is as large as one of AdamW's.
-
-    ORIGINAL: factor √max(1, rows/columns).
-    """
-
-    MATCH_RMS_ADAMW = "match_rms_adamw"
-    ORIGINAL = "original"
+    MATCH_RMS_ADAMW = "match_rms_adamw"  # factor 0.2·√max(rows, columns): an update is as large as one of AdamW's
+    ORIGINAL = "original"  # factor √max(1, rows/columns)
 
     def ratio(self, shape: tuple[int, ...]) -> float:
         rows, columns = shape[-2:]

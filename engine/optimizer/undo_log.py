@@ -47,20 +47,14 @@ _SERIAL, _FIRST, _COUNT, _SAVED = range(4)
 
 
 class ParamSlice(NamedTuple):
-    """Describes a run of one parameter in a shard's part of a layer, for an update.
-
-    gradient_start: where the run begins in the padded gradient that is given.
-    first_unit: number of its first unit; units are numbered on from those of the run before.
-    parameter: name of the parameter in a checkpoint.
-    in_parameter: the run's first element in that parameter.
-    """
+    """Describes a run of one parameter in a shard's part of a layer, for an update."""
 
     state: AdamState
-    gradient_start: int
+    gradient_start: int  # where the run begins in the padded gradient that is given
     weighting: ParamWeighting
-    first_unit: int
-    parameter: str = ""
-    in_parameter: int = 0
+    first_unit: int  # units are numbered on from those of the run before
+    parameter: str = ""  # name in a checkpoint
+    in_parameter: int = 0  # the run's first element in that parameter
 
     @property
     def length(self) -> int:

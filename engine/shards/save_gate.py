@@ -55,13 +55,10 @@ class _LayerCopy(NamedTuple):
 
 
 class SaveAttempt(NamedTuple):
-    """Identifies one attempt to save a step.
-
-    number: grows with every attempt of the run, since a save that failed is attempted again.
-    """
+    """Identifies one attempt to save a step."""
 
     step: int
-    number: int
+    number: int  # grows with every attempt of the run, since a save that failed is attempted again
 
 
 NO_ATTEMPT = SaveAttempt(-1, -1)
@@ -70,32 +67,24 @@ EVERY_ATTEMPT = SaveAttempt(sys.maxsize, sys.maxsize)
 
 @dataclass
 class GatedSave:
-    """Tracks a shard's part of one save.
-
-    stall_s: seconds for which updates were held up.
-    wanted: layer that an update waits for, or None.
-    """
+    """Tracks a shard's part of one save."""
 
     attempt: SaveAttempt
     states: dict[int, LayerState]
     copies: dict[int, _LayerCopy] = field(default_factory=dict)
     num_reading: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer is reading
     num_unread: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer has not begun to read
-    stall_s: float = 0.0
-    wanted: int | None = None
+    stall_s: float = 0.0  # for which updates were held up
+    wanted: int | None = None  # layer that an update waits for
     abandoned: bool = False
 
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """Describes a shard's part of a save after it was written.
-
-    stall_s: seconds for which it held up updates.
-    write_s: seconds that it took.
-    """
+    """Describes a shard's part of a save after it was written."""
 
     part: PartManifest
-    stall_s: float
+    stall_s: float  # for which it held up updates
     write_s: float
 
 

@@ -30,12 +30,9 @@ from megatrain_ray.spans import Row
 
 @dataclass(frozen=True)
 class DiskRange:
-    """Refers to bytes [start, stop) of an extent, given by its number.
+    """Is a Buffer that refers to bytes [start, stop) of an extent. `SpillingShard.fetch` reads them."""
 
-    It is a Buffer whose bytes `SpillingShard.fetch` reads.
-    """
-
-    extent: int
+    extent: int  # its number
     start: int
     stop: int
 

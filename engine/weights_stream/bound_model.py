@@ -29,19 +29,16 @@ from megatrain_ray.engine.weights_stream.bound_weights import WeightBindings
 
 @dataclass(frozen=True)
 class _Module:
-    """Holds what stays the same in every call of one module of a layer.
-
-    fragments: those that hold the module's parameters.
-    parameters: views bound in earlier calls, by the addresses of the fragments at that time.
-    """
+    """Holds what stays the same in every call of one module of a layer."""
 
     layer: int
     segments: Sequence[Segment]
-    fragments: Sequence[FragmentId]
+    fragments: Sequence[FragmentId]  # those that hold the module's parameters
     template: Template
     positions: Positions
     function: Function
     compiled: CompiledCall | None
+    # Views bound in earlier calls, by the addresses of the fragments at that time.
     parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
 
 
