@@ -149,13 +149,9 @@ class ActivationStore:
             self._wanted = {e: i for stop, i in numbers for e in self._needed(stop) if self._is_on_disk(e)}
 
     def offload(
-        self,
-        layer: int,
-        micro_batch: int,
-        entered: Sequence[torch.Tensor],
-        kept: Sequence[torch.Tensor],
+        self, layer: int, micro_batch: int, entered: Sequence[torch.Tensor], kept: Sequence[torch.Tensor],
         between: Sequence[torch.UntypedStorage] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Offload the activations of one micro-batch, after its forward through `layer`.
 
         Nobody reads what is offloaded until `reload`, or until a replay of the layer if that is earlier. This call

@@ -40,17 +40,9 @@ class MuonUpdates(StepHooks):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        layout: ModelLayout,
-        device: Device,
-        store: GradientStore,
-        muon: Muon,
-        transfer: Callable[[TransferRequest], None],
-        *,
-        rank: int = 0,
-        poison: bool,
-    ) -> None:
+        self, plan: Plan, layout: ModelLayout, device: Device, store: GradientStore, muon: Muon,
+        transfer: Callable[[TransferRequest], None], *, rank: int = 0, poison: bool,
+    ) -> None:  # fmt: skip
         """Allocate device memory for momenta and directions.
 
         transfer: submits a transfer request.

@@ -77,15 +77,9 @@ class GradientSlab(Slab):
     """
 
     def __init__(
-        self,
-        slab: torch.Tensor,
-        sizes: Sequence[int],
-        check: Callable[[], None] = lambda: None,
-        start: int = 0,
-        *,
-        passing: Set[int] | None = None,
-        aliased: bool = False,
-    ) -> None:
+        self, slab: torch.Tensor, sizes: Sequence[int], check: Callable[[], None] = lambda: None, start: int = 0, *,
+        passing: Set[int] | None = None, aliased: bool = False,
+    ) -> None:  # fmt: skip
         """Divide the slab into fixed places and the room for layers that pass through.
 
         slab, sizes, check, start: as for every Slab.

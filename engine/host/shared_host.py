@@ -86,16 +86,9 @@ class SharedHost:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        layout: ModelLayout,
-        working: torch.Tensor,
-        slab: torch.Tensor,
-        words: SharedUpdateState,
-        momenta: Momenta,
-        disk: DiskWeights | None = None,
-        rank: int = 0,
-    ) -> None:
+        self, plan: Plan, layout: ModelLayout, working: torch.Tensor, slab: torch.Tensor, words: SharedUpdateState,
+        momenta: Momenta, disk: DiskWeights | None = None, rank: int = 0,
+    ) -> None:  # fmt: skip
         """Attach to the shared memory and start the watcher.
 
         layout: layout of this host.

@@ -210,13 +210,9 @@ class TorchBlocks:
         self._pool = BlockPool(num_threads)
 
     def update(
-        self,
-        parts: Sequence[ParamSlice],
-        gradient: Tensor,
-        params: UpdateParams,
-        transaction: Transaction | None,
+        self, parts: Sequence[ParamSlice], gradient: Tensor, params: UpdateParams, transaction: Transaction | None,
         directions: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         def job(part: ParamSlice, units: ElementRange, scratch: Scratch) -> None:
             # Cut here, by the thread that works on the block: if only the caller cut, the others would wait for it.
             elements = part.elements(units)

@@ -118,13 +118,9 @@ class TritonAdamW:
         self._hyper = hyper
 
     def update(
-        self,
-        parts: Sequence[ParamSlice],
-        gradient: Tensor,
-        params: UpdateParams,
-        transaction: Transaction | None,
+        self, parts: Sequence[ParamSlice], gradient: Tensor, params: UpdateParams, transaction: Transaction | None,
         directions: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         coefficients = Coefficients.of(self._hyper, params)
         for part in parts:
             of_part = gradient[part.gradient_start : part.gradient_start + part.length]

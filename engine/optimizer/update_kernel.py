@@ -44,13 +44,9 @@ class UpdateKernel(Protocol):
     def name(self) -> str: ...
 
     def update(
-        self,
-        parts: Sequence[ParamSlice],
-        gradient: Tensor,
-        params: UpdateParams,
-        transaction: Transaction | None,
+        self, parts: Sequence[ParamSlice], gradient: Tensor, params: UpdateParams, transaction: Transaction | None,
         directions: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Update the units that are not marked. Without a transaction, update all; a kill then tears some.
 
         parts: their units ascend without a gap, from any number on.

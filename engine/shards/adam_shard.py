@@ -36,18 +36,10 @@ class AdamShard(ShardState):
     """Keeps a shard's state in host memory and updates it on the CPU. Only one caller at a time."""
 
     def __init__(
-        self,
-        layout: ShardLayout,
-        precision: Precision,
-        *,
-        working: Tensor,
-        own: Mapping[str, Tensor],
-        hyper: AdamWConstants,
-        num_threads: int,
-        journal: memoryview,
-        saves_frozen: bool = True,
+        self, layout: ShardLayout, precision: Precision, *, working: Tensor, own: Mapping[str, Tensor],
+        hyper: AdamWConstants, num_threads: int, journal: memoryview, saves_frozen: bool = True,
         kernels: tuple[Build, ...] = NATIVE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Build the shard over state that the caller has allocated, as ShardState describes it.
 
         journal: at least Journal.num_bytes, zeroed, or what a shard that died left in it.

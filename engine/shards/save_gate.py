@@ -97,14 +97,9 @@ class SaveGate:
     """
 
     def __init__(
-        self,
-        shard: ShardState,
-        words: SharedUpdateState,
-        index: int,
-        order: Sequence[int],
-        spare: SnapshotBuffers,
+        self, shard: ShardState, words: SharedUpdateState, index: int, order: Sequence[int], spare: SnapshotBuffers,
         timeout_s: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create the gate, with no save running.
 
         index: number of the shard in `words`.

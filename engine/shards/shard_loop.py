@@ -28,17 +28,10 @@ class ShardLoop:
     """
 
     def __init__(
-        self,
-        shard: AdamShard,
-        words: SharedUpdateState,
-        slab: Tensor,
-        gradient_dtype: torch.dtype,
-        order: Sequence[int],
-        gate: SaveGate,
-        traced: range = range(0),
-        ended: Callable[[int], None] = lambda update: None,
-        stored: Sequence[int] = (),
-    ) -> None:
+        self, shard: AdamShard, words: SharedUpdateState, slab: Tensor, gradient_dtype: torch.dtype,
+        order: Sequence[int], gate: SaveGate, traced: range = range(0),
+        ended: Callable[[int], None] = lambda update: None, stored: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Prepare the loop's thread.
 
         slab: 1-D uint8, shared; holds gradients of `gradient_dtype` at byte offsets.

@@ -34,14 +34,9 @@ class ShardState(ABC):
     """
 
     def __init__(
-        self,
-        layout: ShardLayout,
-        precision: Precision,
-        *,
-        working: Tensor,
-        own: Mapping[str, Tensor],
+        self, layout: ShardLayout, precision: Precision, *, working: Tensor, own: Mapping[str, Tensor],
         saves_frozen: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take over tensors that the caller has allocated.
 
         working: 1-D, working copies at ShardLayout.working_starts.

@@ -15,15 +15,10 @@ from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 
 
 def export_save(
-    save_folder: Path,
-    manifest: Manifest,
-    out_dir: Path,
-    dtype: ExportDtype | None = None,
-    file_bytes: int = FILE_BYTES,
-    copies: Sequence[Path] = (),
-    names: WeightMap | None = None,
+    save_folder: Path, manifest: Manifest, out_dir: Path, dtype: ExportDtype | None = None,
+    file_bytes: int = FILE_BYTES, copies: Sequence[Path] = (), names: WeightMap | None = None,
     rest: Sequence[ExportTensor] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Export the save to `out_dir`. Tied parameters are written once.
 
     dtype: type of the exported values; None: the working copy's.

@@ -54,14 +54,9 @@ class BoundModel:
     """
 
     def __init__(
-        self,
-        factory: ModelFactory,
-        structure: ModelStructure,
-        layout: ModelLayout,
-        plan: Plan,
-        device: Device,
+        self, factory: ModelFactory, structure: ModelStructure, layout: ModelLayout, plan: Plan, device: Device,
         memory: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Build the model without weights, its templates, and the compiled calls that the plan asks for.
 
         memory: the allocation that all slots are cut from.

@@ -56,14 +56,9 @@ class LayerStreamer:
     """Streams one step or evaluation at a time along a residency that is known in advance."""
 
     def __init__(
-        self,
-        device: Device,
-        ring: SlotRing,
-        layout: ModelLayout,
-        source: ParamSource,
-        deadline_s: float = DEADLINE_S,
+        self, device: Device, ring: SlotRing, layout: ModelLayout, source: ParamSource, deadline_s: float = DEADLINE_S,
         gathers: Gathers | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create it; `begin` starts to stream.
 
         deadline_s: limit of the wait for a load to be submitted.
