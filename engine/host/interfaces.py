@@ -69,7 +69,9 @@ class ParamSource(Protocol):
         """
 
 
-class GradSink(Protocol):
+class Host(ParamSource, Protocol):
+    """Is a source of weights and a sink of gradients."""
+
     async def lease(self, layer: int, update: int) -> Lease:
         """Wait for room in the slab for the layer's gradient of this update, and return the lease.
 
@@ -94,7 +96,3 @@ class GradSink(Protocol):
 
     async def close(self) -> None:
         """Stop all background work. Idempotent."""
-
-
-class Host(ParamSource, GradSink, Protocol):
-    """Combines both directions: it is a source of weights and a sink of gradients."""

@@ -79,7 +79,7 @@ WATCH_SLICE_S = 0.5  # longest sleep of the watcher before it checks whether it 
 
 
 class SharedHost:
-    """Serves a GPU worker as ParamSource and GradSink. Build and use it on one event loop.
+    """Serves a GPU worker as its Host. Build and use it on one event loop.
 
     A watcher thread sleeps on the shards' bell and wakes the loop. So a generation costs the loop one wake-up, not
     polling.

@@ -81,10 +81,8 @@ class DiskWeights:
         size = max(map(self._largest_bytes, self.layers))
         self.memory = torch.frombuffer(aligned_block(plan.disk.num_upload_buffers * size), dtype=torch.uint8)
         self._windows = deque(_Window(self.memory[i * size :][:size]) for i in range(plan.disk.num_upload_buffers))
-        self._filled: deque[_Window] = deque()
+        self._filled: asyncio.Queue[_Window | BaseException] = asyncio.Queue()  # ends with the error, if there was one
         self._taken: deque[_Window] = deque()
-        self._changed = asyncio.Condition()
-        self._error: BaseException | None = None
         self._reading: asyncio.Task[None] | None = None
 
     def are_written(self, layer: int) -> bool:
@@ -103,15 +101,15 @@ class DiskWeights:
         Raises what reading raised, and DeadlineError.
         """
         try:
-            async with asyncio.timeout(self._deadline_s), self._changed:
-                await self._changed.wait_for(lambda: self._filled or self._error)
+            async with asyncio.timeout(self._deadline_s):
+                window = await self._filled.get()
         except TimeoutError:
             raise DeadlineError(
                 f"the weights of layer {fragment.layer} were not read from disk within {self._deadline_s:.0f} s"
             ) from None
-        if self._error is not None:
-            raise self._error
-        window = self._filled.popleft()
+        if isinstance(window, BaseException):
+            self._filled.put_nowait(window)  # for the next one who takes
+            raise window
         assert window.fragment == fragment
         self._taken.append(window)
         return window.parts
@@ -144,9 +142,7 @@ class DiskWeights:
                     await reached(fragment.layer, generation)
                     await self._fill(window, fragment, blobs)
         except BaseException as error:
-            self._error = error
-            async with self._changed:
-                self._changed.notify_all()
+            self._filled.put_nowait(error)
 
     async def _next_window(self) -> _Window:
         window = self._windows.popleft()
@@ -174,9 +170,7 @@ class DiskWeights:
             raise first_failure(failures) from None
         window.fragment, window.emptied = fragment, asyncio.get_running_loop().create_future()
         self._windows.append(window)
-        async with self._changed:
-            self._filled.append(window)
-            self._changed.notify_all()
+        self._filled.put_nowait(window)
 
     async def _read(
         self, shard: int, blob: Blob, extent: Extent, index: int, content: memoryview, room: asyncio.Semaphore

@@ -34,7 +34,7 @@ class _Landing(NamedTuple):
 
 
 class LocalHost:
-    """Implements ParamSource and GradSink over shards of this process. Build it and use it on the event loop."""
+    """Is a Host over shards of this process. Build it and use it on the event loop."""
 
     def __init__(
         self,
