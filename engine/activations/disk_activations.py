@@ -150,7 +150,7 @@ class DiskActivations:
         assert coming.last_out is not None  # it was offloaded
         coming.memory = [bytes_of(storage) for storage in coming.storages]
         coming.coming = _Copying((after, coming.last_out), self._clock.fetch(coming.op, after.at_s))
-        self._transfers.submit(self._want(coming))
+        self._transfers.submit(self._allow_copies(coming))
 
     def wait(self, last: Callable[[], Event | None], cause: str, what: str) -> Event:
         """Block the compute thread until the last of some copies is submitted, and return its event.
@@ -222,7 +222,7 @@ class DiskActivations:
         op = moved.op
         return self._device.spans.span(Row.DISK, f"{name} {op.name}", op.layer, op.micro_batch, block.extent.nbytes)
 
-    async def _want(self, coming: OffloadedToDisk) -> None:
+    async def _allow_copies(self, coming: OffloadedToDisk) -> None:
         coming.is_wanted.set()
 
     async def _reached(self, stage: Stage, event: Event) -> None:

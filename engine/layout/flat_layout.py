@@ -138,8 +138,10 @@ class FlatLayout:
     def build(name: str, parameters: Sequence[ParameterSpec], num_fragments: int = 1) -> FlatLayout:
         segments: list[Segment] = []
         ends, position = [], 0
-        for of_part in (_trained_by_adamw, _trained_by_muon, _frozen):
-            for p in filter(of_part, parameters):
+        trained = [p for p in parameters if p.group.trained]
+        by_adamw, by_muon = [p for p in trained if not p.muon], [p for p in trained if p.muon]
+        for of_part in (by_adamw, by_muon, [p for p in parameters if not p.group.trained]):
+            for p in of_part:
                 segments.append(Segment(**vars(p), start=position))
                 position = round_up(segments[-1].stop, ALIGN_ELEMENTS)
             position = round_up(position, CUT_ELEMENTS)
@@ -238,18 +240,6 @@ class FlatLayout:
 
     def _logical_position(self, padded: int) -> int:
         return sum(max(0, min(s.stop, padded) - s.start) for s in self.owned)
-
-
-def _trained_by_adamw(p: ParameterSpec) -> bool:
-    return p.group.trained and not p.muon
-
-
-def _trained_by_muon(p: ParameterSpec) -> bool:
-    return p.group.trained and p.muon
-
-
-def _frozen(p: ParameterSpec) -> bool:
-    return not p.group.trained
 
 
 def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tuple[ElementRange, ...]:

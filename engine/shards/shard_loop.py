@@ -79,17 +79,14 @@ class ShardLoop:
             if torn := self._words.generations.torn(self._index):
                 self._shard.roll_back(torn.layer, self._serial(*torn))
             if self._order:
-                self._serve_all()
+                update = 1 + min(self._words.generations.of_shard(self._index, layer) for layer in self._order)
+                while self._serve(update):
+                    update += 1
             while not self._words.stopped:  # it serves nothing: everything lives on the device
                 self._words.wait_generation_bell(self._words.generation_bell(), IDLE_S)
         except BaseException as error:
             self._error = error
             self._words.fail(self._index)
-
-    def _serve_all(self) -> None:
-        update = 1 + min(self._words.generations.of_shard(self._index, layer) for layer in self._order)
-        while self._serve(update):
-            update += 1
 
     def _serve(self, update: int) -> bool:
         """Apply an update to every layer that has not had it. Returns False if told to stop."""

@@ -271,7 +271,7 @@ class SpillRing:
 
     def _ready_slot(self, extent: int) -> _SpillSlot | None:
         slot = self._slot_of(extent)
-        return slot if slot is not None and slot.state is SpillSlotState.READY else None
+        return slot if slot and slot.state is SpillSlotState.READY else None
 
     def _held(self, extent: int) -> _SpillSlot:
         slot = self._slot_of(extent)

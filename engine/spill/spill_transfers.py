@@ -99,7 +99,7 @@ class SpillTransfers:
         self._blob: Blob
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"spill {name}", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=f"spill {name}", daemon=True)
 
     def open(self) -> None:
         """Start the event loop's thread and open the blob. Raises MegatrainError if there is no such blob."""
@@ -189,9 +189,6 @@ class SpillTransfers:
             raise self.error from None
 
     # The methods below run on the event loop's thread.
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -43,13 +43,10 @@ class LoraWeights:
             return self._base.read(name, start, stop)
         if name.endswith(B_END):
             return torch.zeros(stop - start)
-        return _initial_a(self._model.get_parameter(name).shape, name, self._seed).flatten()[start:stop]
-
-
-def _initial_a(shape: torch.Size, name: str, seed: int) -> Tensor:
-    """Draw the matrix as nn.Linear.reset_parameters does: uniform in ±1 ÷ √in."""
-    generator = torch.Generator().manual_seed(module_seed(name.removesuffix(".weight"), seed))
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+        # As nn.Linear.reset_parameters does: uniform in ±1 ÷ √in.
+        generator = torch.Generator().manual_seed(module_seed(name.removesuffix(".weight"), self._seed))
+        a = torch.empty(self._model.get_parameter(name).shape)
+        return nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator).flatten()[start:stop]
 
 
 class Pair(NamedTuple):
