@@ -91,7 +91,7 @@ class SpillTransfers:
         self._store = store
         self._name = name
         self._checksums = checksums
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._failed = failed
         self.error: Exception | None = None  # the first error
         self._submitting = threading.Lock()
@@ -145,7 +145,7 @@ class SpillTransfers:
 
         Raises `error` if a transfer failed, and DeadlineError.
         """
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self.timeout_s
         while not (found := condition()):
             if self.error is not None:
                 raise self.error
@@ -156,7 +156,7 @@ class SpillTransfers:
 
     def _late(self, what: str) -> DeadlineError:
         where = self._store.describe(self._name)
-        return DeadlineError(f"waited {self._timeout_s:.0f} s for {what}: {where} does not get on")
+        return DeadlineError(f"waited {self.timeout_s:.0f} s for {what}: {where} does not get on")
 
     def fail(self, error: Exception) -> None:
         """Record an error and make every waiting thread raise it. Only the first error is kept."""
@@ -181,7 +181,7 @@ class SpillTransfers:
                 raise self.error
             done = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            done.result(self._timeout_s)
+            done.result(self.timeout_s)
         except TimeoutError:
             raise self._late(what) from None
         except CancelledError:
