@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -136,6 +135,6 @@ def wait_for(device: Device, future: Future[Event], cause: str, timeout_s: float
     with device.exposed(cause):
         try:
             event = future.result(timeout_s)
-        except FutureTimeout:
+        except TimeoutError:
             raise DeadlineError(f"a gradient did not move ({cause}) within {timeout_s:.0f} s") from None
     device.wait(event, cause)

@@ -12,7 +12,6 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -82,17 +81,15 @@ class LayerStreamer:
         self._residency = residency
         self._source.expect([load.fragment for load in residency.loads], generation)
         self._released = [Future() for _ in residency.slots]
-        loads: dict[FragmentId, Future[Arrival]] = {}
-        by_visit: dict[int, list[Load]] = {}
-        for load in self._residency.loads:
-            by_visit.setdefault(load.visit, []).append(load)
-        self._arrivals, self._submissions = {}, []
-        self._behind = [*itertools.accumulate((load.after_visit for load in self._residency.loads), max)]
-        for v, held in enumerate(self._residency.slots):
-            for load in by_visit.get(v, ()):
-                loads[load.fragment] = Future()
-                self._submissions.append(loads[load.fragment])
-            self._arrivals.update({(v, fragment): loads[fragment] for fragment in held})
+        self._behind = [*itertools.accumulate((load.after_visit for load in residency.loads), max)]
+        self._submissions = [Future() for _ in residency.loads]
+        keys = ((load.visit, load.fragment) for load in residency.loads)
+        submitted = dict(zip(keys, self._submissions, strict=True))
+        latest: dict[FragmentId, Future[Arrival]] = {}  # a fragment that stays in its slot has arrived for later visits
+        self._arrivals = {}
+        for v, held in enumerate(residency.slots):
+            for fragment in held:
+                latest[fragment] = self._arrivals[v, fragment] = submitted.get((v, fragment)) or latest[fragment]
         self._pump = asyncio.create_task(self._stream(generation), name="h2d pump")
 
     async def finish(self) -> None:
@@ -152,18 +149,20 @@ class LayerStreamer:
         try:
             with self._device.exposed("optimizer"):  # not submitted yet: it waits for the layer's update
                 return future.result(self._deadline_s)
-        except FutureTimeout:
+        except TimeoutError:
             raise DeadlineError(f"no load for visit {visit} was submitted within {self._deadline_s:.0f} s") from None
 
     async def _stream(self, generation: int) -> None:
         try:
-            for load in self._residency.loads:
-                await self._load(load, generation)
+            for load, arrival in zip(self._residency.loads, self._submissions, strict=True):
+                arrival.set_result(await self._load(load, generation))
         except BaseException as error:
-            self._fail(error)
+            for arrival in self._submissions:
+                if not arrival.done():
+                    arrival.set_exception(CancelledError() if isinstance(error, asyncio.CancelledError) else error)
             raise
 
-    async def _load(self, load: Load, generation: int) -> None:
+    async def _load(self, load: Load, generation: int) -> Arrival:
         after = []
         if load.after_visit >= 0:
             released = self._released[load.after_visit]
@@ -189,16 +188,10 @@ class LayerStreamer:
         if self._gathers is not None:
             event = self._gathers(load.fragment.layer, region, event)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
-        self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
+        return Arrival(load.fragment, region, event)
 
     def _waiting(self, what: str, load: Load) -> AbstractContextManager[None]:
         return self._device.spans.span(Row.UPLOADS, f"wait {what}", load.fragment.layer, waits=True)
-
-    def _fail(self, error: BaseException) -> None:
-        for future in self._arrivals.values():
-            if not future.done():
-                cancelled = isinstance(error, asyncio.CancelledError)
-                future.set_exception(CancelledError() if cancelled else error)
 
     def _name(self, fragment: FragmentId) -> str:
         return f"{self._layout.layers[fragment.layer].name}/{fragment.index}"
