@@ -1,9 +1,9 @@
 """Reads working copies that are on disk, ahead of their upload to the device.
 
 The shards' files hold them (plan/spill_layout.py), because an update reads and writes them together with the state. The
-order of uploads is known before a step begins. So working copies are read ahead in that order, into a few host buffers
-("windows"). A working copy is read once the files have everything that updates made of it, which the tables next to the
-shards' slots tell. What is read must match the checksums in these tables.
+order of uploads is known before a step begins. So working copies are read ahead in that order, into a few upload
+buffers on the host. A working copy is read once the files have everything that updates made of it. The tables next to
+the shards' slots tell that. What is read must match the checksums in these tables.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class ShardFile(NamedTuple):
 
 
 @dataclass
-class _Window:
+class _UploadBuffer:
     """Is a host buffer for one fragment at a time."""
 
     memory: torch.Tensor  # 1-D uint8
     fragment: FragmentId | None = None
     parts: list[WeightPart] = field(default_factory=list)
-    # Resolves to the event of the copy to the device, after which the window may be filled again.
+    # Resolves to the event of the copy to the device, after which the buffer may be filled again.
     emptied: asyncio.Future[Event] | None = None
 
 
@@ -65,11 +65,11 @@ class DiskWeights:
         self, plan: Plan, layout: ModelLayout, files: Sequence[ShardFile], *, spans: SpanLog | None = None,
         poison: bool = False,
     ) -> None:  # fmt: skip
-        """Allocate the windows.
+        """Allocate the buffers.
 
         files: files of all shards that own something of these layers.
         spans: records the reads.
-        poison: fill released windows with NaN before they are read into.
+        poison: fill released buffers with NaN before they are read into.
         """
         self.layers = plan.weights_on_disk
         self._layout = layout
@@ -78,11 +78,11 @@ class DiskWeights:
         self._deadline_s = plan.update_deadline_s
         self._spans = spans or SpanLog()
         self._poison = poison
-        size = max(map(self._largest_bytes, self.layers))
-        self.memory = torch.frombuffer(aligned_block(plan.disk.num_upload_buffers * size), dtype=torch.uint8)
-        self._windows = deque(_Window(self.memory[i * size :][:size]) for i in range(plan.disk.num_upload_buffers))
-        self._filled: asyncio.Queue[_Window | BaseException] = asyncio.Queue()  # ends with the error, if there was one
-        self._taken: deque[_Window] = deque()
+        size, count = max(map(self._largest_bytes, self.layers)), plan.disk.num_upload_buffers
+        self.memory = torch.frombuffer(aligned_block(count * size), dtype=torch.uint8)
+        self._buffers = deque(_UploadBuffer(self.memory[i * size :][:size]) for i in range(count))
+        self._filled: asyncio.Queue[_UploadBuffer | BaseException] = asyncio.Queue()  # an error is its last item
+        self._taken: deque[_UploadBuffer] = deque()
         self._reading: asyncio.Task[None] | None = None
 
     def are_written(self, layer: int) -> bool:
@@ -102,17 +102,17 @@ class DiskWeights:
         """
         try:
             async with asyncio.timeout(self._deadline_s):
-                window = await self._filled.get()
+                buffer = await self._filled.get()
         except TimeoutError:
             raise DeadlineError(
                 f"the weights of layer {fragment.layer} were not read from disk within {self._deadline_s:.0f} s"
             ) from None
-        if isinstance(window, BaseException):
-            self._filled.put_nowait(window)  # for the next one who takes
-            raise window
-        assert window.fragment == fragment
-        self._taken.append(window)
-        return window.parts
+        if isinstance(buffer, BaseException):
+            self._filled.put_nowait(buffer)  # for the next one who takes
+            raise buffer
+        assert buffer.fragment == fragment
+        self._taken.append(buffer)
+        return buffer.parts
 
     def release(self, uploaded: Event) -> None:
         """Release the fragment that was taken first: it is not needed after the event `uploaded`."""
@@ -128,7 +128,7 @@ class DiskWeights:
     async def _read_all(
         self, fragments: Sequence[FragmentId], generation: int, reached: Reached, before: asyncio.Task[None] | None
     ) -> None:
-        """Read the fragments into windows, one after another.
+        """Read the fragments into buffers, one after another.
 
         before: the task that read for the previous step, and that closes its files. All its fragments were taken.
         """
@@ -138,39 +138,39 @@ class DiskWeights:
             async with AsyncExitStack() as stack:
                 blobs = [await stack.enter_async_context(file.store.update(file.name)) for file in self._files]
                 for fragment in fragments:
-                    window = await self._next_window()
+                    buffer = await self._next_buffer()
                     await reached(fragment.layer, generation)
-                    await self._fill(window, fragment, blobs)
+                    await self._fill(buffer, fragment, blobs)
         except BaseException as error:
             self._filled.put_nowait(error)
 
-    async def _next_window(self) -> _Window:
-        window = self._windows.popleft()
-        if window.emptied is not None:
-            uploaded = await window.emptied
+    async def _next_buffer(self) -> _UploadBuffer:
+        buffer = self._buffers.popleft()
+        if buffer.emptied is not None:
+            uploaded = await buffer.emptied
             await asyncio.to_thread(uploaded.synchronize)
             if self._poison:
-                window.memory.fill_(POISON)
-        return window
+                buffer.memory.fill_(POISON)
+        return buffer
 
-    async def _fill(self, window: _Window, fragment: FragmentId, blobs: Sequence[Blob]) -> None:
-        room, at, window.parts = asyncio.Semaphore(TRANSFERS), 0, []
+    async def _fill(self, buffer: _UploadBuffer, fragment: FragmentId, blobs: Sequence[Blob]) -> None:
+        room, at, buffer.parts = asyncio.Semaphore(TRANSFERS), 0, []
         try:
             async with asyncio.TaskGroup() as group:
                 for shard, extent, span in self._wanted(fragment):
-                    memory = window.memory[at : at + extent.working_bytes]
+                    memory = buffer.memory[at : at + extent.working_bytes]
                     for index, block in enumerate(extent.working_blocks):  # the extent's first blocks
                         content = memory.numpy().data[slice(*block)]
                         group.create_task(self._read(shard, blobs[shard], extent, index, content, room))
                     values = memory[: extent.kinds[WORKING].size].view(self._dtype)
                     inside = values[span.start - extent.span.start : span.stop - extent.span.start]
-                    window.parts.append(WeightPart(span.start, inside))
+                    buffer.parts.append(WeightPart(span.start, inside))
                     at += memory.nbytes
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
-        window.fragment, window.emptied = fragment, asyncio.get_running_loop().create_future()
-        self._windows.append(window)
-        self._filled.put_nowait(window)
+        buffer.fragment, buffer.emptied = fragment, asyncio.get_running_loop().create_future()
+        self._buffers.append(buffer)
+        self._filled.put_nowait(buffer)
 
     async def _read(
         self, shard: int, blob: Blob, extent: Extent, index: int, content: memoryview, room: asyncio.Semaphore
