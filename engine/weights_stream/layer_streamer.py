@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class LayerStreamer:
         self._residency = Residency((), (), ())
         self._source = source
         self._deadline_s = deadline_s
-        self._arrivals: dict[tuple[int, FragmentId], Future[Arrival]] = {}
+        self._arrivals: list[list[Future[Arrival]]] = []  # by visit: of the fragments that it needs
         self._submissions: list[Future[Arrival]] = []  # one for each load, in the order of loads
         self._behind: list[int] = []  # for each load: latest visit that it or an earlier load waits for; -1: none
         self._released: list[Future[Event]] = []
@@ -86,10 +86,10 @@ class LayerStreamer:
         keys = ((load.visit, load.fragment) for load in residency.loads)
         submitted = dict(zip(keys, self._submissions, strict=True))
         latest: dict[FragmentId, Future[Arrival]] = {}  # a fragment that stays in its slot has arrived for later visits
-        self._arrivals = {}
+        self._arrivals = []
         for v, held in enumerate(residency.slots):
-            for fragment in held:
-                latest[fragment] = self._arrivals[v, fragment] = submitted.get((v, fragment)) or latest[fragment]
+            latest |= {fragment: submitted[v, fragment] for fragment in held if (v, fragment) in submitted}
+            self._arrivals.append([latest[fragment] for fragment in held])
         self._pump = asyncio.create_task(self._stream(generation), name="h2d pump")
 
     async def finish(self) -> None:
@@ -104,17 +104,13 @@ class LayerStreamer:
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
 
-    def prefetch(self, visit: int) -> Sequence[Future[Arrival]]:
-        """Return the arrivals of a visit, submitted or not. May be called any number of times."""
-        return [self._arrivals[visit, fragment] for fragment in self._residency.slots[visit]]
-
     def wait(self, visit: int) -> Mapping[FragmentId, torch.Tensor]:
         """Return the fragments of the visit on the device. Idempotent.
 
         Their arrival is ordered before the work that the compute thread submits next. Raises DeadlineError if a load
         was not submitted in time, and the error that stopped the pump.
         """
-        arrivals = [self._arrived(future, visit) for future in self.prefetch(visit)]
+        arrivals = [self._arrived(future, visit) for future in self._arrivals[visit]]
         for arrival in arrivals:
             self._device.wait(arrival.event, "h2d")
         return {arrival.fragment: arrival.region for arrival in arrivals}

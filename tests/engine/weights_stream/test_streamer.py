@@ -98,9 +98,8 @@ async def test_a_step_sees_every_layer(rig: Rig) -> None:
     assert [rig.ring[i].state for i in range(2)] == [SlotState.FREE] * 2
 
 
-async def test_prefetch_and_wait_any_number_of_times(rig: Rig) -> None:
+async def test_wait_any_number_of_times(rig: Rig) -> None:
     rig.streamer.begin(rig.residency, 0)
-    assert rig.streamer.prefetch(0) == rig.streamer.prefetch(0)
     first = await asyncio.to_thread(rig.streamer.wait, 0)
     again = await asyncio.to_thread(rig.streamer.wait, 0)
     assert first.keys() == again.keys() == {FragmentId(0, 0)}
@@ -111,7 +110,7 @@ async def test_no_more_is_loaded_than_there_are_slots(rig: Rig) -> None:
     rig.streamer.begin(rig.residency, 0)
     await asyncio.to_thread(rig.streamer.wait, 1)
     assert rig.source.fetched == [0, 1]
-    assert not rig.streamer.prefetch(2)[0].done()
+    assert not rig.streamer._arrivals[2][0].done()
     await asyncio.to_thread(rig.read, 0)
     await asyncio.to_thread(rig.streamer.wait, 2)
     assert rig.source.fetched == [0, 1, 2]
