@@ -44,8 +44,7 @@ import torch
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.host.host_state import Momenta
-from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.shared_host import Momenta, SharedHost
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layer_calls.compiled_call import compiler_options, keep_compiled_graphs
 from megatrain_ray.engine.model.micro_batch import MicroBatch

@@ -14,18 +14,86 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from megatrain_ray.engine.activations.disk_activations import DiskActivations, OffloadedToDisk
-from megatrain_ray.engine.activations.host_activations import HostBuffer, OnHost
-from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.device.device import Device, Event
+from megatrain_ray.engine.layer_calls.layer_call import bytes_of
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.activation_moves import Activations, Stop, away, is_on_disk, needed, stops
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.schedule import Visit
-from megatrain_ray.virtual_clock import Op
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.virtual_clock import Op, Stage
+
+
+@dataclass
+class OnHost:
+    """Tracks what one layer left of one micro-batch in host memory."""
+
+    device: Device
+    op: Op
+    storages: list[torch.UntypedStorage]
+    places: list[torch.Tensor]  # host memory of each storage's bytes
+    event: Event  # the last copy, out of the device or back
+    is_reloaded: bool = False  # whether the copy back is submitted
+
+    def offloaded(self) -> Event:
+        """Return the event after which nothing reads its storages."""
+        return self.event
+
+    def reload(self) -> None:
+        """Allocate device memory for it and submit the copy back. Idempotent."""
+        if self.is_reloaded:
+            return
+        for storage, place in zip(self.storages, self.places, strict=True):
+            storage.resize_(place.nbytes)
+        after = [self.device.record(), self.event]  # the first: work submitted before may use the memory
+        pairs = list(zip(map(bytes_of, self.storages), self.places, strict=True))
+        self.event, self.is_reloaded = self.device.copy_all(Stage.H2D, pairs, self.op, after), True
+
+    def reloaded(self) -> Event:
+        """Return the event after which its storages have their contents again."""
+        return self.event
+
+
+class HostBuffer:
+    """Allocates pinned host memory from its start on, until `clear` frees all of it at once."""
+
+    def __init__(self, device: Device, planned_bytes: int, held_bytes: int) -> None:
+        """Allocate and pin `held_bytes`. If the plan has more, allocations start again at the beginning of these."""
+        self._device = device
+        self._planned_bytes = planned_bytes
+        self._memory = torch.empty(held_bytes, dtype=torch.uint8)
+        if held_bytes:
+            device.pin(self._memory)
+        self.clear()
+
+    def clear(self) -> None:
+        self._taken_bytes = self._end = 0
+
+    def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OnHost:
+        """Offload `storages` to the host, after all work submitted to the compute stream so far."""
+        places = [self._allocate(storage.nbytes()) for storage in storages]
+        pairs = list(zip(places, map(bytes_of, storages), strict=True))
+        event = self._device.copy_all(Stage.D2H, pairs, op, [self._device.record()])
+        return OnHost(self._device, op, storages, places, event)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Allocate 1-D uint8 memory. Raises MegatrainError if it exceeds the planned bytes."""
+        self._taken_bytes += num_bytes
+        if self._taken_bytes > self._planned_bytes:
+            raise MegatrainError(
+                f"activations take {self._taken_bytes} bytes of host memory, the plan has {self._planned_bytes} for "
+                "them: micro-batches are larger than planned"
+            )
+        start = self._end if self._end + num_bytes <= self._memory.nbytes else 0
+        self._end = start + num_bytes
+        return self._memory[start : self._end]
+
 
 # Smaller storages stay on the device: all of a model's together are a few megabytes, and each would cost a copy.
 SMALL_BYTES = 4096
@@ -52,11 +120,7 @@ class ActivationStore:
     """Tracks activations offloaded to host memory or disk, by layer and micro-batch, and reloads them."""
 
     def __init__(self, plan: Plan, device: Device, held_bytes: int, file: DiskActivations | None = None) -> None:
-        """Allocate the host memory for offloaded activations.
-
-        held_bytes: host memory to allocate. If the plan has more, activations reuse this memory in turn.
-        file: holds the activations on disk; None: the plan has none there.
-        """
+        """Allocate host memory for offloaded activations (HostBuffer); those on disk are in `file`."""
         self._plan = plan
         self._device = device
         self._buffer = HostBuffer(device, plan.host_activation_bytes, held_bytes)
@@ -85,13 +149,9 @@ class ActivationStore:
             self._wanted = {e: i for stop, i in numbers for e in self._needed(stop) if self._is_on_disk(e)}
 
     def offload(
-        self,
-        layer: int,
-        micro_batch: int,
-        entered: Sequence[torch.Tensor],
-        kept: Sequence[torch.Tensor],
+        self, layer: int, micro_batch: int, entered: Sequence[torch.Tensor], kept: Sequence[torch.Tensor],
         between: Sequence[torch.UntypedStorage] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Offload the activations of one micro-batch, after its forward through `layer`.
 
         Nobody reads what is offloaded until `reload`, or until a replay of the layer if that is earlier. This call

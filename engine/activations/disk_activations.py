@@ -1,10 +1,8 @@
-"""Stores activations on disk and moves them through staging buffers, which this code calls windows.
+"""Stores activations on disk and moves them through staging buffers in pinned host memory.
 
-Windows are pinned host memory.
-
-Offloading works block by block: copy a block into a window, and write it to the blob once the copy has ended. Reloading
-follows the order in which activations are needed: read blocks ahead as long as windows are free, and copy them as soon
-as there is device memory for them. An activation that has begun to leave gets all its windows before anything is read,
+Offloading works block by block: copy a block into a buffer, and write it to the blob once the copy has ended. Reloading
+follows the order in which activations are needed: read blocks ahead as long as buffers are free, and copy them as soon
+as there is device memory for them. An activation that has begun to leave gets all its buffers before anything is read,
 so the two directions do not wait for each other. The event loop of SpillTransfers submits copies and transfers. One
 thread for each direction waits for copies.
 """
@@ -46,16 +44,13 @@ class _Copying(NamedTuple):
 
 @dataclass(eq=False)
 class OffloadedToDisk:
-    """Tracks what one layer left of one micro-batch, from its offload until it is reloaded.
-
-    memory: 1-D uint8 view of each storage, as long as copies of it are still to be submitted.
-    """
+    """Tracks what one layer left of one micro-batch, from its offload until it is reloaded."""
 
     file: DiskActivations
     op: Op
     storages: list[torch.UntypedStorage]
     blocks: Sequence[ActivationBlock]
-    memory: list[torch.Tensor]
+    memory: list[torch.Tensor]  # 1-D uint8 view of each storage, as long as copies of it are still to be submitted
     last_out: Event | None = None  # last copy out of the device, once all are submitted
     last_in: Event | None = None  # last copy back, once all are submitted
     num_written: int = 0  # blocks on disk
@@ -84,12 +79,9 @@ class OffloadedToDisk:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each storage."""
-        sizes = [0] * len(self.storages)
-        for block in self.blocks:
-            for part in block.parts:
-                sizes[part.storage] = part.span.stop
-        return sizes
+        """Return the bytes of each storage. The last part of each ends with it."""
+        ends = {part.storage: part.span.stop for block in self.blocks for part in block.parts}
+        return [ends.get(i, 0) for i in range(len(self.storages))]
 
 
 class DiskActivations:
@@ -99,22 +91,23 @@ class DiskActivations:
     """
 
     def __init__(self, plan: Plan, device: Device, store: BlobStore, name: str, *, poison: bool = False) -> None:
-        """Allocate the windows and open the blob.
+        """Allocate the buffers and open the blob.
 
         store, name: the blob, which has `plan.activation_file_bytes`.
-        poison: fill released windows with NaN.
+        poison: fill released buffers with NaN.
 
         Raises MegatrainError if there is no such blob.
         """
         size, count = plan.disk.staging_buffer_bytes, plan.disk.num_staging_buffers
-        memory = _memory(device, count * size)
+        memory = torch.frombuffer(aligned_block(count * size), dtype=torch.uint8)
+        device.pin(memory)
         self._device = device
-        self._windows = [memory[i * size : (i + 1) * size] for i in range(count)]
-        self._poison = torch.full_like(self._windows[0], POISON) if poison else None
-        self._free: asyncio.Queue[int] = asyncio.Queue()
+        self._buffers = [memory[i * size : (i + 1) * size] for i in range(count)]
+        self._poison = torch.full_like(self._buffers[0], POISON) if poison else None
+        self._free: asyncio.Queue[int] = asyncio.Queue()  # numbers of buffers
         for i in range(count):
             self._free.put_nowait(i)
-        self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # serialize who takes windows
+        self._leaving, self._reading = asyncio.Lock(), asyncio.Lock()  # serialize who takes buffers
         self._places = DiskAllocator(plan)
         account = device.timeline.account
         self._clock = SimulatedFile(count * size, lambda stage, op, *after: account(stage, op, after))
@@ -135,10 +128,7 @@ class DiskActivations:
         self._places.clear()
 
     def send(self, op: Op, storages: list[torch.UntypedStorage]) -> OffloadedToDisk:
-        """Offload `storages` to disk.
-
-        The device copies are ordered after all work submitted to the compute stream so far.
-        """
+        """Offload `storages` to disk, copying them after all work submitted to the compute stream so far."""
         blocks = self._places.take(op.layer, [storage.nbytes() for storage in storages])
         sent = OffloadedToDisk(self, op, storages, blocks, [bytes_of(storage) for storage in storages])
         after = self._device.record()
@@ -158,16 +148,16 @@ class DiskActivations:
         assert coming.last_out is not None  # it was offloaded
         coming.memory = [bytes_of(storage) for storage in coming.storages]
         coming.coming = _Copying((after, coming.last_out), self._clock.fetch(coming.op, after.at_s))
-        self._transfers.submit(self._want(coming))
+        self._transfers.submit(self._allow_copies(coming))
 
     def wait(self, last: Callable[[], Event | None], cause: str, what: str) -> Event:
         """Block the compute thread until the last of some copies is submitted, and return its event.
 
-        Raises the error that kept a copy from being submitted, or DeadlineError.
-
         last: returns the event, or None as long as there is none.
         cause: cause of the exposed time.
         what: the thing waited for, for messages.
+
+        Raises the error that kept a copy from being submitted, or DeadlineError.
         """
         if (event := last()) is not None:
             return event
@@ -189,18 +179,18 @@ class DiskActivations:
     async def _send(self, sent: OffloadedToDisk, copying: _Copying) -> None:
         async with self._leaving:
             for block in sent.blocks:
-                window = await self._free.get()
-                event = self._copy(Stage.D2H, sent, block, window, copying)
-                self._transfers.submit(self._write(sent, block, window, event))
+                buffer = await self._free.get()
+                event = self._copy(Stage.D2H, sent, block, buffer, copying)
+                self._transfers.submit(self._write(sent, block, buffer, event))
             sent.memory = []
             sent.last_out = event
         self._wake()
 
-    async def _write(self, sent: OffloadedToDisk, block: ActivationBlock, window: int, copied: Event) -> None:
+    async def _write(self, sent: OffloadedToDisk, block: ActivationBlock, buffer: int, copied: Event) -> None:
         await self._reached(Stage.D2H, copied)
         with self._span("write", sent, block):
-            await self._transfers.write(block.extent, self._block(block, window))
-        await self._free_window(window, Stage.D2H, sent.op, copied)
+            await self._transfers.write(block.extent, self._block(block, buffer))
+        await self._free_buffer(buffer, Stage.D2H, sent.op, copied)
         sent.num_written += 1
         if sent.num_written == len(sent.blocks):
             sent.is_written.set()
@@ -209,28 +199,28 @@ class DiskActivations:
         async with self._reading:
             await coming.is_written.wait()
             for block in coming.blocks:
-                window = await self._free.get()
-                self._transfers.submit(self._bring(coming, block, window))
+                buffer = await self._free.get()
+                self._transfers.submit(self._bring(coming, block, buffer))
 
-    async def _bring(self, coming: OffloadedToDisk, block: ActivationBlock, window: int) -> None:
+    async def _bring(self, coming: OffloadedToDisk, block: ActivationBlock, buffer: int) -> None:
         with self._span("read", coming, block):
-            await self._transfers.read(block.extent, self._block(block, window))
+            await self._transfers.read(block.extent, self._block(block, buffer))
         await coming.is_wanted.wait()
         assert coming.coming is not None
-        event = self._copy(Stage.H2D, coming, block, window, coming.coming)
+        event = self._copy(Stage.H2D, coming, block, buffer, coming.coming)
         coming.num_back += 1
         if coming.num_back == len(coming.blocks):
             coming.memory, coming.storages = [], []  # drop these references: only the tensors hold the memory now
             coming.last_in = event  # copies of a stage end in the order of submission
             self._wake()
         await self._reached(Stage.H2D, event)
-        await self._free_window(window, Stage.H2D, coming.op, event)
+        await self._free_buffer(buffer, Stage.H2D, coming.op, event)
 
     def _span(self, name: str, moved: OffloadedToDisk, block: ActivationBlock) -> AbstractContextManager[None]:
         op = moved.op
         return self._device.spans.span(Row.DISK, f"{name} {op.name}", op.layer, op.micro_batch, block.extent.nbytes)
 
-    async def _want(self, coming: OffloadedToDisk) -> None:
+    async def _allow_copies(self, coming: OffloadedToDisk) -> None:
         coming.is_wanted.set()
 
     async def _reached(self, stage: Stage, event: Event) -> None:
@@ -238,28 +228,21 @@ class DiskActivations:
         await asyncio.get_running_loop().run_in_executor(self._waiters[stage], event.synchronize)
 
     def _copy(
-        self, stage: Stage, moved: OffloadedToDisk, block: ActivationBlock, window: int, copying: _Copying
+        self, stage: Stage, moved: OffloadedToDisk, block: ActivationBlock, buffer: int, copying: _Copying
     ) -> Event:
         pairs = []
         for part in block.parts:
-            there = self._windows[window][part.start : part.start + part.span.size]
+            there = self._buffers[buffer][part.start : part.start + part.span.size]
             here = moved.memory[part.storage][slice(*part.span)]
             pairs.append((there, here) if stage is Stage.D2H else (here, there))
         return self._device.copy_part(stage, pairs, moved.op, copying.after, copying.end_s)
 
-    def _block(self, block: ActivationBlock, window: int) -> memoryview:
-        return self._windows[window][: block.extent.nbytes].numpy().data
+    def _block(self, block: ActivationBlock, buffer: int) -> memoryview:
+        return self._buffers[buffer][: block.extent.nbytes].numpy().data
 
-    async def _free_window(self, window: int, stage: Stage, op: Op, copied: Event) -> None:
-        """Return a window to the free ones after its last copy, `copied`. Poison it first if that is on."""
+    async def _free_buffer(self, buffer: int, stage: Stage, op: Op, copied: Event) -> None:
+        """Return a buffer to the free ones after its last copy, `copied`. Poison it first if that is on."""
         if self._poison is not None:
-            pair = self._windows[window], self._poison
+            pair = self._buffers[buffer], self._poison
             await self._reached(stage, self._device.copy_part(stage, [pair], op, (copied,), copied.at_s))
-        self._free.put_nowait(window)
-
-
-def _memory(device: Device, num_bytes: int) -> torch.Tensor:
-    """Return 1-D uint8 memory that begins at a multiple of ALIGN_BYTES, pinned on the host."""
-    memory = torch.frombuffer(aligned_block(num_bytes), dtype=torch.uint8)
-    device.pin(memory)
-    return memory
+        self._free.put_nowait(buffer)

@@ -18,7 +18,7 @@ import torch
 
 from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import PART_ELEMENTS, ModelLayout
-from megatrain_ray.engine.optimizer.matrix_parts import matrix_spans
+from megatrain_ray.engine.optimizer.muon import matrix_spans
 
 
 class Ranks(Protocol):

@@ -17,8 +17,7 @@ from megatrain_ray.engine.discovery.chunkable import find_mlp, find_norms
 from megatrain_ray.engine.discovery.compile_trial import try_compiling
 from megatrain_ray.engine.discovery.structure_checks import check_parameters
 from megatrain_ray.engine.discovery.trial_forward import Answers, Call, Trial, run_trial
-from megatrain_ray.engine.layout.flat_layout import ParameterSpec
-from megatrain_ray.engine.layout.parameter_group import ParameterGroup
+from megatrain_ray.engine.layout.flat_layout import ParameterGroup, ParameterSpec
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
 from megatrain_ray.engine.model.muon_choice import with_muon
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules

@@ -9,7 +9,7 @@ concurrently with the next forward.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,25 +27,20 @@ from megatrain_ray.virtual_clock import Op, Stage
 
 @dataclass(frozen=True)
 class _Offload:
-    """Requests to copy `flat` to the host once `after` is reached.
-
-    done: gets the event after which `flat` may be written again.
-    """
+    """Requests to copy `flat` to the host once `after` is reached."""
 
     layer: int
     flat: torch.Tensor
     after: Event
-    done: Future[Event]
+    done: Future[Event]  # gets the event after which `flat` may be written again
 
 
 @dataclass(frozen=True)
 class OffloadGradient(_Offload):
-    """Requests to offload a layer's gradient.
+    """Requests to offload a layer's gradient."""
 
-    final: whether the gradient is complete and goes to the sink. Otherwise it stays in its lease until it is loaded, or
-        until Muon's directions complete it.
-    """
-
+    # Whether the gradient is complete and goes to the sink. Otherwise it stays in its lease until it is loaded, or
+    # until Muon's directions complete it.
     final: bool
 
 
@@ -60,16 +55,12 @@ class OffloadDirections(_Offload):
 
 @dataclass(frozen=True)
 class _Load:
-    """Requests a copy from the host into `region`.
-
-    after: gets the event after which `region` is empty; None: it is empty already.
-    done: gets the event of the copy.
-    """
+    """Requests a copy from the host into `region`."""
 
     layer: int
     region: torch.Tensor
-    after: Future[Event] | None
-    done: Future[Event]
+    after: Future[Event] | None  # gets the event after which `region` is empty; None: it is empty already
+    done: Future[Event]  # gets the event of the copy
 
 
 class LoadGradient(_Load):
@@ -120,10 +111,7 @@ class GradientOffloader:
         self._deferred = list(requests)
 
     async def run(self, update: int) -> None:
-        """Serve one step until all its gradients have landed, after the deferred offloads of the step before.
-
-        update: number of the update that consumes the gradients.
-        """
+        """Serve a step until all gradients of its update have landed, after the deferred ones of the step before."""
         await self.join_deferred()
         await self._serve(update)
 
@@ -137,7 +125,7 @@ class GradientOffloader:
             self._offloading_deferred = self._loop.create_task(self._offload_deferred(update), name="waiting gradients")
 
     async def join_deferred(self) -> None:
-        """Wait until all deferred gradients have been offloaded. Raises the error that kept one from that."""
+        """Wait until all deferred gradients are offloaded. Raises the error that kept one from that."""
         task, self._offloading_deferred = self._offloading_deferred, None
         if task is None:
             return
@@ -152,7 +140,6 @@ class GradientOffloader:
             await asyncio.gather(self._offloading_deferred, return_exceptions=True)
 
     async def _offload_deferred(self, update: int) -> None:
-        """Offload the deferred gradients one by one, as the shards make room for them."""
         while self._deferred:  # pop: no other reference may keep the memory of an offloaded gradient
             self._enqueue(self._deferred.pop(0))
         self._enqueue(None)
@@ -168,7 +155,6 @@ class GradientOffloader:
             raise
 
     def _enqueue(self, request: TransferRequest | None) -> None:
-        """Queue a request; None says that there are no more."""
         self._requests.put_nowait(request)
         if self._error is not None:
             self._fail(self._error)
@@ -184,7 +170,15 @@ class GradientOffloader:
     async def _pump(self, update: int) -> None:
         while (request := await self._requests.get()) is not None:
             try:
-                await self._transfer(request, update)
+                match request:
+                    case OffloadGradient():
+                        await self._offload(request, update)
+                    case OffloadDirections():
+                        await self._offload_directions(request, update)
+                    case LoadGradient():
+                        self._load(request)
+                    case LoadMomentum():
+                        await self._load_momentum(request, update - 1)
             except BaseException as error:
                 if not request.done.done():
                     request.done.set_exception(MegatrainError(f"a gradient could not move: {error!r}"))
@@ -192,29 +186,14 @@ class GradientOffloader:
             del request  # drops the last reference to the memory of an offloaded gradient
         await self._in_flight.put(None)
 
-    async def _transfer(self, request: TransferRequest, update: int) -> None:
-        match request:
-            case OffloadGradient():
-                await self._offload(request, update)
-            case OffloadDirections():
-                await self._offload_directions(request, update)
-            case LoadGradient():
-                self._load(request)
-            case LoadMomentum():
-                await self._load_momentum(request, update - 1)
-
     async def _offload(self, request: OffloadGradient, update: int) -> None:
-        partial = self._incomplete.pop(request.layer, None)
-        if partial:
+        if partial := self._incomplete.pop(request.layer, None):
             lease = partial.lease
         else:
             with self._waiting("room", request.layer):
                 lease = await self._host.lease(request.layer, update)
             self._device.timeline.stage_waits(Stage.D2H, lease.free_at_s)
-        op = Op("offload", request.layer, num_bytes=request.flat.nbytes)
-        source = request.flat.view(torch.uint8)
-        done = self._device.copy(Stage.D2H, lease.region[: source.nbytes], source, op, [request.after])
-        request.done.set_result(done)
+        done = self._copy_out(request, "offload", lease.region, [request.after])
         if request.final:
             await self._in_flight.put(_InFlight(lease, done, flat=request.flat))
         else:
@@ -224,12 +203,18 @@ class GradientOffloader:
         gradient = self._incomplete.pop(request.layer)
         with self._waiting("room", request.layer):
             lease = await self._host.lease_direction(request.layer, update)
-        op = Op("complete", request.layer, num_bytes=request.flat.nbytes)
-        source = request.flat.view(torch.uint8)
         # Copies of a stage run in order, and after one fails so do all later ones. So the gradient is there first.
-        done = self._device.copy(Stage.D2H, lease.region, source, op, [gradient.done, request.after])
-        request.done.set_result(done)
+        done = self._copy_out(request, "complete", lease.region, [gradient.done, request.after])
         await self._in_flight.put(_InFlight(gradient.lease, done, lease))
+
+    def _copy_out(
+        self, request: OffloadGradient | OffloadDirections, name: str, region: torch.Tensor, after: Sequence[Event]
+    ) -> Event:
+        source = request.flat.view(torch.uint8)
+        op = Op(name, request.layer, num_bytes=source.nbytes)
+        done = self._device.copy(Stage.D2H, region[: source.nbytes], source, op, after)
+        request.done.set_result(done)
+        return done
 
     async def _load_momentum(self, request: LoadMomentum, generation: int) -> None:
         after = [] if request.after is None else [request.after.result()]

@@ -16,8 +16,13 @@ from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.device.ranks import OneRank, RankParts, Ranks
 from megatrain_ray.engine.gradients.gradient_offloader import LoadGradient, OffloadGradient
-from megatrain_ray.engine.gradients.gradient_slots import GradientSlots, wait_for
-from megatrain_ray.engine.gradients.gradient_state import Accumulator, GradientState, LayerGradient
+from megatrain_ray.engine.gradients.gradient_state import (
+    Accumulator,
+    GradientSlots,
+    GradientState,
+    LayerGradient,
+    wait_for,
+)
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import OpenSum
@@ -60,11 +65,8 @@ class GradientStore:
         # Deferred layers whose partial sums are offloaded between micro-batches. The last contribution moves the sum
         # to the memory in which it waits for the update.
         self._moved_layers = self._deferred_layers if plan.gradients.sums is Tier.HOST else frozenset()
-        self._sum_slots = self._slots(
-            plan.slots.gradient_bytes,
-            layout.updated if plan.gradients.sums is Tier.HOST else offloaded,
-            self._sum_dtype,
-        )
+        summed = layout.updated if plan.gradients.sums is Tier.HOST else offloaded
+        self._sum_slots = self._slots(plan.slots.gradient_bytes, summed, self._sum_dtype)
         self._rounded_slots = (  # where complete sums are rounded to; None: they are offloaded as they are
             self._slots(plan.slots.rounded_bytes, offloaded, self._offload_dtype) if plan.slots.rounded_bytes else None
         )
@@ -123,13 +125,9 @@ class GradientStore:
             self._sum_slots.release(layer).set_result(self._device.record())
 
     def _add(
-        self,
-        total: Mapping[str, torch.Tensor],
-        contributions: Sequence[Gradients],
-        out: Mapping[str, torch.Tensor],
-        *,
+        self, total: Mapping[str, torch.Tensor], contributions: Sequence[Gradients], out: Mapping[str, torch.Tensor], *,
         begins: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compute out = total + one or two contributions, for each parameter; without total if the sum `begins`."""
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, target in out.items():
@@ -250,8 +248,7 @@ class GradientStore:
         if self._ranks.size > 1:
             self._add_norms()
         norms = torch.stack([self.norms[name] for name in self._layout.parameter_order])
-        total: torch.Tensor = torch.linalg.vector_norm(norms)
-        return total
+        return torch.linalg.vector_norm(norms)  # type: ignore[no-any-return]
 
     def _add_norms(self) -> None:
         """Combine the norms of all ranks' parts, in FP64, which can hold the square of every FP32 number."""
@@ -275,7 +272,7 @@ class GradientStore:
         return gradient.accumulator
 
     def _loaded(self, gradient: LayerGradient, cause: str) -> torch.Tensor:
-        """Return the region that the gradient's last request loads, uint8, and order the load before what is next."""
+        """Return the region (uint8) that the gradient's last request loads. What is submitted next comes after."""
         assert gradient.load is not None  # by its state
         wait_for(self._device, gradient.load.done, cause, self._timeout_s)
         return gradient.load.region
@@ -290,8 +287,7 @@ class GradientStore:
         return self._sum_slots.allocate(layer, self._num_bytes(layer))
 
     def _memory_of_deferred(self, layer: int) -> torch.Tensor:
-        memory = self._deferred_memory.get(layer)
-        if memory is None:
+        if (memory := self._deferred_memory.get(layer)) is None:
             memory = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
         return memory.fill_(0xFF) if self._poison else memory
 

@@ -48,19 +48,14 @@ class GradientAccumulator(Protocol):
 
 
 class LayerForward(NamedTuple):
-    """Holds what the forward of one micro-batch through one layer left.
-
-    entered: tensors that entered calls of the layer.
-    kept: tensors saved for the backward, if they are to leave the device.
-    between: tensors saved by the forward of the divided block that the layer is a part of, between calls of parts.
-    """
+    """Holds what the forward of one micro-batch through one layer left."""
 
     layer: int
     micro_batch: int
     forward_pass: ForwardPass
-    entered: list[torch.Tensor]
-    kept: list[torch.Tensor]
-    between: list[torch.Tensor]
+    entered: list[torch.Tensor]  # tensors that entered calls of the layer
+    kept: list[torch.Tensor]  # tensors saved for the backward, if they are to leave the device
+    between: list[torch.Tensor]  # saved by the forward of the divided block around the layer, between calls of parts
 
 
 class StepHooks:

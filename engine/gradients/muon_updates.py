@@ -21,13 +21,12 @@ from megatrain_ray.engine.gradients.gradient_offloader import (
     OffloadGradient,
     TransferRequest,
 )
-from megatrain_ray.engine.gradients.gradient_slots import GradientSlots, wait_for
+from megatrain_ray.engine.gradients.gradient_state import GradientSlots, wait_for
 from megatrain_ray.engine.gradients.gradient_store import GradientStore
 from megatrain_ray.engine.gradients.interfaces import StepHooks
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
-from megatrain_ray.engine.optimizer.matrix_parts import largest_part
-from megatrain_ray.engine.optimizer.muon import Muon, direction, matrices
+from megatrain_ray.engine.optimizer.muon import Muon, direction, largest_part, matrices
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.schedule import Visit
@@ -41,17 +40,9 @@ class MuonUpdates(StepHooks):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        layout: ModelLayout,
-        device: Device,
-        store: GradientStore,
-        muon: Muon,
-        transfer: Callable[[TransferRequest], None],
-        *,
-        rank: int = 0,
-        poison: bool,
-    ) -> None:
+        self, plan: Plan, layout: ModelLayout, device: Device, store: GradientStore, muon: Muon,
+        transfer: Callable[[TransferRequest], None], *, rank: int = 0, poison: bool,
+    ) -> None:  # fmt: skip
         """Allocate device memory for momenta and directions.
 
         transfer: submits a transfer request.
@@ -59,10 +50,10 @@ class MuonUpdates(StepHooks):
         """
         self._timeout_s = plan.update_deadline_s + DEADLINE_S
 
+        largest = {i: largest_part(layout.layers[i], plan.hosts.num_gpus) for i in reversed(layout.with_muon)}
+
         def slots(sizes: tuple[int, ...], itemsize: int) -> GradientSlots:
-            needed = {
-                i: largest_part(layout.layers[i], plan.hosts.num_gpus) * itemsize for i in reversed(layout.with_muon)
-            }
+            needed = {i: size * itemsize for i, size in largest.items()}
             return GradientSlots(device, sizes, needed, self._timeout_s, poison=poison)
 
         self._layout = layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 
 import torch
@@ -25,41 +26,69 @@ def held_slab_bytes(plan: Plan, layout: ModelLayout) -> int:
     return min(plan.gradients.slab_bytes, layout.aliased_size * plan.gradients.slab_itemsize)
 
 
-class GradientSlab:
-    """Allocates leases in a slab.
+class Slab(ABC):
+    """Returns leases in a slab. Event loop only.
 
-    Layers that stay in the slab have fixed places. Behind these, each layer that only passes through gets the first gap
-    that is large enough. If the slab has room for all layers, each of them has a fixed place.
-
-    Event loop only. A lease is released when every shard has applied the update or stored the gradient. If clipped
-    gradients wait here for their scale, the slab must hold all of them, so they stay.
+    A lease is released when every shard has applied the update or stored the gradient.
     """
 
-    def __init__(
-        self,
-        slab: torch.Tensor,
-        sizes: Sequence[int],
-        check: Callable[[], None] = lambda: None,
-        start: int = 0,
-        *,
-        passing: Set[int] | None = None,
-        aliased: bool = False,
-    ) -> None:
-        """Divide the slab into fixed places and the room for layers that pass through.
+    def __init__(self, slab: torch.Tensor, sizes: Sequence[int], check: Callable[[], None], start: int = 0) -> None:
+        """Return leases in `slab` (1-D uint8).
 
-        slab: 1-D uint8.
         sizes: bytes of each layer.
         check: raises if waiting has become pointless.
         start: added to every lease's first byte, so that leases count from there.
+        """
+        self._slab = slab
+        self._sizes = sizes
+        self._check = check
+        self._first = start
+        self._changed = asyncio.Condition()
+
+    async def lease(self, layer: int, update: int = 0) -> Lease:
+        """Wait for the layer's lease of an update. Only a follower needs the update."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._place(layer, update) is not None)
+            start = self._place(layer, update)
+            assert start is not None
+            self._hold(layer, start)
+        return Lease(layer, self._first + start, self._slab[start : start + self._sizes[layer]])
+
+    async def wake(self) -> None:
+        """Make every waiting caller test its condition again, and `check` with it."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    @abstractmethod
+    def _place(self, layer: int, update: int) -> int | None:
+        """Return the byte at which the layer's lease may start, or None if it must still wait."""
+
+    @abstractmethod
+    def _hold(self, layer: int, start: int) -> None:
+        """Note that the layer has a lease from byte `start` on."""
+
+
+class GradientSlab(Slab):
+    """Chooses where leases lie.
+
+    Layers that stay in the slab have fixed places. Behind these, each layer that only passes through gets the first gap
+    that is large enough. If the slab has room for all layers, each of them has a fixed place. If clipped gradients wait
+    here for their scale, the slab must hold all of them, so they stay.
+    """
+
+    def __init__(
+        self, slab: torch.Tensor, sizes: Sequence[int], check: Callable[[], None] = lambda: None, start: int = 0, *,
+        passing: Set[int] | None = None, aliased: bool = False,
+    ) -> None:  # fmt: skip
+        """Divide the slab into fixed places and the room for layers that pass through.
+
+        slab, sizes, check, start: as for every Slab.
         passing: layers that only pass through; None: all.
         aliased: layers have places as in a slab for all of them, but take the same memory in turn.
 
         Raises CapacityError unless the layers that stay and the largest layer that passes fit together.
         """
-        self._check = check
-        self._slab = slab
-        self._first = start
-        self._sizes = sizes
+        super().__init__(slab, sizes, check, start)
         layers = range(len(sizes))
         has_all = aliased or slab.nbytes >= sum(sizes)
         passes = frozenset() if has_all else frozenset(layers) if passing is None else passing
@@ -71,28 +100,16 @@ class GradientSlab:
         if slab.nbytes < needed:
             raise CapacityError(f"the slab has {slab.nbytes} bytes, what stays and the largest layer need {needed}")
         self._held: dict[int, int] = {}  # by layer: first byte of its lease
-        self._changed = asyncio.Condition()
-
-    async def lease(self, layer: int) -> Lease:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._place(layer) is not None)
-            start = self._place(layer)
-            assert start is not None
-            self._held[layer] = start
-        return Lease(layer, self._first + start, self._slab[start : start + self._sizes[layer]])
 
     async def release(self, layer: int) -> None:
         async with self._changed:
             del self._held[layer]
             self._changed.notify_all()
 
-    async def wake(self) -> None:
-        """Make every waiting caller test its condition again, and `check` with it."""
-        async with self._changed:
-            self._changed.notify_all()
+    def _hold(self, layer: int, start: int) -> None:
+        self._held[layer] = start
 
-    def _place(self, layer: int) -> int | None:
-        """Return the byte at which the layer's lease may start, or None if it must still wait."""
+    def _place(self, layer: int, update: int) -> int | None:
         self._check()
         if layer in self._held:
             return None
@@ -109,10 +126,10 @@ class GradientSlab:
         return end if self._slab.nbytes - end >= size else None
 
 
-class FollowerSlab:
+class FollowerSlab(Slab):
     """Returns the leases of a rank that is not the first of its host.
 
-    The first rank chooses where leases lie, publishes it in signal words, and releases them. Event loop only.
+    The first rank chooses where leases lie, publishes it in signal words, and releases them.
     """
 
     def __init__(
@@ -128,23 +145,12 @@ class FollowerSlab:
         sizes, check: as for the first rank's GradientSlab.
         placed_at: returns where a layer's lease of an update begins, or None while that is not published.
         """
-        self._slab = slab
-        self._sizes = sizes
+        super().__init__(slab, sizes, check)
         self._placed_at = placed_at
-        self._check = check
-        self._changed = asyncio.Condition()
 
-    async def lease(self, layer: int, update: int) -> Lease:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._start(layer, update) is not None)
-        start = self._start(layer, update)
-        assert start is not None
-        return Lease(layer, start, self._slab[start : start + self._sizes[layer]])
-
-    async def wake(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    def _start(self, layer: int, update: int) -> int | None:
+    def _place(self, layer: int, update: int) -> int | None:
         self._check()
         return self._placed_at(layer, update)
+
+    def _hold(self, layer: int, start: int) -> None:
+        pass  # the first rank keeps account

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatrain_ray.engine.device.device import Event
-from megatrain_ray.engine.host.host_state import MomentumPart
 from megatrain_ray.engine.layout.model_layout import WeightPart
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.residency import FragmentId
@@ -23,29 +22,27 @@ EVERY_GENERATION = 1 << 62  # larger than any generation that is reached
 
 
 class HostWeights(NamedTuple):
-    """Holds a fragment of a layer's working copy in host memory, or this rank's part of it.
+    """Holds a fragment of a layer's working copy in host memory, or this rank's part of it."""
 
-    parts: the pieces of the fragment, one after another.
-    ready_at_s: when the weights became ready on the virtual clock.
-    """
+    parts: Sequence[WeightPart]  # one after another
+    ready_at_s: float  # on the virtual clock
 
-    parts: Sequence[WeightPart]
-    ready_at_s: float
+
+class MomentumPart(NamedTuple):
+    """Holds the part of the requested moments that one shard keeps."""
+
+    start: int  # first element, counted from the beginning of what was requested
+    values: torch.Tensor  # 1-D fp32
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Represents a temporary hold on a part of the slab, for one layer's gradient or its Muon directions.
-
-    start_bytes: where the layer's gradient or directions begin in the slab.
-    region: 1-D uint8 view of the slab: all of the gradient or directions, or this rank's part.
-    free_at_s: when the region became free on the virtual clock.
-    """
+    """Represents a temporary hold on a part of the slab, for one layer's gradient or its Muon directions."""
 
     layer: int
-    start_bytes: int
-    region: torch.Tensor
-    free_at_s: float = 0.0
+    start_bytes: int  # where the layer's gradient or directions begin in the slab
+    region: torch.Tensor  # 1-D uint8 view of the slab: all of the gradient or directions, or this rank's part
+    free_at_s: float = 0.0  # on the virtual clock
 
 
 class ParamSource(Protocol):
@@ -72,7 +69,9 @@ class ParamSource(Protocol):
         """
 
 
-class GradSink(Protocol):
+class Host(ParamSource, Protocol):
+    """Is a source of weights and a sink of gradients."""
+
     async def lease(self, layer: int, update: int) -> Lease:
         """Wait for room in the slab for the layer's gradient of this update, and return the lease.
 
@@ -97,7 +96,3 @@ class GradSink(Protocol):
 
     async def close(self) -> None:
         """Stop all background work. Idempotent."""
-
-
-class Host(ParamSource, GradSink, Protocol):
-    """Combines both directions: it is a source of weights and a sink of gradients."""

@@ -16,39 +16,79 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.host.gradient_slab import FollowerSlab, GradientSlab, held_slab_bytes
-from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
-from megatrain_ray.engine.host.interfaces import HostWeights, Lease
+from megatrain_ray.engine.host.gradient_slab import FollowerSlab, GradientSlab, Slab, held_slab_bytes
+from megatrain_ray.engine.host.interfaces import HostWeights, Lease, MomentumPart
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.host.signal_words import SlabRegion
-from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
+from megatrain_ray.engine.layout.flat_layout import ElementRange
+from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout, WeightPart
+from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
 from megatrain_ray.errors import DeadlineError, MegatrainError
 
+
+class WorkingArena:
+    """Locates the working copies of layers that stream and are not on disk, as far as this host has them."""
+
+    def __init__(self, plan: Plan, layout: ModelLayout, working: torch.Tensor) -> None:
+        """Use `working`: these layers one after another, 1-D, ModelLayout.size_among(these layers) elements."""
+        self._layout = layout
+        self._starts = layout.starts_among(plan.weights_on_host)
+        self._working = working
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        """Return everything that the host has of a layer: 1-D, padded."""
+        return self._working[self._starts[layer] :][: self._layout.shares[layer].size]
+
+    def part(self, fragment: FragmentId) -> WeightPart:
+        """Return a fragment as one part. There must be a single host, which has all of it."""
+        return self.of_span(fragment.layer, self._layout.layers[fragment.layer].fragments[fragment.index])
+
+    def of_span(self, layer: int, span: ElementRange) -> WeightPart:
+        """Return a span (padded) of what the host has of a layer.
+
+        If the host does not have the whole layer, the span must be all trained or all frozen.
+        """
+        start = self._layout.shares[layer].position(span.start)
+        return WeightPart(span.start, self.of_layer(layer)[start : start + span.size])
+
+
+class Momenta:
+    """Finds first moments in the state of all shards. They are read for Muon's orthogonalisation only."""
+
+    def __init__(self, layouts: Sequence[ShardLayout], tensors: Sequence[torch.Tensor]) -> None:
+        """Use m of each shard: 1-D fp32 of ShardLayout.size elements."""
+        self._shards = tuple(zip(layouts, tensors, strict=True))
+
+    def of(self, layer: int, span: ElementRange) -> list[MomentumPart]:
+        """Return parts that together hold the first moments of a span (padded) of the layer."""
+        found = []
+        for layout, m in self._shards:
+            held, own = layout.spans[layer], m[layout.slice(layer)]
+            start, stop = max(held.start, span.start), min(held.stop, span.stop)
+            if start < stop:
+                found.append(MomentumPart(start - span.start, own[start - held.start : stop - held.start]))
+        # One without elements for an empty span: a fetch waits for the end of the last part's copy.
+        return found or [MomentumPart(0, self._shards[0][1][:0])]
+
+
 WATCH_SLICE_S = 0.5  # longest sleep of the watcher before it checks whether it should stop
 
 
 class SharedHost:
-    """Serves a GPU worker as ParamSource and GradSink. Build and use it on one event loop.
+    """Serves a GPU worker as its Host. Build and use it on one event loop.
 
     A watcher thread sleeps on the shards' bell and wakes the loop. So a generation costs the loop one wake-up, not
     polling.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        layout: ModelLayout,
-        working: torch.Tensor,
-        slab: torch.Tensor,
-        words: SharedUpdateState,
-        momenta: Momenta,
-        disk: DiskWeights | None = None,
-        rank: int = 0,
-    ) -> None:
+        self, plan: Plan, layout: ModelLayout, working: torch.Tensor, slab: torch.Tensor, words: SharedUpdateState,
+        momenta: Momenta, disk: DiskWeights | None = None, rank: int = 0,
+    ) -> None:  # fmt: skip
         """Attach to the shared memory and start the watcher.
 
         layout: layout of this host.
@@ -68,20 +108,22 @@ class SharedHost:
         self._words = words
         self._deadline_s = plan.update_deadline_s
         self._momenta = momenta
-        held, sizes = (
-            held_slab_bytes(plan, layout),
-            layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab),
-        )
-        passing, aliased = plan.slab_transit_layers, held < plan.gradients.slab_bytes
-        self._slab = GradientSlab(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
         self._stored = frozenset(plan.gradients_on_disk)
+        held = held_slab_bytes(plan, layout)
+        sizes = layout.gradient_bytes(plan.gradients.slab_itemsize, plan.never_in_slab)
+        passing, aliased = plan.slab_transit_layers, held < plan.gradients.slab_bytes
+        self._gradients = GradientSlab(slab[:held], sizes, self._check, passing=passing, aliased=aliased)
         self._directions = GradientSlab(slab[held:], layout.direction_bytes, self._check, start=held)
-        self._pools = {SlabRegion.GRADIENT: self._slab, SlabRegion.DIRECTIONS: self._directions}
-        self._followed = {  # used if this rank is not the first of its host
-            what: FollowerSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
-            for what, of_layers in ((SlabRegion.GRADIENT, sizes), (SlabRegion.DIRECTIONS, layout.direction_bytes))
+        self._slabs: dict[SlabRegion, Slab] = {
+            SlabRegion.GRADIENT: self._gradients,
+            SlabRegion.DIRECTIONS: self._directions,
         }
-        self._held: dict[int, int] = {}
+        if self._host_rank > 0:
+            self._slabs = {
+                what: FollowerSlab(slab, of_layers, partial(words.gradients.placed_at, what), self._check)
+                for what, of_layers in ((SlabRegion.GRADIENT, sizes), (SlabRegion.DIRECTIONS, layout.direction_bytes))
+            }
+        self._held: dict[int, int] = {}  # first rank: updates that have not consumed a landed gradient yet, by layer
         self._changed = asyncio.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -127,9 +169,7 @@ class SharedHost:
         is_first = self._host_rank == 0
         try:
             async with asyncio.timeout(self._deadline_s):
-                lease = await (
-                    self._pools[what].lease(layer) if is_first else self._followed[what].lease(layer, update)
-                )
+                lease = await self._slabs[what].lease(layer, update)
         except TimeoutError:
             waited = f"for the {what.name.lower()} of layer {layer} within {self._deadline_s:.0f} s"
             if is_first:
@@ -140,10 +180,7 @@ class SharedHost:
         return lease
 
     def _own_part(self, lease: Lease, itemsize: int) -> Lease:
-        """Return the lease with only this rank's part as its region.
-
-        itemsize: bytes of an element of what lies there.
-        """
+        """Return the lease with only this rank's part as its region. An element there has `itemsize` bytes."""
         if self._num_ranks == 1:
             return lease
         first = self._layout.shares[lease.layer].trained.start
@@ -173,20 +210,17 @@ class SharedHost:
 
     async def _reached(self, layer: int, generation: int) -> None:
         if self._words.generations.of_layer(layer) < generation:
-            await self._wait(layer, generation, lambda: self._words.generations.of_layer(layer) >= generation)
+            await self._wait(layer, generation, lambda: True)
 
     async def _written(self, layer: int, generation: int) -> None:
         """Wait until the layer has this generation and the disk has it too."""
         assert self._disk is not None
-        disk = self._disk
-        await self._wait(
-            layer, generation, lambda: self._words.generations.of_layer(layer) >= generation and disk.are_written(layer)
-        )
+        await self._wait(layer, generation, partial(self._disk.are_written, layer))
 
-    async def _wait(self, layer: int, generation: int, there: Callable[[], bool]) -> None:
+    async def _wait(self, layer: int, generation: int, is_complete: Callable[[], bool]) -> None:
         def arrived() -> bool:
             self._check()
-            return there()
+            return self._words.generations.of_layer(layer) >= generation and is_complete()
 
         try:
             async with asyncio.timeout(self._deadline_s), self._changed:
@@ -209,9 +243,8 @@ class SharedHost:
             await self._wake()
 
     async def _wake(self) -> None:
-        for what in SlabRegion:
-            await self._pools[what].wake()
-            await self._followed[what].wake()
+        for slab in self._slabs.values():
+            await slab.wake()
         async with self._changed:
             self._changed.notify_all()
 
@@ -224,7 +257,7 @@ class SharedHost:
                 done = self._words.gradients.stored if layer in self._stored else self._words.generations.of_layer
                 if done(layer) >= update:
                     del self._held[layer]
-                    await self._slab.release(layer)
+                    await self._gradients.release(layer)
                     if self._layout.layers[layer].num_muon:
                         await self._directions.release(layer)
             await self._wake()

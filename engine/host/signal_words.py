@@ -1,10 +1,10 @@
 """Owns the words in shared memory by which GPU workers and optimizer shards signal each other.
 
-Update u of a layer takes these steps. The worker stores its gradient in the slab, lands it (gradient_mailbox.py), and
-commits the update's parameters (update_log.py), before or after. If the gradient waits on disk, each shard publishes
-that it has stored its part. Then each shard marks the layer as begun, writes it, and publishes generation u
-(generations.py). With several workers (ranks), the first one decides where a gradient lies and commits; each stores and
-lands its own part.
+shared_update_state.py reads and writes them. Update u of a layer takes these steps. The worker stores its gradient in
+the slab, lands it, and commits the update's parameters, before or after. If the gradient waits on disk, each shard
+publishes that it has stored its part. Then each shard marks the layer as begun, writes it, and publishes generation u.
+With several workers (ranks), the first one decides where a gradient lies and commits; each stores and lands its own
+part.
 
 Stores release and loads acquire, so a process that sees a word also sees what was written before it. Doorbells count
 changes: a waiter that reads the bell before it tests its condition misses nothing.

@@ -21,7 +21,6 @@ class PlaceInWhole(NamedTuple):
 
 
 def name_of_range(first: int, size: int) -> str:
-    """Return the name of the module that holds `size` experts from `first` on, within the module of all experts."""
     return f"[{first}:{first + size}]"
 
 
@@ -31,18 +30,11 @@ def whole_name(name: str) -> str:
 
 
 def place_in_whole(name: str, shape: tuple[int, ...]) -> PlaceInWhole:
-    """Return where a parameter's elements lie in a checkpoint. One that is no range of experts starts at element 0.
-
-    shape: shape of the parameter `name`.
-    """
+    """Return where a parameter's elements lie in a checkpoint. One that is no range of experts starts at element 0."""
     found = RANGE.search(name)
     return PlaceInWhole(whole_name(name), int(found[1]) * math.prod(shape[1:]) if found else 0)
 
 
 def joined_shape(shape: tuple[int, ...] | None, further: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a stack of experts with one more range appended.
-
-    shape: shape of the stack so far; None: there is none yet.
-    further: shape of the range.
-    """
+    """Return the shape of a stack of experts (None: there is none yet) with one more range appended."""
     return further if shape is None else (shape[0] + further[0], *shape[1:])

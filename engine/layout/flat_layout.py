@@ -22,7 +22,21 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.layout.expert_names import PlaceInWhole, place_in_whole
-from megatrain_ray.engine.layout.parameter_group import COMMON, ParameterGroup
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Describes how the parameters of a group are trained."""
+
+    trained: bool = True
+    lr_scale: float = 1.0  # factor on the learning rate of the step
+    weight_decay: float | None = None  # None: the run's weight decay, if the parameter decays at all
+    muon: bool | None = None  # whether Muon trains it; None: as the run's optimizer says
+
+
+COMMON = ParameterGroup()
+FROZEN = ParameterGroup(trained=False)
+
 
 ALIGN_ELEMENTS = 128  # 256 bytes of a two-byte type: coalesced loads, and every cut below stays on a vector boundary
 CUT_ELEMENTS = 2048  # 4096 bytes of a two-byte type: O_DIRECT- and page-safe for every state class
@@ -49,7 +63,7 @@ def starts_of(sizes: Iterable[int], aliased_size: int | None = None) -> tuple[in
 
 
 class ElementRange(NamedTuple):
-    """Represents a half-open range of elements."""
+    """Represents a half-open range of elements or bytes."""
 
     start: int
     stop: int
@@ -91,17 +105,12 @@ class Segment(ParameterSpec):
 
 
 class ParamRun(NamedTuple):
-    """Represents consecutive elements of one parameter.
-
-    padded, logical: its first element in the two coordinate systems of the flat.
-    in_segment: its first element, counted from the parameter's first.
-    length: number of elements.
-    """
+    """Represents consecutive elements of one parameter, by the first one in three coordinates, and their number."""
 
     segment: Segment
     padded: int
     logical: int
-    in_segment: int
+    in_segment: int  # counted from the parameter's first element
     length: int
 
     @property
@@ -116,32 +125,35 @@ class FlatLayout:
 
     Parameters are aligned, and in model order within each part. The padded size of each part is a multiple of
     CUT_ELEMENTS.
-
-    fragments: spans that are uploaded separately; together they cover the flat.
-    adamw: span of the first part.
-    trained: span of the first two parts.
     """
 
     name: str
     segments: tuple[Segment, ...]
-    fragments: tuple[ElementRange, ...]
-    adamw: ElementRange
-    trained: ElementRange
+    fragments: tuple[ElementRange, ...]  # uploaded separately; together they cover the flat
+    adamw: ElementRange  # the first part
+    trained: ElementRange  # the first two parts
     frozen: ElementRange
 
     @staticmethod
     def build(name: str, parameters: Sequence[ParameterSpec], num_fragments: int = 1) -> FlatLayout:
+        segments: list[Segment] = []
+        ends, position = [], 0
         trained = [p for p in parameters if p.group.trained]
-        adamw = _place([p for p in trained if not p.muon], 0)
-        first_muon = _end(adamw, 0)
-        muon = _place([p for p in trained if p.muon], first_muon)
-        cut = _end(muon, first_muon)
-        frozen = _place([p for p in parameters if not p.group.trained], cut)
-        size = _end(frozen, cut)
-        segments = (*adamw, *muon, *frozen)
-        fragments = _fragments(segments, size, num_fragments)
+        by_adamw, by_muon = [p for p in trained if not p.muon], [p for p in trained if p.muon]
+        for of_part in (by_adamw, by_muon, [p for p in parameters if not p.group.trained]):
+            for p in of_part:
+                segments.append(Segment(**vars(p), start=position))
+                position = round_up(segments[-1].stop, ALIGN_ELEMENTS)
+            position = round_up(position, CUT_ELEMENTS)
+            ends.append(position)
+        adamw_end, trained_end, size = ends
         return FlatLayout(
-            name, segments, fragments, ElementRange(0, first_muon), ElementRange(0, cut), ElementRange(cut, size)
+            name,
+            tuple(segments),
+            _fragments(segments, size, num_fragments),
+            adamw=ElementRange(0, adamw_end),
+            trained=ElementRange(0, trained_end),
+            frozen=ElementRange(trained_end, size),
         )
 
     @cached_property
@@ -175,8 +187,7 @@ class FlatLayout:
         return tuple(s for s in self.trained_segments if s.muon)
 
     @cached_property
-    def owned(self) -> tuple[Segment, ...]:
-        """Return the segments that hold elements: all except the tied ones."""
+    def owned(self) -> tuple[Segment, ...]:  # all except the tied ones, which hold no elements
         return tuple(s for s in self.segments if not s.tied_to)
 
     @cached_property
@@ -184,7 +195,6 @@ class FlatLayout:
         return {s.name: s for s in self.segments}
 
     def segment(self, name: str) -> Segment:
-        """Return the segment of a parameter. Raises KeyError for a name that is not in this layer."""
         return self._by_name[name]
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
@@ -193,10 +203,8 @@ class FlatLayout:
         return flat[segment.start : segment.stop].view(segment.shape)
 
     def trained_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of `flat` (1-D, padded) for all trained parameters, by name.
-
-        Views of 12 parameters take 11 µs here, and 24 µs with one `view` after the other.
-        """
+        """Return views of `flat` (1-D, padded) for all trained parameters, by name."""
+        # 12 parameters take 11 µs, and 24 µs with one `view` after the other.
         start = flat.storage_offset()
         return {name: flat.as_strided(*geometry, start + offset) for name, geometry, offset in self._geometries}
 
@@ -232,23 +240,6 @@ class FlatLayout:
 
     def _logical_position(self, padded: int) -> int:
         return sum(max(0, min(s.stop, padded) - s.start) for s in self.owned)
-
-
-def _place(parameters: Sequence[ParameterSpec], position: int) -> list[Segment]:
-    segments = []
-    for p in parameters:
-        segment = Segment(**vars(p), start=position)
-        segments.append(segment)
-        position = round_up(segment.stop, ALIGN_ELEMENTS)
-    return segments
-
-
-def _end(segments: Sequence[Segment], start: int) -> int:
-    """Return where a part that begins at `start` ends, rounded up to a multiple of CUT_ELEMENTS.
-
-    segments: those of the part; there may be none.
-    """
-    return round_up(max((s.stop for s in segments), default=start), CUT_ELEMENTS)
 
 
 def _fragments(segments: Sequence[Segment], size: int, num_fragments: int) -> tuple[ElementRange, ...]:

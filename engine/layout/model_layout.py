@@ -39,10 +39,7 @@ class HostShare(NamedTuple):
         return self.trained.size + self.frozen.size
 
     def position(self, padded: int) -> int:
-        """Return where an element lies in the share, counted from the share's beginning.
-
-        padded: padded coordinate of the element in the layer; it must be in the share.
-        """
+        """Return where an element of the share (padded coordinate in the layer) lies, counted from its beginning."""
         in_trained = padded - self.trained.start
         return in_trained if padded < self.frozen.start else self.trained.size + padded - self.frozen.start
 
@@ -82,14 +79,13 @@ class ModelLayout:
         return sum(layer.size for layer in self.layers)
 
     def starts_among(self, layers: Set[int] | None) -> tuple[int, ...]:
-        """Return each layer's first element in an arena that holds this host's shares of some layers in order.
+        """Return each layer's first element in an arena of this host's shares of some layers, in order.
 
         layers: the layers in the arena; None: all. The others take no room.
         """
         return starts_of(self._sizes_among(layers), self.aliased_size)
 
     def size_among(self, layers: Set[int] | None) -> int:
-        """Return the number of elements of the arena of `starts_among(layers)`."""
         size = sum(self._sizes_among(layers))
         return size if self.aliased_size is None else min(size, self.aliased_size)
 
@@ -113,12 +109,12 @@ class ModelLayout:
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
-        """Return the layers of which something is trained, in the order of a forward."""
+        """Return the layers of which something is trained."""
         return tuple(i for i, size in enumerate(self.trained_sizes) if size)
 
     @cached_property
     def with_muon(self) -> tuple[int, ...]:
-        """Return the layers of which Muon trains something, in the order of a forward."""
+        """Return the layers of which Muon trains something."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.num_muon)
 
     @cached_property
@@ -126,19 +122,16 @@ class ModelLayout:
         return tuple(i for i, size in enumerate(self.trained_sizes) if not size)
 
     def gradient_bytes(self, itemsize: int, staying: Set[int] = frozenset()) -> tuple[int, ...]:
-        """Return the padded bytes of this host's share of each layer's gradient. 0 if nothing of a layer is trained.
+        """Return the padded bytes of this host's share of each layer's gradient.
 
         itemsize: bytes of an element.
-        staying: layers whose gradient stays where it was made; they also count 0.
+        staying: layers whose gradient stays where it was made; they count 0.
         """
         return tuple(size * itemsize if i not in staying else 0 for i, size in enumerate(self.host_trained_sizes))
 
     @property
     def direction_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each layer's Muon directions, which are bf16 at the coordinates of its gradient.
-
-        0 for a layer of which Muon trains nothing.
-        """
+        """Return the bytes of each layer's Muon directions, which are bf16 at the coordinates of its gradient."""
         return tuple(layer.trained.size * DIRECTION_BYTES if layer.num_muon else 0 for layer in self.layers)
 
     @cached_property
@@ -174,8 +167,5 @@ class ModelLayout:
 
 
 def largest_share(layout: ModelLayout, num_hosts: int) -> ModelLayout:
-    """Return the layout of the host with the largest share of every layer.
-
-    That is the last host, because cuts round down.
-    """
+    """Return the layout of the host with the largest share of every layer: the last one, because cuts round down."""
     return layout.on_host(num_hosts - 1, num_hosts)

@@ -18,25 +18,18 @@ class ShardLayout:
 
     It owns a contiguous span of the host's share of every layer's trained part, and one of every frozen part. The state
     of the trained spans is stored one after the other in its state arenas.
-
-    index, num_shards: number of this shard, and of shards, among those of this host.
-    granularity: spans are cut at multiples of so many elements.
-    layers: layers that are divided among these shards, which own nothing of others.
-    spilled: layers among these whose state is on disk; it takes no room in the arenas (plan/spill_layout.py).
-    on_disk: layers among the spilled ones whose working copy is on disk, too.
     """
 
     model: ModelLayout
-    index: int
-    num_shards: int
-    granularity: int = CUT_ELEMENTS
-    layers: Set[int] | None = None  # None: all
-    spilled: Set[int] = frozenset()
-    on_disk: Set[int] = frozenset()
+    index: int  # among the shards of this host
+    num_shards: int  # of this host
+    granularity: int = CUT_ELEMENTS  # spans are cut at multiples of so many elements
+    layers: Set[int] | None = None  # that are divided among these shards, which own nothing of others; None: all
+    spilled: Set[int] = frozenset()  # of these: state on disk, so no room in the arenas (plan/spill_layout.py)
+    on_disk: Set[int] = frozenset()  # of the spilled ones: the working copy is on disk, too
 
     @property
-    def number(self) -> int:
-        """Return the shard's number among the shards of all hosts."""
+    def number(self) -> int:  # among the shards of all hosts
         return self.model.host * self.num_shards + self.index
 
     @cached_property
@@ -71,16 +64,8 @@ class ShardLayout:
 
     @cached_property
     def filled(self) -> frozenset[int]:
-        """Return the layers whose initial values are loaded.
-
-        If memory is aliased, these are the layers whose memory no earlier layer has.
-        """
+        """Return the layers whose initial values are loaded. In aliased memory, no earlier layer has their memory."""
         return self.model.first_among(self.layers)
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Return the first element of each layer's part in this shard's state arenas. Spilled layers take no room."""
-        return starts_of(self._in_memory(self.spans), self._aliased_size)
 
     @cached_property
     def v_spans(self) -> tuple[ElementRange, ...]:
@@ -92,12 +77,16 @@ class ShardLayout:
         )
 
     @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Return the first element of each layer's part in this shard's state arenas. Spilled layers take no room."""
+        return starts_of(self._in_memory(self.spans), self._aliased_size)
+
+    @cached_property
     def v_starts(self) -> tuple[int, ...]:
-        """Return the first element of each layer's part in the arena of second moments. Spilled layers take no room."""
+        """Return the same for the arena of second moments."""
         return starts_of(self._in_memory(self.v_spans), self._aliased_size)
 
     def _in_memory(self, spans: Sequence[ElementRange]) -> list[int]:
-        """Return the elements that each layer's span takes in the state arenas; 0 if the layer spills."""
         return [0 if i in self.spilled else span.size for i, span in enumerate(spans)]
 
     def _held(self, spans: Sequence[ElementRange]) -> int:
@@ -128,5 +117,5 @@ class ShardLayout:
         return sum(self.size_of(kind) * dtype.itemsize for kind, dtype in kinds)
 
     def slice(self, layer: int) -> slice:
-        """Return where layer `layer`'s part lies in this shard's state arenas, in elements."""
+        """Return where the layer's part lies in this shard's state arenas, in elements."""
         return slice(self.starts[layer], self.starts[layer] + self.spans[layer].size)

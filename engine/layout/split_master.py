@@ -20,15 +20,12 @@ HALF = 0x8000  # half of a working copy's last place, in fp32 bits
 
 
 def to_working(master: Tensor) -> Tensor:
-    """Return the working copy (bf16) of an FP32 tensor of any shape. Raises TypeError for any other type."""
+    """Return the working copy (bf16) of an FP32 tensor of any shape. Raises as `split_into`."""
     return split(master)[0]
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return working copy (bf16) and residual (int16) of an FP32 tensor of any shape.
-
-    Raises TypeError for any other type.
-    """
+    """Return working copy (bf16) and residual (int16) of an FP32 tensor of any shape. Raises as `split_into`."""
     working = torch.empty_like(master, dtype=torch.bfloat16)
     residual = torch.empty_like(master, dtype=torch.int16)
     split_into(master, working, residual)

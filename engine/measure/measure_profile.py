@@ -57,10 +57,9 @@ class Effort:
 def measure(
     machine: MachineName, make_device: MakeDevice, num_threads: int, effort: Effort | None = None
 ) -> HardwareProfile:
-    """Measure the profile of this machine.
+    """Measure the profile of this machine. The optimizer has `num_threads`.
 
-    make_device: makes a device with the numerics of a precision; only one exists at a time.
-    num_threads: threads of the optimizer.
+    Of devices, which `make_device` makes with the numerics of a precision, only one exists at a time.
     """
     return _Measurement(make_device, num_threads, effort or Effort()).profile(machine)
 
@@ -125,10 +124,7 @@ class _Measurement:
             start = stop
 
     def _updates_s(self, memory: torch.Tensor, copies: _Copies, both_s: float) -> tuple[float, float]:
-        """Return the seconds of one update by itself, and of one while copies run in both directions.
-
-        both_s: seconds of one copy while both directions run.
-        """
+        """Return the seconds of an update by itself, and of one while copies run in both directions (`both_s` each)."""
         *state, gradient = self._views(memory, STATE)
         layer = FlatLayout.build("profile", [ParameterSpec("w", "w", (self._effort.elements,))])
         shard = ShardLayout(ModelLayout((layer,), ("w",)), 0, 1)
@@ -212,12 +208,10 @@ class _Copies:
 
 
 def _median_s(work: Callable[[int], object], budget_s: float) -> float:
-    """Return the median seconds of some work.
+    """Return the median seconds of `work`, which does it as often as its argument says, then waits for all of it.
 
     The first call allocates memory, and does not count. The second one determines how often a round repeats the work,
     so that waiting at its end costs little.
-
-    work: does the work as often as its argument says, then waits for all of it.
     """
     for count in (1, 1):
         once_s = _seconds(partial(work, count))

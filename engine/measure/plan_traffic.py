@@ -32,13 +32,10 @@ def moved_bytes(plan: Plan, structure: ModelStructure) -> dict[str, int]:
     layout = structure.layout(plan.num_fragments)
     of_muon = _muon_bytes(plan, layout)
     leaving, updated = (sum(layout.layers[i].trained.size for i in of) for of in (plan.layer_order, layout.updated))
-    divided = leaving * plan.gradients.offload_dtype.itemsize + sum(
-        layout.direction_bytes
-    )  # each GPU copies its part of these
-    num_partial = (
-        plan.step.num_micro_batches - 1 if plan.gradients.sums is Tier.HOST else 0
-    )  # offloads of a layer's partial sum
-    sums = num_partial * updated * plan.gradients.accumulate_dtype.itemsize
+    # Each GPU copies its part of these.
+    divided = leaving * plan.gradients.offload_dtype.itemsize + sum(layout.direction_bytes)
+    num_partial_sums = plan.step.num_micro_batches - 1 if plan.gradients.sums is Tier.HOST else 0
+    sums = num_partial_sums * updated * plan.gradients.accumulate_dtype.itemsize
     spilled = plan.precision.state_bytes * sum(layout.layers[i].trained.size for i in plan.spilled_layers)
     weights = plan.precision.working_dtype.itemsize * sum(layout.layers[i].size for i in plan.weights_on_disk)
     stored = plan.gradients.offload_dtype.itemsize * sum(layout.layers[i].trained.size for i in plan.gradients_on_disk)
@@ -66,8 +63,7 @@ def _muon_bytes(plan: Plan, layout: ModelLayout) -> int:
 
     These are the momenta and, with clipping, the gradients that waited for the scale.
     """
-    momenta = torch.float32.itemsize
-    each = (
-        momenta if plan.step.update_order is UpdateOrder.BACKWARD else momenta + plan.gradients.offload_dtype.itemsize
-    )
+    each = torch.float32.itemsize
+    if plan.step.update_order is not UpdateOrder.BACKWARD:
+        each += plan.gradients.offload_dtype.itemsize
     return each * sum(layout.layers[layer].trained.size for layer in layout.with_muon)

@@ -36,17 +36,16 @@ class ResidentModel:
     """
 
     def __init__(self, factory: ModelFactory, structure: ModelStructure, plan: Plan, device: Device) -> None:
-        """Allocate the weights and build the model.
+        """Allocate weights as a training run with this plan has, and build the model.
 
-        plan: plan of a training run.
         Raises torch.OutOfMemoryError if the weights do not fit the device.
         """
         self.device = device
         self._plan = plan
         self._layout = layout = structure.layout(plan.num_fragments)
-        self._memory = device.allocate(layout.size * plan.precision.working_dtype.itemsize)
-        self._model = BoundModel(factory, structure, layout, _resident_plan(plan, 1), device, self._memory)
         itemsize = plan.precision.working_dtype.itemsize
+        self._memory = device.allocate(layout.size * itemsize)
+        self._model = BoundModel(factory, structure, layout, _resident_plan(plan, 1), device, self._memory)
         regions = {
             FragmentId(i, f): self._memory[(start + span.start) * itemsize : (start + span.stop) * itemsize]
             for i, (start, layer) in enumerate(zip(layout.starts, layout.layers, strict=True))

@@ -11,12 +11,10 @@ from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 
 
 def predict_stall_s(plan: Plan, step_s: float, write_bytes_per_s: float, copy_bytes_per_s: float) -> float:
-    """Return how many seconds a save will delay updates.
+    """Return how many seconds a save will delay updates. Rates are those of all hosts together.
 
     One step passes between two updates of a layer. What is not written to disk by then is copied into spare RAM.
     Updates wait for the disk only for what does not fit there.
-
-    write_bytes_per_s, copy_bytes_per_s: rates of all hosts together.
     """
     late = max(0.0, plan.updated_bytes - write_bytes_per_s * step_s)
     copied = min(late, plan.hosts.num_hosts * plan.saves.copy_bytes)

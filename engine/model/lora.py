@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_ray.engine.layout.parameter_group import ParameterGroup
+from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.parameter_rules import ParameterRules, near
 from megatrain_ray.engine.model.structure import ModelFactory
 from megatrain_ray.errors import ConfigError

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from megatrain_ray.engine.layout.expert_names import whole_name
-from megatrain_ray.engine.layout.parameter_group import COMMON, FROZEN, ParameterGroup
+from megatrain_ray.engine.layout.flat_layout import COMMON, FROZEN, ParameterGroup
 from megatrain_ray.errors import ConfigError
 
 NEAR = 0.4  # cutoff of difflib's ratio; low, since even the intended name is not very similar to a pattern

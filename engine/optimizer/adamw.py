@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 from torch import Tensor
 
@@ -19,38 +19,26 @@ _FIELDS = "<qqddqq"  # of UpdateParams, as struct packs them: 8 bytes each
 
 @dataclass(frozen=True)
 class AdamWConstants:
-    """Holds AdamW's constants, as `torch.optim.AdamW` takes them.
-
-    weight_decay: of parameters that decay and whose group sets none of its own, including those that Muon trains.
-    muon: Muon's constants, if it trains anything.
-    moments_seed: seed of the random bits with which bf16 moments are rounded. None: moments are FP32, as Muon's
-        momentum is.
-    """
+    """Holds AdamW's constants, as `torch.optim.AdamW` takes them, and Muon's, if it trains anything."""
 
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
+    weight_decay: float  # of parameters that decay and whose group sets none of its own, also of those that Muon trains
     muon: Muon | None = None
-    moments_seed: int | None = None
+    moments_seed: int | None = None  # of the random bits that round bf16 moments; None: moments are FP32
 
 
 @dataclass(frozen=True)
 class UpdateParams:
-    """Holds what is fixed before the first write of an update, all the way from the engine to the kernels.
+    """Holds what is fixed before the first write of an update, all the way from the engine to the kernels."""
 
-    update: number of the step whose gradients it consumes, from 1.
-    adam_step: AdamW's own step count, which skipped updates do not advance.
-    scale: multiplies gradients, an FP32 value.
-    skip: change nothing.
-    save: a save wants the generation that this update makes. No layer may go beyond it before it is written or copied.
-    """
-
-    update: int
-    adam_step: int
+    update: int  # number of the step whose gradients it consumes, from 1
+    adam_step: int  # AdamW's own step count, which skipped updates do not advance
     lr: float
-    scale: float = 1.0
-    skip: bool = False
+    scale: float = 1.0  # multiplies gradients, an FP32 value
+    skip: bool = False  # change nothing
+    # A save wants the generation that this update makes. No layer may go beyond it before it is written or copied.
     save: bool = False
 
     def to_words(self) -> tuple[int, ...]:
@@ -64,22 +52,15 @@ class UpdateParams:
 
 
 class ParamWeighting(NamedTuple):
-    """Holds what differs from parameter to parameter.
+    """Holds what differs from parameter to parameter."""
 
-    lr_scale: multiplies the update's learning rate.
-    lr_ratio: multiplies it as well where Muon moves the parameter, but not where it decays it.
-    """
-
-    lr_scale: float
+    lr_scale: float  # multiplies the update's learning rate
     weight_decay: float
-    lr_ratio: float = 1.0
+    lr_ratio: float = 1.0  # multiplies it as well where Muon moves the parameter, but not where it decays it
 
 
 class Coefficients(NamedTuple):
-    """Holds torch's coefficients of one update, which are the same for all parameters.
-
-    They are doubles; a kernel rounds them to FP32.
-    """
+    """Holds torch's coefficients of an update, the same for all parameters: doubles, which a kernel rounds to FP32."""
 
     m_weight: float
     v_keep: float
@@ -95,37 +76,48 @@ class Coefficients(NamedTuple):
 class ParamCoefficients(NamedTuple):
     """Holds how an update moves one parameter: it decays, then steps along a direction.
 
-    AdamW's direction is m divided by the root of v. Both numbers are doubles; a kernel rounds them to FP32.
+    AdamW's direction is m divided by the root of v. Both numbers are doubles, which a kernel rounds to FP32.
     """
 
     decay: float
     step_size: float
 
-    @classmethod
-    def of_adamw(cls, hyper: AdamWConstants, params: UpdateParams, weighting: ParamWeighting) -> ParamCoefficients:
-        lr = params.lr * weighting.lr_scale
-        return cls(1 - lr * weighting.weight_decay, -(lr / (1 - hyper.beta1**params.adam_step)))
-
-    @classmethod
-    def of_muon(cls, params: UpdateParams, weighting: ParamWeighting) -> ParamCoefficients:
-        lr = params.lr * weighting.lr_scale
-        return cls(1 - lr * weighting.weight_decay, -(lr * weighting.lr_ratio))
-
 
 class AdamState(NamedTuple):
-    """Holds some elements of one parameter, in 1-D tensors of equal length.
+    """Holds some elements of one parameter, in 1-D tensors of equal length."""
 
-    working: bf16 if the master is split, else the FP32 master itself.
-    residual: int16 if the master is split, else None.
-    m, v: both fp32 or both bf16. v is None for a parameter that Muon trains.
-    """
-
-    working: Tensor
-    residual: Tensor | None
-    m: Tensor
-    v: Tensor | None
+    working: Tensor  # bf16 if the master is split, else the FP32 master itself
+    residual: Tensor | None  # int16 if the master is split, else None
+    m: Tensor  # fp32 or bf16
+    v: Tensor | None  # as m; None for a parameter that Muon trains
 
     def cut(self, span: ElementRange) -> AdamState:
         part = slice(*span)
         residual = None if self.residual is None else self.residual[part]
         return AdamState(self.working[part], residual, self.m[part], None if self.v is None else self.v[part])
+
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(step: int, *, peak: float, min_lr: float, steps: int, warmup_steps: int, schedule: Schedule) -> float:
+    """Return the learning rate of `step` (1-based) in a run of `steps` updates.
+
+    Warm-up: peak * step / warmup_steps, so that step 1 has a rate above zero and step `warmup_steps` has the peak.
+
+    After it, with progress = (step - 1 - warmup_steps) / (steps - warmup_steps) in [0, 1): `cosine` is min_lr + (peak -
+    min_lr) * (1 + cos(pi * progress)) / 2, and `linear` is peak - (peak - min_lr) * progress. They would reach min_lr
+    in the step after the last, so that no update of a run is made at a rate of zero.
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - 1 - warmup_steps) / (steps - warmup_steps)
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak - (peak - min_lr) * progress
+        case "cosine":
+            return min_lr + (peak - min_lr) * (1 + math.cos(math.pi * progress)) / 2
+        case _:
+            assert_never(schedule)

@@ -118,13 +118,9 @@ class TritonAdamW:
         self._hyper = hyper
 
     def update(
-        self,
-        parts: Sequence[ParamSlice],
-        gradient: Tensor,
-        params: UpdateParams,
-        transaction: Transaction | None,
+        self, parts: Sequence[ParamSlice], gradient: Tensor, params: UpdateParams, transaction: Transaction | None,
         directions: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         coefficients = Coefficients.of(self._hyper, params)
         for part in parts:
             of_part = gradient[part.gradient_start : part.gradient_start + part.length]
@@ -142,18 +138,11 @@ class TritonAdamW:
             self._launch(cut, of_span, body - first, counter + first, params, coefficients, move)
 
     def _launch(
-        self,
-        state: AdamState,
-        gradient: Tensor,
-        body: int,
-        counter: int,
-        params: UpdateParams,
-        coefficients: Coefficients,
-        move: ParamCoefficients,
-    ) -> None:
+        self, state: AdamState, gradient: Tensor, body: int, counter: int, params: UpdateParams,
+        coefficients: Coefficients, move: ParamCoefficients,
+    ) -> None:  # fmt: skip
         assert state.v is not None  # only parameters that Muon trains have none
-        is_split, length = state.residual is not None, gradient.numel()
-        is_narrow = state.m.dtype == torch.bfloat16
+        is_split, is_narrow, length = state.residual is not None, state.m.dtype == torch.bfloat16, gradient.numel()
         m, v = (x.view(torch.int16) if is_narrow else x for x in (state.m, state.v))
         _adamw[(triton.cdiv(length, BLOCK),)](
             gradient,

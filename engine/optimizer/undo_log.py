@@ -47,20 +47,14 @@ _SERIAL, _FIRST, _COUNT, _SAVED = range(4)
 
 
 class ParamSlice(NamedTuple):
-    """Describes a run of one parameter in a shard's part of a layer, for an update.
-
-    gradient_start: where the run begins in the padded gradient that is given.
-    first_unit: number of its first unit; units are numbered on from those of the run before.
-    parameter: name of the parameter in a checkpoint.
-    in_parameter: the run's first element in that parameter.
-    """
+    """Describes a run of one parameter in a shard's part of a layer, for an update."""
 
     state: AdamState
-    gradient_start: int
+    gradient_start: int  # where the run begins in the padded gradient that is given
     weighting: ParamWeighting
-    first_unit: int
-    parameter: str = ""
-    in_parameter: int = 0
+    first_unit: int  # units are numbered on from those of the run before
+    parameter: str = ""  # name in a checkpoint
+    in_parameter: int = 0  # the run's first element in that parameter
 
     @property
     def length(self) -> int:
@@ -71,9 +65,9 @@ class ParamSlice(NamedTuple):
         return ElementRange(self.first_unit, self.first_unit + num_units(self.length))
 
     def coefficients(self, hyper: AdamWConstants, params: UpdateParams) -> ParamCoefficients:
-        if self.by_muon:
-            return ParamCoefficients.of_muon(params, self.weighting)
-        return ParamCoefficients.of_adamw(hyper, params, self.weighting)
+        lr = params.lr * self.weighting.lr_scale
+        step = lr * self.weighting.lr_ratio if self.by_muon else lr / (1 - hyper.beta1**params.adam_step)
+        return ParamCoefficients(1 - lr * self.weighting.weight_decay, -step)
 
     def counter(self, hyper: AdamWConstants, params: UpdateParams) -> int:
         """Return the counter of the first element's random bits in an update, or 0 if moments are FP32."""
@@ -149,10 +143,7 @@ class Journal:
             yield from blocks_of(ElementRange(part.first_unit + start, part.first_unit + stop))
 
     def save(self, thread: int, units: ElementRange, state: AdamState, serial: int) -> None:
-        """Save a whole block as one strip. Call it before the block is overwritten.
-
-        state: what the block holds now.
-        """
+        """Save a whole block, which holds `state`, as one strip. Call it before the block is overwritten."""
         record = RECORD_WORDS * (1 + thread)
         self._words.store(record + _SERIAL, 0)
         for old, kept in self._kept(thread, state):
@@ -163,18 +154,12 @@ class Journal:
         self._words.store(record + _SERIAL, serial)
 
     def mark(self, units: ElementRange, serial: int) -> None:
-        """Mark a block's units as done. Call it after the block was overwritten.
-
-        units: at least one.
-        """
+        """Mark a block's units, at least one, as done. Call it after the block was overwritten."""
         self._marks[units.start : units.stop - 1] = serial
         self._words.store(self._first_mark + units.stop - 1, serial)
 
     def roll_back(self, parts: Sequence[ParamSlice], serial: int) -> None:
-        """Restore the blocks that a torn transaction left half written.
-
-        parts: parts of its layer. Blocks in other parts stay as they are.
-        """
+        """Restore the blocks of these parts of its layer that a torn transaction left half written."""
         for thread in range(self._num_records):
             record = RECORD_WORDS * (1 + thread)
             if self._words.load(record + _SERIAL) != serial:
@@ -200,18 +185,15 @@ class Journal:
 
 
 def serial_of(update: int, layer: int, num_layers: int) -> int:
-    """Return the serial of the transaction that is one update (from 1) of one layer. No other has it."""
+    """Return the serial of the transaction that is one update (from 1) of one layer; no other has it."""
     return update * num_layers + layer + 1
 
 
 class Transaction(NamedTuple):
-    """Names a transaction in a journal.
-
-    serial: positive, and larger than that of every transaction before.
-    """
+    """Names a transaction in a journal."""
 
     journal: Journal
-    serial: int
+    serial: int  # positive, and larger than that of every transaction before
 
 
 def blocks_of(units: ElementRange) -> Iterator[ElementRange]:

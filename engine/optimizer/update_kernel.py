@@ -17,8 +17,7 @@ from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.split_master import split
 from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.native.native_kernel import NativeAdamW
-from megatrain_ray.engine.optimizer.torch_blocks import Scratch, update_block
-from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, TorchBlocks
+from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Scratch, TorchBlocks, update_block
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, ParamSlice, Transaction, num_units
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.words.compile_c import CompileError
@@ -42,17 +41,12 @@ class UpdateKernel(Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """Return the kernel's name, for reports."""
+    def name(self) -> str: ...
 
     def update(
-        self,
-        parts: Sequence[ParamSlice],
-        gradient: Tensor,
-        params: UpdateParams,
-        transaction: Transaction | None,
+        self, parts: Sequence[ParamSlice], gradient: Tensor, params: UpdateParams, transaction: Transaction | None,
         directions: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Update the units that are not marked. Without a transaction, update all; a kill then tears some.
 
         parts: their units ascend without a gap, from any number on.
@@ -68,8 +62,6 @@ class UpdateKernel(Protocol):
 
 
 Build = Callable[[int, AdamWConstants], UpdateKernel]  # (number of threads, constants) → kernel
-
-
 # Possible lengths of torch's vectors, in elements. torch 2.13 has 8 in fused AdamW on AVX-512 too; 4 is NEON's.
 NATIVE: tuple[Build, ...] = tuple(partial(NativeAdamW, vector=vector) for vector in (8, 16, 4))
 
@@ -161,10 +153,9 @@ def _different(a: AdamState, b: AdamState) -> list[str]:
 
 
 def _equal(a: Tensor, b: Tensor, signed: bool) -> bool:
-    """Return whether two tensors are equal bit for bit, except for FP32 NaNs and possibly zeros.
+    """Return whether two tensors are equal bit for bit. Zeros of either sign count as equal unless `signed`.
 
-    FP32 NaNs count as equal: no compiler promises which operand's sign and payload they keep. Zeros of either sign
-    count as equal unless `signed`.
+    FP32 NaNs count as equal: no compiler promises which operand's sign and payload they keep.
     """
     integer = torch.int32 if a.dtype == torch.float32 else torch.int16
     same = a.view(integer) == b.view(integer)

@@ -6,7 +6,7 @@ AdamShard is a plain class: actors only forward to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,49 +25,29 @@ from megatrain_ray.spans import Row
 
 
 class Gradient(NamedTuple):
-    """Holds the host's gradient of a layer's trained part, or of a range of it.
+    """Holds the host's gradient of a layer's trained part, or of a range of it; only read."""
 
-    values: 1-D, padded, bf16 or fp32; only read. None if the gradient was stored on disk.
-    directions: 1-D, bf16, at the same coordinates as `values`; only read. None unless Muon trains something of the
-        layer.
-    start: element of the layer (padded) at which `values` begins.
-    """
-
-    values: Tensor | None
-    directions: Tensor | None = None
-    start: int = 0
+    values: Tensor | None  # 1-D, padded, bf16 or fp32; None if the gradient was stored on disk
+    directions: Tensor | None = None  # 1-D, bf16, at the same coordinates, if Muon trains something of the layer
+    start: int = 0  # element of the layer (padded) at which `values` begins
 
 
 class AdamShard(ShardState):
     """Keeps a shard's state in host memory and updates it on the CPU. Only one caller at a time."""
 
     def __init__(
-        self,
-        layout: ShardLayout,
-        precision: Precision,
-        *,
-        working: Tensor,
-        residual: Tensor | None,
-        m: Tensor,
-        v: Tensor,
-        hyper: AdamWConstants,
-        num_threads: int,
-        journal: memoryview,
-        saves_frozen: bool = True,
+        self, layout: ShardLayout, precision: Precision, *, working: Tensor, own: Mapping[str, Tensor],
+        hyper: AdamWConstants, num_threads: int, journal: memoryview, saves_frozen: bool = True,
         kernels: tuple[Build, ...] = NATIVE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Build the shard over state that the caller has allocated, as ShardState describes it.
 
-        residual: int16 with precision bf16, else None.
-        m, v: fp32, or bf16 if `hyper` has a seed for rounding them.
         journal: at least Journal.num_bytes, zeroed, or what a shard that died left in it.
         kernels: candidate update kernels, the best first.
 
-        Raises MegatrainError for a tensor of the wrong type or size, and for a journal that was made for less. Raises
-        it too if Muon trains something and its constants are missing, or if only one of bf16 moments and their seed is
-        given.
+        Raises MegatrainError for a tensor of the wrong type or size, a journal that was made for less, missing
+        constants of Muon, and if only one of bf16 moments and their seed is given.
         """
-        own = {"m": m, "v": v} if residual is None else {"residual": residual, "m": m, "v": v}
         super().__init__(layout, precision, working=working, own=own, saves_frozen=saves_frozen)
         if layout.model.with_muon and hyper.muon is None:
             raise MegatrainError(f"optimizer shard {layout.number}: Muon trains some of the model and has no constants")
@@ -98,9 +78,7 @@ class AdamShard(ShardState):
         return self._kernel.name
 
     def store(self, layer: int, gradient: Tensor) -> None:
-        """Store the gradient of a layer's trained part until its update, which is then called without one.
-
-        gradient: 1-D, padded.
+        """Store the gradient (1-D, padded) of a layer's trained part until its update, which is called without one.
 
         A shard that replaces one that died may be given the same gradient again. Raises MegatrainError here, because
         only a SpillingShard has a disk.
@@ -134,7 +112,7 @@ class AdamShard(ShardState):
         assert gradient.values is not None
         parts = self.parts(layer, self.hyper, within, gradient.start)
         transaction = Transaction(self._journal, serial)
-        num_bytes = self._traffic(parts, gradient.values) if self.spans.on else 0
+        num_bytes = _traffic(parts, gradient.values) if self.spans.on else 0
         start_s = time.perf_counter()
         with self.spans.span(Row.UPDATES, "update", layer, num_bytes=num_bytes):
             self._kernel.update(parts, gradient.values, params, transaction, gradient.directions)
@@ -153,11 +131,6 @@ class AdamShard(ShardState):
                 f"{expected}, got {found}"
             )
 
-    def _traffic(self, parts: Sequence[ParamSlice], gradient: Tensor) -> int:
-        """Return the fewest bytes that an update can move: state read and written, and the gradient read."""
-        state = sum(tensor.nbytes for part in parts for tensor in part.state if tensor is not None)
-        return 2 * state + sum(part.length for part in parts) * gradient.itemsize
-
     def roll_back(self, layer: int, serial: int) -> None:
         """Undo what a shard that died in transaction `serial` left half written; `update` then does the rest."""
         self._journal.roll_back(self.parts(layer, self.hyper), serial)
@@ -167,3 +140,9 @@ class AdamShard(ShardState):
 
     def close(self) -> None:
         self._kernel.close()
+
+
+def _traffic(parts: Sequence[ParamSlice], gradient: Tensor) -> int:
+    """Return the fewest bytes that an update can move: state read and written, and the gradient read."""
+    state = sum(tensor.nbytes for part in parts for tensor in part.state if tensor is not None)
+    return 2 * state + sum(part.length for part in parts) * gradient.itemsize

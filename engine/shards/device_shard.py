@@ -25,7 +25,8 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.shards.save_gate import SaveGate
 from megatrain_ray.engine.shards.shard_state import ShardState
-from megatrain_ray.engine.weights.restore import as_saved, restore_pieces
+from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
+from megatrain_ray.engine.weights.saved_values import as_saved, restore_pieces
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_writer import Buffer, Piece
@@ -115,44 +116,37 @@ class DeviceShard(ShardState):
         return tensor
 
 
-class DeviceGate:
-    """Signals the device's updates in the shared words, as a shard signals its own.
+class DeviceGate(SaveGate):
+    """Is the gate of the device's shard, and publishes the device's updates in the shared words, as a shard its own.
 
-    Compute thread only, except for `close`.
+    The compute thread is the one that updates.
     """
 
-    def __init__(self, shard: DeviceShard, words: SharedUpdateState, index: int, gate: SaveGate) -> None:
-        """Prepare to publish the updates of the layers that `shard` updates.
-
-        index: number under which `words` keeps the device's generations.
-        """
-        self._layers = shard.updated
-        self._words = words
-        self._index = index
-        self._gate = gate
+    def __init__(
+        self, shard: DeviceShard, words: SharedUpdateState, index: int, spare: SnapshotBuffers, timeout_s: float
+    ) -> None:
+        """Create the gate, as every SaveGate; updates visit the layers in order."""
+        super().__init__(shard, words, index, shard.updated, spare, timeout_s)
+        self._updated = shard.updated
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="device updates")
         self._last: Future[None] | None = None
 
-    def enter(self, layer: int, update: int) -> None:
-        """Wait until a running save lets `update` overwrite the layer. Raises what `SaveGate.enter` raises."""
-        self._gate.enter(layer, update)
-
-    def finish(self, update: int, done: Event) -> None:
-        """Publish, once the event `done` is reached, that the device's layers have generation `update`.
+    def finish(self, update: int, updated: Event) -> None:
+        """Publish, once the event is reached, that the device's layers have generation `update`. Compute thread only.
 
         Returns before the event, but not before the previous update is published. Raises what went wrong with that one.
         """
         if self._last is not None:
             self._last.result()
-        self._last = self._executor.submit(self._publish, update, done)
+        self._last = self._executor.submit(self._publish, update, updated)
 
-    def _publish(self, update: int, done: Event) -> None:
+    def _publish(self, update: int, updated: Event) -> None:
         try:
-            done.synchronize()
+            updated.synchronize()
         except BaseException:
             self._words.fail(self._index)
             raise
-        for layer in self._layers:
+        for layer in self._updated:
             self._words.generations.finish(self._index, layer, update)
 
     def close(self) -> None:

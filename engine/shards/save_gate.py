@@ -8,6 +8,7 @@ while it is being written: the writer then goes on with the copy.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -15,15 +16,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.shards.shard_state import ShardState
 from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.errors import DeadlineError, MegatrainError
+from megatrain_ray.io.saves.manifest import PartManifest
+from megatrain_ray.io.saves.save_folder import write_part
 from megatrain_ray.io.saves.save_writer import STORED_BYTES, Piece
 from megatrain_ray.spans import Row
 
@@ -49,13 +55,10 @@ class _LayerCopy(NamedTuple):
 
 
 class SaveAttempt(NamedTuple):
-    """Identifies one attempt to save a step.
-
-    number: grows with every attempt of the run, since a save that failed is attempted again.
-    """
+    """Identifies one attempt to save a step."""
 
     step: int
-    number: int
+    number: int  # grows with every attempt of the run, since a save that failed is attempted again
 
 
 NO_ATTEMPT = SaveAttempt(-1, -1)
@@ -64,39 +67,39 @@ EVERY_ATTEMPT = SaveAttempt(sys.maxsize, sys.maxsize)
 
 @dataclass
 class GatedSave:
-    """Tracks a shard's part of one save.
-
-    stall_s: seconds for which updates were held up.
-    wanted: layer that an update waits for, or None.
-    """
+    """Tracks a shard's part of one save."""
 
     attempt: SaveAttempt
     states: dict[int, LayerState]
     copies: dict[int, _LayerCopy] = field(default_factory=dict)
     num_reading: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer is reading
     num_unread: Counter[int] = field(default_factory=Counter)  # by layer: parts that the writer has not begun to read
-    stall_s: float = 0.0
-    wanted: int | None = None
+    stall_s: float = 0.0  # for which updates were held up
+    wanted: int | None = None  # layer that an update waits for
     abandoned: bool = False
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """Describes a shard's part of a save after it was written."""
+
+    part: PartManifest
+    stall_s: float  # for which it held up updates
+    write_s: float
 
 
 class SaveGate:
     """Coordinates a thread that writes one save at a time with a thread that updates the same layers.
 
-    The writing thread calls `begin`, reads `pieces` and calls `done`. The updating thread calls `enter` before each
-    update. State that is still read for an abandoned save may be overwritten meanwhile, because what was read is thrown
-    away.
+    The writing thread calls `write_part`, which reads `pieces` and calls `done`. The updating thread calls `enter`
+    before each update. State that is still read for an abandoned save may be overwritten meanwhile, because what was
+    read is thrown away.
     """
 
     def __init__(
-        self,
-        shard: ShardState,
-        words: SharedUpdateState,
-        index: int,
-        order: Sequence[int],
-        spare: SnapshotBuffers,
+        self, shard: ShardState, words: SharedUpdateState, index: int, order: Sequence[int], spare: SnapshotBuffers,
         timeout_s: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create the gate, with no save running.
 
         index: number of the shard in `words`.
@@ -115,6 +118,20 @@ class SaveGate:
         self._layers = {flat.name: i for i, flat in enumerate(shard.layout.model.layers)}
         self._save = GatedSave(NO_ATTEMPT, {}, abandoned=True)
         self._abandoned = NO_ATTEMPT  # the newest attempt that is known to be abandoned
+
+    def write_part(
+        self, number: int, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression
+    ) -> WrittenPart:
+        """Write part `number` of the save of a step, each layer once it has had that step's update."""
+        start_s = time.monotonic()
+        save = self.begin(attempt)
+        pieces, done = self.pieces(save), partial(self.done, save)
+        try:
+            part = asyncio.run(write_part(save_folder, number, pieces, done, compression, self._shard.spans))
+        except BaseException:
+            self.abandon(attempt)
+            raise
+        return WrittenPart(part, save.stall_s, time.monotonic() - start_s)
 
     def begin(self, attempt: SaveAttempt) -> GatedSave:
         """Begin a save of generation `attempt.step`. An earlier save that has not ended is abandoned.
@@ -161,9 +178,9 @@ class SaveGate:
         Layers that no update can change any more come last. In the order of updates, the writer would always be reading
         the very layer that is updated next, and no layer would be copied aside in time.
         """
-        generation = save.attempt.step
         self._await_generation(save, left[0])
-        there = [layer for layer in left if self._words.generations.of_shard(self._index, layer) >= generation]
+        reached = self._words.generations.of_shard
+        there = [layer for layer in left if reached(self._index, layer) >= save.attempt.step]
         with self._changed:
             waiting = [layer for layer in there if save.states[layer] is LayerState.WAITING]
             if save.wanted in waiting:
@@ -210,7 +227,10 @@ class SaveGate:
             return
         start_s = time.monotonic()
         with self._changed:
-            self._wait(lambda: self._newest_step() >= update - 1, f"the save of step {update - 1} to begin")
+            self._wait(
+                lambda: max(self._save.attempt.step, self._abandoned.step) >= update - 1,
+                f"the save of step {update - 1} to begin",
+            )
             save = self._save
             if save.attempt.step != update - 1 or save.abandoned:
                 return
@@ -220,10 +240,6 @@ class SaveGate:
             with self._shard.spans.span(Row.UPDATES, "copy", layer, num_bytes=self._shard.copy_bytes(layer)):
                 self._copy(save, layer, memory)
         save.stall_s += time.monotonic() - start_s
-
-    def _newest_step(self) -> int:
-        """Return the newest step whose save was begun or abandoned."""
-        return max(self._save.attempt.step, self._abandoned.step)
 
     def _await_change(self, save: GatedSave, layer: int) -> Tensor | None:
         """Wait until an update may change the layer, or may do so after copying it aside.

@@ -28,17 +28,10 @@ class ShardLoop:
     """
 
     def __init__(
-        self,
-        shard: AdamShard,
-        words: SharedUpdateState,
-        slab: Tensor,
-        gradient_dtype: torch.dtype,
-        order: Sequence[int],
-        gate: SaveGate,
-        traced: range = range(0),
-        ended: Callable[[int], None] = lambda update: None,
-        stored: Sequence[int] = (),
-    ) -> None:
+        self, shard: AdamShard, words: SharedUpdateState, slab: Tensor, gradient_dtype: torch.dtype,
+        order: Sequence[int], gate: SaveGate, traced: range = range(0),
+        ended: Callable[[int], None] = lambda update: None, stored: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Prepare the loop's thread.
 
         slab: 1-D uint8, shared; holds gradients of `gradient_dtype` at byte offsets.
@@ -71,9 +64,7 @@ class ShardLoop:
     def join(self, timeout_s: float | None) -> None:
         """Wait until the loop ends by stop or failure, and raise what went wrong.
 
-        timeout_s: None waits for as long as the loop serves.
-
-        Raises DeadlineError after `timeout_s`.
+        Raises DeadlineError after `timeout_s`; with None it waits as long as the loop serves.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -88,17 +79,14 @@ class ShardLoop:
             if torn := self._words.generations.torn(self._index):
                 self._shard.roll_back(torn.layer, self._serial(*torn))
             if self._order:
-                self._serve_all()
+                update = 1 + min(self._words.generations.of_shard(self._index, layer) for layer in self._order)
+                while self._serve(update):
+                    update += 1
             while not self._words.stopped:  # it serves nothing: everything lives on the device
                 self._words.wait_generation_bell(self._words.generation_bell(), IDLE_S)
         except BaseException as error:
             self._error = error
             self._words.fail(self._index)
-
-    def _serve_all(self) -> None:
-        update = 1 + min(self._words.generations.of_shard(self._index, layer) for layer in self._order)
-        while self._serve(update):
-            update += 1
 
     def _serve(self, update: int) -> bool:
         """Apply an update to every layer that has not had it. Returns False if told to stop."""
@@ -133,7 +121,7 @@ class ShardLoop:
         return True
 
     def _await(self, layer: int, update: int, *, committed: bool) -> bool:
-        """Wait until the layer's gradient has landed, and its update is `committed`. Return False if told to stop."""
+        """Wait until the layer's gradient has landed, and its update is `committed`. Returns False if told to stop."""
         with self._shard.spans.span(Row.UPDATES, "wait gradient", layer, waits=True):
             while not self._words.gradients.wait_landed(layer, update, IDLE_S, committed=committed):
                 if self._words.stopped:

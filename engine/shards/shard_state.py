@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.layout.split_master import split_into, to_working
 from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting
-from megatrain_ray.engine.optimizer.torch_blocks import Scratch
-from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Job
+from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Job, Scratch
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, ParamSlice, num_units
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
@@ -36,14 +34,9 @@ class ShardState(ABC):
     """
 
     def __init__(
-        self,
-        layout: ShardLayout,
-        precision: Precision,
-        *,
-        working: Tensor,
-        own: Mapping[str, Tensor],
+        self, layout: ShardLayout, precision: Precision, *, working: Tensor, own: Mapping[str, Tensor],
         saves_frozen: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take over tensors that the caller has allocated.
 
         working: 1-D, working copies at ShardLayout.working_starts.
@@ -69,39 +62,27 @@ class ShardState(ABC):
 
         Raises ConfigError naming the parameter if the source holds a NaN or an infinity.
         """
-        trained = [self._trained(source, i) for i in sorted(self.layout.filled - self.layout.spilled)]
-        fill([*itertools.chain(*trained), *self._frozen(source)], num_threads)
+        layers = sorted(self.layout.filled - self.layout.spilled)
+        trained = [(run, partial(self._load, source, layer, run)) for layer in layers for run in self._runs(layer)]
+        fill([*trained, *self._frozen(source)], num_threads)
         if self.layout.model.aliased_size is not None and "residual" in self._own:
             self._own["residual"].zero_()  # in aliased memory it can meet another weight and make a NaN of it
 
     def load_frozen(self, source: WeightSource, num_threads: int = 1) -> None:
-        """Fill the working copy of frozen parameters, which have no other state, from a source.
-
-        num_threads: number of parameters that are filled at the same time.
-
-        Raises ConfigError as `load` does.
-        """
+        """Fill the working copy of frozen parameters, which have no other state, as `load` does."""
         fill(self._frozen(source), num_threads)
 
-    def _trained(self, source: WeightSource, layer: int) -> list[tuple[ParamRun, Job]]:
-        return [(run, partial(self._load, source, layer, run)) for run in self._runs(layer)]
-
-    def _frozen(self, source: WeightSource) -> list[tuple[ParamRun, Job]]:
-        runs = ((layer, run) for layer in sorted(self.layout.filled) for run in self._frozen_runs(layer))
-        return [(run, partial(self._load_frozen, source, layer, run)) for layer, run in runs]
+    def _frozen(self, source: WeightSource) -> Iterator[tuple[ParamRun, Job]]:
+        for layer in sorted(self.layout.filled):
+            for run in self._frozen_runs(layer):
+                yield run, partial(load_run, source, run, self._working_of(layer, run), None)
 
     def _load(self, source: WeightSource, layer: int, run: ParamRun, _: Scratch) -> None:
         state = self._state(layer, run)
         state.m.zero_()
         if state.v is not None:
             state.v.zero_()
-        load_master(source, run, state.working, state.residual)
-
-    def _load_frozen(self, source: WeightSource, layer: int, run: ParamRun, _: Scratch) -> None:
-        working = self._working_of(layer, run)
-        for span in _blocks(run):
-            master = _read(source, run, span)
-            working[slice(*span)] = master if working.dtype == torch.float32 else to_working(master)
+        load_run(source, run, state.working, state.residual)
 
     def pieces(self, layer: int) -> Iterator[Piece]:
         """Yield this shard's part of a layer, one piece for each kind of state, in logical coordinates.
@@ -208,10 +189,7 @@ class ShardState(ABC):
         return AdamState(self._working_of(layer, run), own.get("residual"), own["m"], v)
 
     def _own_around(self, layer: int, run: ParamRun) -> tuple[Mapping[str, Tensor], int]:
-        """Return a stretch of the layer that contains the run: the shard's own state of it, and where it begins.
-
-        The state is given by kind, the beginning as a padded element of the layer.
-        """
+        """Return a stretch of the layer that contains the run: its own state by kind, and its first padded element."""
         starts = {kind: self.layout.v_starts if kind == "v" else self.layout.starts for kind in self._own}
         tensors = {
             kind: tensor[starts[kind][layer] :][: self.layout.span_of(layer, kind).size]
@@ -231,7 +209,7 @@ class ShardState(ABC):
         return {kind: [tensor.view(torch.uint8) for tensor in tensors] for kind, tensors in named.items() if tensors}
 
     def _sizes(self, layer: int) -> dict[str, list[int]]:
-        """Return the sizes in bytes of what `_kinds` returns, even of state that is not in memory."""
+        """Return the sizes in bytes of what `_kinds` returns, also of state that is not in memory."""
         runs = list(self._runs(layer))
         sizes = {self._working_kind: [run.length * self._working.itemsize for run in runs]}
         for kind, tensor in self._own.items():
@@ -267,25 +245,23 @@ def fill(jobs: Iterable[tuple[ParamRun, Job]], num_threads: int) -> None:
         pool.run([job for _, job in sorted(jobs, key=lambda pair: -pair[0].length)])
 
 
-def load_master(source: WeightSource, run: ParamRun, working: Tensor, residual: Tensor | None) -> None:
+def load_run(
+    source: WeightSource, run: ParamRun, working: Tensor, residual: Tensor | None, _: Scratch | None = None
+) -> None:
     """Fill a run's working copy and residual from a source.
 
-    residual: None if the working copy is the FP32 master itself.
+    residual: None if the working copy is the FP32 master itself, or if the parameter is frozen.
 
     Raises ConfigError if the source holds a NaN or an infinity.
     """
     scratch = torch.empty(min(run.length, LOAD_ELEMENTS), dtype=torch.int32)
-    for span in _blocks(run):
-        master, at = _read(source, run, span), slice(*span)
-        if residual is None:
-            working[at].copy_(master)
-        else:
-            split_into(master, working[at], residual[at], scratch[: span.size])
-
-
-def _blocks(run: ParamRun) -> Iterator[ElementRange]:
     for start in range(0, run.length, LOAD_ELEMENTS):
-        yield ElementRange(start, min(start + LOAD_ELEMENTS, run.length))
+        span = ElementRange(start, min(start + LOAD_ELEMENTS, run.length))
+        master, at = _read(source, run, span), slice(*span)
+        if residual is not None:
+            split_into(master, working[at], residual[at], scratch[: span.size])
+        else:
+            working[at] = master if working.dtype == torch.float32 else to_working(master)
 
 
 def _read(source: WeightSource, run: ParamRun, span: ElementRange) -> Tensor:

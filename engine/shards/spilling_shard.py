@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.torch_kernel import Job
 from megatrain_ray.engine.plan.spill_layout import GRADIENT, WORKING, Extent
 from megatrain_ray.engine.shards.adam_shard import AdamShard, Gradient
-from megatrain_ray.engine.shards.shard_state import fill, load_master
+from megatrain_ray.engine.shards.shard_state import fill, load_run
 from megatrain_ray.engine.spill.spill_ring import SpillRing
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.saves.save_writer import Buffer, Piece
@@ -29,12 +30,9 @@ from megatrain_ray.spans import Row
 
 @dataclass(frozen=True)
 class DiskRange:
-    """Refers to bytes [start, stop) of an extent, given by its number.
+    """Is a Buffer that refers to bytes [start, stop) of an extent. `SpillingShard.fetch` reads them."""
 
-    It is a Buffer whose bytes `SpillingShard.fetch` reads.
-    """
-
-    extent: int
+    extent: int  # its number
     start: int
     stop: int
 
@@ -54,7 +52,7 @@ class SpillingShard(AdamShard):
     """
 
     def __init__(self, ring: SpillRing, *arguments: Any, **settings: Any) -> None:
-        """Build an AdamShard from `arguments` and `settings`, and use `ring` for what is on disk.
+        """Build an AdamShard from `arguments` and `settings`.
 
         ring: holds the layers in `layout.spilled`, and those whose gradients are stored. It is closed with the shard.
         """
@@ -86,7 +84,7 @@ class SpillingShard(AdamShard):
             at = slice(run.padded - span.start, run.padded - span.start + run.length)
             of_run = {kind: tensor[at] for kind, tensor in whole.items()}
             working = of_run[WORKING] if WORKING in of_run else self._working_of(layer, run)
-            return lambda _: load_master(source, run, working, of_run.get("residual"))
+            return partial(load_run, source, run, working, of_run.get("residual"))
 
         fill([(run, job(run)) for run in self.layout.model.layers[layer].runs(span)], num_threads)
         for number in self._on_disk.state_of(layer):
@@ -112,7 +110,7 @@ class SpillingShard(AdamShard):
         for number in self._on_disk.gradients_of(layer):
             span = self._on_disk.extents[number].span
             part = gradient[span.start - first : span.stop - first]
-            with self._waits("wait disk", layer), self._ring.blank(number):
+            with self._waits(layer), self._ring.blank(number):
                 self._copy(layer, [(self._ring.bytes_of(number)[GRADIENT], part.view(torch.uint8))])
 
     def _check_gradient(self, layer: int, gradient: Tensor | None) -> None:
@@ -151,10 +149,7 @@ class SpillingShard(AdamShard):
             self._journal.roll_back(self.parts(layer, self.hyper, span), serial)
 
     def _changed(self, layer: int, within: ElementRange | None = None) -> Iterator[ElementRange]:
-        """Yield the span of each extent of a layer's state while that is in memory and may be changed.
-
-        within: only extents that begin in this padded span of the layer.
-        """
+        """Yield the span of each extent that begins in `within` (padded), while it is in memory and may be changed."""
         for number in self._on_disk.state_of(layer):
             span = self._on_disk.extents[number].span
             if within is None or within.start <= span.start < within.stop:
@@ -190,11 +185,11 @@ class SpillingShard(AdamShard):
         self._ring.close()
 
     def _bring(self, number: int) -> None:
-        with self._waits("wait disk", self._on_disk.extents[number].layer):
+        with self._waits(self._on_disk.extents[number].layer):
             self._ring.bring(number)
 
-    def _waits(self, what: str, layer: int) -> AbstractContextManager[None]:
-        return self.spans.span(Row.UPDATES, what, layer, waits=True)
+    def _waits(self, layer: int) -> AbstractContextManager[None]:
+        return self.spans.span(Row.UPDATES, "wait disk", layer, waits=True)
 
     @contextmanager
     def _blank(self, number: int) -> Iterator[tuple[Extent, Mapping[str, Tensor]]]:
@@ -209,15 +204,12 @@ class SpillingShard(AdamShard):
         if not self._on_disk.state_of(layer):
             return super()._buffers(layer, within)
         runs = [*self._runs(layer)]
-        buffers: dict[str, list[Buffer]] = {}
         if layer in self.layout.on_disk:
-            buffers[self._working_kind] = [self._disk_range(layer, run, WORKING) for run in runs]
+            working: list[Buffer] = [self._disk_range(layer, run, WORKING) for run in runs]
         else:
-            in_memory = (self._working_of(layer, run).view(torch.uint8) for run in runs)
-            buffers[self._working_kind] = [*map(self._buffer, in_memory)]
-        for kind in self._own:
-            buffers[kind] = [self._disk_range(layer, run, kind) for run in runs]
-        return buffers
+            working = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in runs]
+        own = {kind: list[Buffer](self._disk_range(layer, run, kind) for run in runs) for kind in self._own}
+        return {self._working_kind: working, **own}
 
     def _disk_range(self, layer: int, run: ParamRun, kind: str) -> DiskRange:
         number = self._number(layer, run)

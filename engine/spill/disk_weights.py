@@ -1,9 +1,9 @@
 """Reads working copies that are on disk, ahead of their upload to the device.
 
 The shards' files hold them (plan/spill_layout.py), because an update reads and writes them together with the state. The
-order of uploads is known before a step begins. So working copies are read ahead in that order, into a few host buffers
-("windows"). A working copy is read once the files have everything that updates made of it, which the tables next to the
-shards' slots tell. What is read must match the checksums in these tables.
+order of uploads is known before a step begins. So working copies are read ahead in that order, into a few upload
+buffers on the host. A working copy is read once the files have everything that updates made of it. The tables next to
+the shards' slots tell that. What is read must match the checksums in these tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.plan.spill_layout import WORKING, Extent, SpillLayout
 from megatrain_ray.engine.spill.spill_ring import POISON
 from megatrain_ray.engine.spill.spill_table import SpillTable
-from megatrain_ray.engine.spill.spill_transfers import TRANSFERS, read_block
+from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, aligned_block
 from megatrain_ray.spans import Row, SpanLog
@@ -36,28 +36,22 @@ Reached = Callable[[int, int], Awaitable[None]]
 
 
 class ShardFile(NamedTuple):
-    """Describes what one shard has on disk.
-
-    name: name of the blob in `store`.
-    """
+    """Describes what one shard has on disk."""
 
     layout: SpillLayout
     table: SpillTable
     store: BlobStore
-    name: str
+    name: str  # of the blob in `store`
 
 
 @dataclass
-class _Window:
-    """Is a host buffer for one fragment at a time.
+class _UploadBuffer:
+    """Is a host buffer for one fragment at a time."""
 
-    memory: 1-D uint8.
-    emptied: resolves to the event of the copy to the device. After that event the window may be filled again.
-    """
-
-    memory: torch.Tensor
+    memory: torch.Tensor  # 1-D uint8
     fragment: FragmentId | None = None
     parts: list[WeightPart] = field(default_factory=list)
+    # Resolves to the event of the copy to the device, after which the buffer may be filled again.
     emptied: asyncio.Future[Event] | None = None
 
 
@@ -68,19 +62,14 @@ class DiskWeights:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        layout: ModelLayout,
-        files: Sequence[ShardFile],
-        *,
-        spans: SpanLog | None = None,
+        self, plan: Plan, layout: ModelLayout, files: Sequence[ShardFile], *, spans: SpanLog | None = None,
         poison: bool = False,
-    ) -> None:
-        """Allocate the windows.
+    ) -> None:  # fmt: skip
+        """Allocate the buffers.
 
         files: files of all shards that own something of these layers.
         spans: records the reads.
-        poison: fill released windows with NaN before they are read into.
+        poison: fill released buffers with NaN before they are read into.
         """
         self.layers = plan.weights_on_disk
         self._layout = layout
@@ -89,13 +78,11 @@ class DiskWeights:
         self._deadline_s = plan.update_deadline_s
         self._spans = spans or SpanLog()
         self._poison = poison
-        size = max(map(self._largest_bytes, self.layers))
-        self.memory = torch.frombuffer(aligned_block(plan.disk.num_upload_buffers * size), dtype=torch.uint8)
-        self._windows = deque(_Window(self.memory[i * size :][:size]) for i in range(plan.disk.num_upload_buffers))
-        self._filled: deque[_Window] = deque()
-        self._taken: deque[_Window] = deque()
-        self._changed = asyncio.Condition()
-        self._error: BaseException | None = None
+        size, count = max(map(self._largest_bytes, self.layers)), plan.disk.num_upload_buffers
+        self.memory = torch.frombuffer(aligned_block(count * size), dtype=torch.uint8)
+        self._buffers = deque(_UploadBuffer(self.memory[i * size :][:size]) for i in range(count))
+        self._filled: asyncio.Queue[_UploadBuffer | BaseException] = asyncio.Queue()  # an error is its last item
+        self._taken: deque[_UploadBuffer] = deque()
         self._reading: asyncio.Task[None] | None = None
 
     def are_written(self, layer: int) -> bool:
@@ -109,23 +96,23 @@ class DiskWeights:
         self._reading = asyncio.create_task(reading, name="weights from disk")
 
     async def take(self, fragment: FragmentId) -> Sequence[WeightPart]:
-        """Wait until the fragment has been read, and return its elements.
+        """Wait until the fragment has been read; return its elements, valid until the event passed to `release`.
 
-        They stay in a window until the event passed to `release`. Raises what reading raised, and DeadlineError.
+        Raises what reading raised, and DeadlineError.
         """
         try:
-            async with asyncio.timeout(self._deadline_s), self._changed:
-                await self._changed.wait_for(lambda: self._filled or self._error)
+            async with asyncio.timeout(self._deadline_s):
+                buffer = await self._filled.get()
         except TimeoutError:
             raise DeadlineError(
                 f"the weights of layer {fragment.layer} were not read from disk within {self._deadline_s:.0f} s"
             ) from None
-        if self._error is not None:
-            raise self._error
-        window = self._filled.popleft()
-        assert window.fragment == fragment
-        self._taken.append(window)
-        return window.parts
+        if isinstance(buffer, BaseException):
+            self._filled.put_nowait(buffer)  # for the next one who takes
+            raise buffer
+        assert buffer.fragment == fragment
+        self._taken.append(buffer)
+        return buffer.parts
 
     def release(self, uploaded: Event) -> None:
         """Release the fragment that was taken first: it is not needed after the event `uploaded`."""
@@ -141,7 +128,7 @@ class DiskWeights:
     async def _read_all(
         self, fragments: Sequence[FragmentId], generation: int, reached: Reached, before: asyncio.Task[None] | None
     ) -> None:
-        """Read the fragments into windows, one after another.
+        """Read the fragments into buffers, one after another.
 
         before: the task that read for the previous step, and that closes its files. All its fragments were taken.
         """
@@ -151,52 +138,48 @@ class DiskWeights:
             async with AsyncExitStack() as stack:
                 blobs = [await stack.enter_async_context(file.store.update(file.name)) for file in self._files]
                 for fragment in fragments:
-                    window = await self._next_window()
+                    buffer = await self._next_buffer()
                     await reached(fragment.layer, generation)
-                    await self._fill(window, fragment, blobs)
+                    await self._fill(buffer, fragment, blobs)
         except BaseException as error:
-            self._error = error
-            async with self._changed:
-                self._changed.notify_all()
+            self._filled.put_nowait(error)
 
-    async def _next_window(self) -> _Window:
-        window = self._windows.popleft()
-        if window.emptied is not None:
-            uploaded = await window.emptied
+    async def _next_buffer(self) -> _UploadBuffer:
+        buffer = self._buffers.popleft()
+        if buffer.emptied is not None:
+            uploaded = await buffer.emptied
             await asyncio.to_thread(uploaded.synchronize)
             if self._poison:
-                window.memory.fill_(POISON)
-        return window
+                buffer.memory.fill_(POISON)
+        return buffer
 
-    async def _fill(self, window: _Window, fragment: FragmentId, blobs: Sequence[Blob]) -> None:
-        room, at, window.parts = asyncio.Semaphore(TRANSFERS), 0, []
+    async def _fill(self, buffer: _UploadBuffer, fragment: FragmentId, blobs: Sequence[Blob]) -> None:
+        room, at, buffer.parts = asyncio.Semaphore(TRANSFERS), 0, []
         try:
             async with asyncio.TaskGroup() as group:
                 for shard, extent, span in self._wanted(fragment):
-                    memory = window.memory[at : at + extent.working_bytes]
-                    for index, block in enumerate(extent.working_blocks):
+                    memory = buffer.memory[at : at + extent.working_bytes]
+                    for index, block in enumerate(extent.working_blocks):  # the extent's first blocks
                         content = memory.numpy().data[slice(*block)]
                         group.create_task(self._read(shard, blobs[shard], extent, index, content, room))
                     values = memory[: extent.kinds[WORKING].size].view(self._dtype)
                     inside = values[span.start - extent.span.start : span.stop - extent.span.start]
-                    window.parts.append(WeightPart(span.start, inside))
+                    buffer.parts.append(WeightPart(span.start, inside))
                     at += memory.nbytes
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
-        window.fragment, window.emptied = fragment, asyncio.get_running_loop().create_future()
-        self._windows.append(window)
-        async with self._changed:
-            self._filled.append(window)
-            self._changed.notify_all()
+        buffer.fragment, buffer.emptied = fragment, asyncio.get_running_loop().create_future()
+        self._buffers.append(buffer)
+        self._filled.put_nowait(buffer)
 
     async def _read(
         self, shard: int, blob: Blob, extent: Extent, index: int, content: memoryview, room: asyncio.Semaphore
     ) -> None:
-        file, block = self._files[shard], extent.working_blocks[index]
+        file = self._files[shard]
         async with room:
             where = file.store.describe(file.name)
             with self._spans.span(Row.DISK, "read weights", extent.layer, num_bytes=len(content)):
-                await read_block(blob, where, file.table.checksums, extent, index, block, content)
+                await file.table.checksums.read_block(blob, where, extent, index, content)
 
     def _wanted(self, fragment: FragmentId) -> Iterator[tuple[int, Extent, ElementRange]]:
         """Yield each extent that has elements of the fragment: shard of its file, extent, and which elements."""

@@ -59,16 +59,9 @@ class SpillRing:
     """
 
     def __init__(
-        self,
-        layout: SpillLayout,
-        memory: Tensor,
-        store: BlobStore,
-        name: str,
-        timeout_s: float,
-        *,
-        poison: bool = False,
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, layout: SpillLayout, memory: Tensor, store: BlobStore, name: str, timeout_s: float, *,
+        poison: bool = False, written: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Open the blob, and go on from what the slots hold.
 
         memory: 1-D uint8, at least `layout.memory_bytes`, from a multiple of ALIGN_BYTES on. It holds zeros, or what a
@@ -160,7 +153,7 @@ class SpillRing:
         """Wait until the blob has everything that updates made of the extent."""
         with self._changed:
             what = f"{self._described(extent)} to be written"
-            self._transfers.wait_for(self._changed, lambda: not self._is_on_its_way(extent), what)
+            self._transfers.wait_for(self._changed, lambda: not self._table.lacks([extent]), what)
 
     def read(self, extent: int, span: ElementRange) -> memoryview:
         """Return bytes of an extent, once the blob has everything that updates made of it.
@@ -276,13 +269,9 @@ class SpillRing:
     def _is_ahead(self, slot: _SpillSlot) -> bool:
         return self._table.is_ahead(slot.index)
 
-    def _is_on_its_way(self, extent: int) -> bool:
-        slot = self._slot_of(extent)
-        return slot is not None and self._is_ahead(slot)
-
     def _ready_slot(self, extent: int) -> _SpillSlot | None:
         slot = self._slot_of(extent)
-        return slot if slot is not None and slot.state is SpillSlotState.READY else None
+        return slot if slot and slot.state is SpillSlotState.READY else None
 
     def _held(self, extent: int) -> _SpillSlot:
         slot = self._slot_of(extent)

@@ -25,20 +25,14 @@ class SpillTable:
     """
 
     def __init__(self, layout: SpillLayout, memory: Tensor) -> None:
-        """Use the table in `memory`.
-
-        memory: 1-D uint8, slots and table.
-        """
+        """Use the table in `memory` (1-D uint8), which holds the slots and then the table."""
         start = layout.num_slots * layout.slot_bytes
         self._words = Words(memory[start : layout.memory_bytes].numpy().data, layout.num_words)
         self._layout = layout
         self.checksums = Checksums(self._words, layout.first_checksum)
 
     def packing(self, store: BlobStore) -> BlobStore:
-        """Return a view of `store` that packs the blob's blocks of floats.
-
-        The table keeps how much of each block is stored.
-        """
+        """Return a view of `store` that packs the blob's blocks of floats. The table keeps their packed sizes."""
         return PackedStore(store, self._words, self._layout.packable, self._layout.block_bytes)
 
     def extent_of(self, slot: int) -> int | None:

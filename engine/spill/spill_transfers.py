@@ -38,19 +38,33 @@ def checksum_of(block: memoryview) -> int:
 
 
 class Checksums(NamedTuple):
-    """Keeps one word with a checksum for each block of a blob.
-
-    first: the word of block 0.
-    """
+    """Keeps one word with a checksum for each block of a blob."""
 
     words: Words
-    first: int
+    first: int  # the word of block 0
 
     def of(self, extent: Extent, index: int) -> int:
         return self.words.load(self.first + extent.first_block + index)
 
     def store(self, extent: Extent, index: int, checksum: int) -> None:
         self.words.store(self.first + extent.first_block + index, checksum)
+
+    async def read_block(self, blob: Blob, where: str, extent: Extent, index: int, memory: memoryview) -> None:
+        """Read block `index` of the extent into `memory` and compare its checksum.
+
+        where: says where the blob is, for messages.
+
+        Raises MegatrainError if the block cannot be read or is not what was written.
+        """
+        block = extent.blocks[index]
+        await blob.read_into(extent.start + block.start, memory)
+        found, expected = await asyncio.to_thread(checksum_of, memory), self.of(extent, index)
+        if found != expected:
+            raise MegatrainError(
+                f"{where}: bytes {extent.start + block.start} to {extent.start + block.stop} are not what was written "
+                f"there (checksum {found & 2**64 - 1:#x}, expected {expected & 2**64 - 1:#x}): the disk or its memory "
+                "is damaged; go on from the last save on another spill.path"
+            )
 
 
 class _ReadBlock(NamedTuple):
@@ -66,12 +80,7 @@ class SpillTransfers:
     """
 
     def __init__(
-        self,
-        store: BlobStore,
-        name: str,
-        checksums: Checksums,
-        timeout_s: float,
-        failed: Callable[[], None],
+        self, store: BlobStore, name: str, checksums: Checksums, timeout_s: float, failed: Callable[[], None]
     ) -> None:
         """Prepare the transfers; `open` starts them.
 
@@ -90,10 +99,10 @@ class SpillTransfers:
         self._blob: Blob
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"spill {name}", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=f"spill {name}", daemon=True)
 
     def open(self) -> None:
-        """Start the event loop's thread and open the blob. Raises MegatrainError if the blob does not exist."""
+        """Start the event loop's thread and open the blob. Raises MegatrainError if there is no such blob."""
         self._thread.start()
         self._started.wait()
         if self.error is not None:
@@ -107,7 +116,7 @@ class SpillTransfers:
     async def read(self, extent: Extent, memory: memoryview) -> None:
         """Read a whole extent. Raises MegatrainError if it cannot be read or is not what was written."""
         blocks = enumerate(extent.blocks)
-        await asyncio.gather(*(self._read_block(extent, i, block, memory[slice(*block)]) for i, block in blocks))
+        await asyncio.gather(*(self._read_block(extent, i, memory[slice(*block)]) for i, block in blocks))
 
     async def write(self, extent: Extent, memory: memoryview) -> None:
         """Write a whole extent. Raises MegatrainError if it cannot be written."""
@@ -123,9 +132,8 @@ class SpillTransfers:
         number, checksum = extent.first_block + index, self._checksums.of(extent, index)
         last = self._last  # read once: the thread of an abandoned save may replace it at any time
         if (last.number, last.checksum) != (number, checksum):
-            block = extent.blocks[index]
-            memory = aligned_block(block.size)
-            self._finish(self._read_block(extent, index, block, memory), f"block {number} to be read")
+            memory = aligned_block(extent.blocks[index].size)
+            self._finish(self._read_block(extent, index, memory), f"block {number} to be read")
             last = self._last = _ReadBlock(number, checksum, memory)
         return last.content
 
@@ -142,11 +150,11 @@ class SpillTransfers:
             if self.error is not None:
                 raise self.error
             if time.monotonic() > deadline_s:
-                raise self.late(what)
+                raise self._late(what)
             changed.wait(deadline_s - time.monotonic())
         return found
 
-    def late(self, what: str) -> DeadlineError:
+    def _late(self, what: str) -> DeadlineError:
         where = self._store.describe(self._name)
         return DeadlineError(f"waited {self.timeout_s:.0f} s for {what}: {where} does not get on")
 
@@ -175,15 +183,12 @@ class SpillTransfers:
         try:
             done.result(self.timeout_s)
         except TimeoutError:
-            raise self.late(what) from None
+            raise self._late(what) from None
         except CancelledError:
             assert self.error is not None  # `fail` sets it before tasks are cancelled
             raise self.error from None
 
     # The methods below run on the event loop's thread.
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -210,41 +215,15 @@ class SpillTransfers:
         if isinstance(error, Exception):
             self.fail(error)
 
-    async def _read_block(self, extent: Extent, index: int, block: ElementRange, memory: memoryview) -> None:
+    async def _read_block(self, extent: Extent, index: int, memory: memoryview) -> None:
         async with self._room:
             where = self._store.describe(self._name)
-            await read_block(self._blob, where, self._checksums, extent, index, block, memory)
+            await self._checksums.read_block(self._blob, where, extent, index, memory)
 
     async def _write_block(self, extent: Extent, index: int, block: ElementRange, memory: memoryview) -> None:
         async with self._room:
             self._checksums.store(extent, index, await asyncio.to_thread(checksum_of, memory))
             await self._blob.write_at(extent.start + block.start, memory)
-
-
-async def read_block(
-    blob: Blob,
-    where: str,
-    checksums: Checksums,
-    extent: Extent,
-    index: int,
-    block: ElementRange,
-    memory: memoryview,
-) -> None:
-    """Read block `index` of the extent into `memory` and compare its checksum.
-
-    where: says where the blob is, for messages.
-    block: the block's bytes within the extent.
-
-    Raises MegatrainError if the block cannot be read or is not what was written.
-    """
-    await blob.read_into(extent.start + block.start, memory)
-    found, expected = await asyncio.to_thread(checksum_of, memory), checksums.of(extent, index)
-    if found != expected:
-        raise MegatrainError(
-            f"{where}: bytes {extent.start + block.start} to {extent.start + block.stop} are not what was written "
-            f"there (checksum {found & 2**64 - 1:#x}, expected {expected & 2**64 - 1:#x}): the disk or its memory is "
-            "damaged; go on from the last save on another spill.path"
-        )
 
 
 async def _give_up(tasks: Collection[asyncio.Task[Any]]) -> None:

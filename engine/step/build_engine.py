@@ -32,8 +32,8 @@ from megatrain_ray.engine.step.step_loss import StepLoss
 from megatrain_ray.engine.step.step_runner import StepRunner
 from megatrain_ray.engine.step.warm_up import WarmUp
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
+from megatrain_ray.engine.weights_stream.bound_weights import SlotRing
 from megatrain_ray.engine.weights_stream.layer_streamer import AllResidentSource, LayerStreamer, SlotGather
-from megatrain_ray.engine.weights_stream.slot_ring import SlotRing
 from megatrain_ray.io.storage.blob_store import BlobStore
 
 

@@ -15,15 +15,10 @@ from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 
 
 def export_save(
-    save_folder: Path,
-    manifest: Manifest,
-    out_dir: Path,
-    dtype: ExportDtype | None = None,
-    file_bytes: int = FILE_BYTES,
-    copies: Sequence[Path] = (),
-    names: WeightMap | None = None,
+    save_folder: Path, manifest: Manifest, out_dir: Path, dtype: ExportDtype | None = None,
+    file_bytes: int = FILE_BYTES, copies: Sequence[Path] = (), names: WeightMap | None = None,
     rest: Sequence[ExportTensor] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Export the save to `out_dir`. Tied parameters are written once.
 
     dtype: type of the exported values; None: the working copy's.
@@ -44,20 +39,14 @@ def export_save(
 
 
 def owned(manifest: Manifest) -> list[ParameterEntry]:
-    """Return the save's parameters that have elements of their own.
-
-    Ranges of experts are joined to whole parameters.
-    """
+    """Return the save's parameters that have elements of their own, ranges of experts joined to whole parameters."""
     return whole(p for layer in manifest.layers for p in layer.parameters if p.tied_to is None)
 
 
 def whole(parameters: Iterable[ParameterEntry]) -> list[ParameterEntry]:
-    """Return the whole parameters that these are ranges of, each with the `start` of its first range.
-
-    Ranges of experts follow each other, so they can be joined.
-    """
+    """Return the whole parameters that these are ranges of, each with the `start` of its first range."""
     found: dict[str, ParameterEntry] = {}
-    for p in parameters:
+    for p in parameters:  # ranges of experts follow each other
         name = whole_name(p.name)
         before = found.get(name)
         found[name] = replace(before or p, name=name, shape=joined_shape(before.shape if before else None, p.shape))
@@ -67,10 +56,7 @@ def whole(parameters: Iterable[ParameterEntry]) -> list[ParameterEntry]:
 def export_tensors(
     values: ExportValues, parameters: Iterable[ParameterEntry], dtype: ExportDtype, names: WeightMap | None
 ) -> list[ExportTensor]:
-    """Return the checkpoint's tensors for these parameters.
-
-    names: as for export_save.
-    """
+    """Return the checkpoint's tensors for these parameters. `names`: as for export_save."""
     return [
         ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype), dtype.torch)
         for p in parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
@@ -21,32 +21,28 @@ from megatrain_ray.engine.weights.saved_values import READ_ELEMENTS, bytes_of
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 
-CHUNK_BYTES = 1 << 20  # stays in a core's cache
-
 
 def frozen_checksums(
     layout: ModelLayout, working_of: Callable[[int], Tensor], num_threads: int
 ) -> tuple[int | None, ...]:
     """Return the checksum of each layer's frozen parameters in memory; None for a layer without frozen parameters.
 
-    working_of: returns a layer's working copy on the host, 1-D, padded.
-
-    The checksums depend neither on padding nor on the number of shards.
+    It depends neither on padding nor on the number of shards. `working_of` returns a layer's working copy on the host:
+    1-D, padded.
     """
 
-    def of(index: int) -> int | None:
-        layer = layout.layers[index]
-        return _crc32(layer, working_of(index)) if layer.num_trained < layer.logical_size else None
+    def of(layer: int) -> int | None:
+        if not (frozen := _frozen(layout.layers[layer])):
+            return None
+        flat = working_of(layer)
+        return _crc32(flat[segment.start : segment.stop] for segment in frozen)
 
     with ThreadPoolExecutor(num_threads) as pool:
         return tuple(pool.map(of, range(len(layout.layers))))
 
 
 def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]:
-    """Return the checksums of what `base` would load in place of the parameters that a save leaves out.
-
-    An entry is None if the save leaves out nothing of that layer.
-    """
+    """Return the checksums of what `base` would load in place of what a save leaves out; None where that is nothing."""
     frozen = [
         [p for p in layer.parameters if p.start >= layer.num_trained and p.tied_to is None] for layer in manifest.layers
     ]
@@ -58,30 +54,27 @@ def source_checksums(base: WeightSource, manifest: Manifest) -> list[int | None]
 
 
 def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool) -> list[int | None]:
-    """Return the checksums that `frozen_checksums` would return for what `base` loads.
+    """Return what `frozen_checksums` would return for what `base` loads. `is_split`: whether masters are split.
 
     It is for runs in which no process holds all of a layer.
-    is_split: whether the run's masters are split.
     """
-    frozen = [[segment for segment in layer.owned if not segment.group.trained] for layer in layout.layers]
+    frozen = map(_frozen, layout.layers)
     return [_crc32_of_source(base, segments, is_split=is_split) if segments else None for segments in frozen]
 
 
 def _crc32_of_source(base: WeightSource, parameters: Sequence[ParameterEntry | Segment], *, is_split: bool) -> int:
-    as_streamed, crc32 = to_working if is_split else Tensor.contiguous, 0
-    for parameter in parameters:
-        for values in _read(base, parameter):
-            crc32 = zlib.crc32(bytes_of(as_streamed(values)), crc32)
-    return crc32
+    as_streamed = to_working if is_split else Tensor.contiguous
+    return _crc32(as_streamed(values) for parameter in parameters for values in _read(base, parameter))
 
 
-def _crc32(layer: FlatLayout, flat: Tensor) -> int:
+def _frozen(layer: FlatLayout) -> list[Segment]:
+    return [segment for segment in layer.owned if not segment.group.trained]
+
+
+def _crc32(parts: Iterable[Tensor]) -> int:
     crc32 = 0
-    for segment in layer.owned:
-        if not segment.group.trained:
-            values = bytes_of(flat[segment.start : segment.stop])
-            for first in range(0, len(values), CHUNK_BYTES):
-                crc32 = zlib.crc32(values[first : first + CHUNK_BYTES], crc32)
+    for part in parts:
+        crc32 = zlib.crc32(bytes_of(part), crc32)
     return crc32
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.lora import A_END, B_END, is_adapter
-from megatrain_ray.engine.weights.initial_values import module_seed
 from megatrain_ray.engine.weights.saved_values import SavedValues
-from megatrain_ray.engine.weights.weight_source import WeightSource
+from megatrain_ray.engine.weights.weight_source import WeightSource, module_seed
 from megatrain_ray.io.checkpoints.peft_adapter import AdapterFolder
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 
@@ -30,47 +29,33 @@ class LoraWeights:
     """
 
     def __init__(self, base: WeightSource, model: nn.Module, seed: int, stored: AdapterFolder | None) -> None:
-        """Create the source.
-
-        model: the model with its LoRA pairs, on the meta device.
-        stored: an adapter to continue from, or None.
-        """
+        """Create the source for `model`: LoRA pairs included, on the meta device. `stored`: adapter to continue."""
         self._base = base
         self._model = model
         self._seed = seed
         self._stored = stored
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the flattened parameter `name`: 1-D, fp32.
-
-        Raises as the base's source does.
-        """
+        """Return elements [start, stop) of the flattened parameter: 1-D, fp32. Raises as the base's source does."""
         if self._stored is not None and self._stored.holds(name):
             return self._stored.read(name, start, stop)
         if not is_adapter(name):
             return self._base.read(name, start, stop)
         if name.endswith(B_END):
             return torch.zeros(stop - start)
-        return _initial_a(self._model.get_parameter(name).shape, name, self._seed).flatten()[start:stop]
-
-
-def _initial_a(shape: torch.Size, name: str, seed: int) -> Tensor:
-    """Draw the matrix as nn.Linear.reset_parameters does: uniform in ±1 ÷ √in."""
-    generator = torch.Generator().manual_seed(module_seed(name.removesuffix(".weight"), seed))
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+        # As nn.Linear.reset_parameters does: uniform in ±1 ÷ √in.
+        generator = torch.Generator().manual_seed(module_seed(name.removesuffix(".weight"), self._seed))
+        a = torch.empty(self._model.get_parameter(name).shape)
+        return nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator).flatten()[start:stop]
 
 
 class Pair(NamedTuple):
-    """Describes the LoRA pair of the module at `path`.
-
-    a, b: shapes of the two matrices.
-    transposed: whether the module's own matrix is [in, out].
-    """
+    """Describes the LoRA pair of the module at `path`."""
 
     path: str
-    a: tuple[int, ...]
+    a: tuple[int, ...]  # shape of the matrix
     b: tuple[int, ...]
-    transposed: bool
+    transposed: bool  # whether the module's own matrix is [in, out]
 
 
 class MergedValues:
@@ -81,11 +66,7 @@ class MergedValues:
     """
 
     def __init__(self, saved: SavedValues, base: WeightSource, pairs: Mapping[str, Pair], scale: float) -> None:
-        """Create the merged values.
-
-        pairs: LoRA pairs by the name of the matrix that they belong to.
-        scale: factor of the product B A.
-        """
+        """Create the merged values. `pairs`: by the name of their matrix. `scale`: factor of B A."""
         self._saved = saved
         self._base = base
         self._pairs = pairs
@@ -93,10 +74,7 @@ class MergedValues:
         self._last: tuple[str, Tensor, Tensor] | None = None  # path, A and B: only one pair is in memory at a time
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
-        """Return elements [start, stop) of the flattened parameter: 1-D.
-
-        Raises MegatrainError for a damaged save or base.
-        """
+        """Return elements [start, stop) of the flattened parameter. Raises MegatrainError for damaged sources."""
         if self._saved.holds(name):
             return self._saved.read(name, start, stop, dtype)
         values = self._base.read(name, start, stop)

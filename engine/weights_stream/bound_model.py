@@ -29,19 +29,16 @@ from megatrain_ray.engine.weights_stream.bound_weights import WeightBindings
 
 @dataclass(frozen=True)
 class _Module:
-    """Holds what stays the same in every call of one module of a layer.
-
-    fragments: those that hold the module's parameters.
-    parameters: views bound in earlier calls, by the addresses of the fragments at that time.
-    """
+    """Holds what stays the same in every call of one module of a layer."""
 
     layer: int
     segments: Sequence[Segment]
-    fragments: Sequence[FragmentId]
+    fragments: Sequence[FragmentId]  # those that hold the module's parameters
     template: Template
     positions: Positions
     function: Function
     compiled: CompiledCall | None
+    # Views bound in earlier calls, by the addresses of the fragments at that time.
     parameters: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
 
 
@@ -57,14 +54,9 @@ class BoundModel:
     """
 
     def __init__(
-        self,
-        factory: ModelFactory,
-        structure: ModelStructure,
-        layout: ModelLayout,
-        plan: Plan,
-        device: Device,
+        self, factory: ModelFactory, structure: ModelStructure, layout: ModelLayout, plan: Plan, device: Device,
         memory: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Build the model without weights, its templates, and the compiled calls that the plan asks for.
 
         memory: the allocation that all slots are cut from.
@@ -137,10 +129,7 @@ class BoundModel:
             yield module.function, parameters
 
     def saving(self, *paths: str, kept: list[torch.Tensor] | None = None) -> AbstractContextManager[None]:
-        """Return the context in which graphs of calls of these modules are built.
-
-        kept: list that receives every saved tensor that is not a weight (WeightBindings.saving).
-        """
+        """Return the context in which graphs of calls of these modules are built (WeightBindings.saving)."""
         fragments = [fragment for path in paths for fragment in self._modules[path].fragments]
         return self.weights.saving(fragments, kept)
 
@@ -155,9 +144,6 @@ class BoundModel:
         return module.compiled or module.template, trained
 
     def keeps(self, path: str) -> bool:
-        """Return whether a forward may keep what its backward needs.
-
-        It may not if compilation has failed and the plan counts on the compiler to keep less.
-        """
+        """Return whether a forward may keep what its backward needs."""
         compiled = self._modules[path].compiled
-        return compiled is None or compiled.problem is None
+        return compiled is None or compiled.problem is None  # else the plan counts on a compiler that has failed

@@ -1,4 +1,4 @@
-"""Provides parameters as views into slots, and lets autograd save weights by identity.
+"""Manages the slots, device memory that fragments of weights stream through, and parameters as views into them.
 
 Autograd saves weights for the backward. A graph that outlives a visit must not own slot memory, because the slot is
 refilled. So a saved tensor that lies in a slot is replaced by its position in its *layer*. When the backward asks for
@@ -8,10 +8,14 @@ lookup.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,7 +24,67 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatrain_ray.engine.layout.flat_layout import Segment
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.weights_stream.slot_ring import SlotStateError
+from megatrain_ray.errors import MegatrainError
+
+
+class SlotState(Enum):
+    FREE = "holds nothing anybody may read"
+    FILLING = "a copy into it was submitted or is about to be"
+    READY = "holds a fragment; readable after its arrival event"
+    IN_USE = "bound to a template; a graph or kernel may read it"
+
+
+_ALLOWED = {
+    SlotState.FREE: {SlotState.FILLING},
+    SlotState.FILLING: {SlotState.READY},
+    SlotState.READY: {SlotState.IN_USE, SlotState.FREE},
+    SlotState.IN_USE: {SlotState.READY, SlotState.FREE},
+}
+
+
+class SlotStateError(MegatrainError):
+    """Reports that a slot was used against its protocol: a bug in the engine, never in the input."""
+
+
+@dataclass
+class Slot:
+    """Holds one region of device memory and its state, which `SlotRing.to` changes."""
+
+    region: torch.Tensor
+    state: SlotState = SlotState.FREE
+    holder: str = ""  # name of the fragment that it holds, for messages
+
+
+class SlotRing:
+    """Holds all slots of a plan, cut from one allocation.
+
+    State changes come from two threads: the event loop's and the compute thread.
+    """
+
+    def __init__(self, memory: torch.Tensor, slot_bytes: Sequence[int], *, poison: bool = False) -> None:
+        """Cut the slots from `memory` (1-D uint8, at least `sum(slot_bytes)`). With `poison`, released ones get NaN."""
+        self._lock = threading.Lock()
+        self._poison = poison
+        starts = accumulate(slot_bytes, initial=0)
+        self._slots = [Slot(memory[start : start + size]) for start, size in zip(starts, slot_bytes, strict=False)]
+
+    def __getitem__(self, index: int) -> Slot:
+        return self._slots[index]
+
+    def to(self, index: int, state: SlotState, holder: str) -> None:
+        """Change the state. Raises SlotStateError unless the protocol allows it. FREE forgets the holder."""
+        with self._lock:
+            slot = self._slots[index]
+            if state not in _ALLOWED[slot.state]:
+                by = f" by {slot.holder}" if slot.holder else ""
+                raise SlotStateError(
+                    f"slot {index} is {slot.state.name}{by}; {holder} cannot make it {state.name}, only "
+                    f"{' or '.join(sorted(s.name for s in _ALLOWED[slot.state]))}"
+                )
+            slot.state = state
+            slot.holder = "" if state is SlotState.FREE else holder
+            if self._poison and state is SlotState.FREE:
+                slot.region.detach().fill_(0xFF)  # NaN in bf16 and fp32
 
 
 class SavedWeight(NamedTuple):
@@ -37,10 +101,7 @@ class WeightBindings:
     """Maps fragments to the device memory that holds them now. Compute thread only."""
 
     def __init__(self, layout: ModelLayout, dtype: torch.dtype, memory: torch.Tensor) -> None:
-        """Create it with no fragment bound.
-
-        memory: the allocation that all slots are cut from.
-        """
+        """Create it with no fragment bound. All slots are cut from the allocation `memory`."""
         self._layout = layout
         self._dtype = dtype
         self._memories = [_addresses(memory)]
@@ -50,11 +111,7 @@ class WeightBindings:
         self._resident_ids: frozenset[FragmentId] = frozenset()  # on the device for the whole run
 
     def register_resident(self, memory: torch.Tensor, regions: Mapping[FragmentId, torch.Tensor]) -> None:
-        """Bind the fragments that live on the device from now on.
-
-        memory: their own allocation.
-        regions: their memory in it.
-        """
+        """Bind the fragments that live on the device from now on, in `regions` of their own allocation `memory`."""
         self._memories.append(_addresses(memory))
         self._regions.update(regions)
         self._resident_ids = frozenset(regions)
@@ -80,9 +137,9 @@ class WeightBindings:
         return tuple(dict.fromkeys(self._fragment_of(*self._owner_of(layer, segment)) for segment in segments))
 
     def parameter(self, layer: int, segment: Segment) -> torch.Tensor:
-        """Return a leaf tensor that is a view of the slot, and that requires a gradient if it is trained.
+        """Return a leaf tensor that is a view of the slot, for a tied parameter of its owner's slot.
 
-        A tied parameter is a view of its owner's memory.
+        It requires a gradient if it is trained.
         """
         layer, segment = self._owner_of(layer, segment)
         fragment = self._fragment_of(layer, segment)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -21,11 +20,11 @@ import torch
 from megatrain_ray.engine.device.deadlines import DEADLINE_S, STEP_DEADLINE_S
 from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.device.ranks import RankParts, Ranks
-from megatrain_ray.engine.host.interfaces import HostWeights, ParamSource
+from megatrain_ray.engine.host.interfaces import ParamSource
 from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.residency import FragmentId, Load, Residency
-from megatrain_ray.engine.weights_stream.slot_ring import SlotRing, SlotState
+from megatrain_ray.engine.weights_stream.bound_weights import SlotRing, SlotState
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Op, Stage
@@ -56,14 +55,9 @@ class LayerStreamer:
     """Streams one step or evaluation at a time along a residency that is known in advance."""
 
     def __init__(
-        self,
-        device: Device,
-        ring: SlotRing,
-        layout: ModelLayout,
-        source: ParamSource,
-        deadline_s: float = DEADLINE_S,
+        self, device: Device, ring: SlotRing, layout: ModelLayout, source: ParamSource, deadline_s: float = DEADLINE_S,
         gathers: Gathers | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create it; `begin` starts to stream.
 
         deadline_s: limit of the wait for a load to be submitted.
@@ -76,7 +70,7 @@ class LayerStreamer:
         self._residency = Residency((), (), ())
         self._source = source
         self._deadline_s = deadline_s
-        self._arrivals: dict[tuple[int, FragmentId], Future[Arrival]] = {}
+        self._arrivals: list[list[Future[Arrival]]] = []  # by visit: of the fragments that it needs
         self._submissions: list[Future[Arrival]] = []  # one for each load, in the order of loads
         self._behind: list[int] = []  # for each load: latest visit that it or an earlier load waits for; -1: none
         self._released: list[Future[Event]] = []
@@ -86,18 +80,16 @@ class LayerStreamer:
         """Start to stream weights of this generation along the residency. Event loop only."""
         self._residency = residency
         self._source.expect([load.fragment for load in residency.loads], generation)
-        self._released = [Future() for _ in self._residency.slots]
-        loads: dict[FragmentId, Future[Arrival]] = {}
-        by_visit: dict[int, list[Load]] = {}
-        for load in self._residency.loads:
-            by_visit.setdefault(load.visit, []).append(load)
-        self._arrivals, self._submissions = {}, []
-        self._behind = [*itertools.accumulate((load.after_visit for load in self._residency.loads), max)]
-        for v, held in enumerate(self._residency.slots):
-            for load in by_visit.get(v, ()):
-                loads[load.fragment] = Future()
-                self._submissions.append(loads[load.fragment])
-            self._arrivals.update({(v, fragment): loads[fragment] for fragment in held})
+        self._released = [Future() for _ in residency.slots]
+        self._behind = [*itertools.accumulate((load.after_visit for load in residency.loads), max)]
+        self._submissions = [Future() for _ in residency.loads]
+        keys = ((load.visit, load.fragment) for load in residency.loads)
+        submitted = dict(zip(keys, self._submissions, strict=True))
+        latest: dict[FragmentId, Future[Arrival]] = {}  # a fragment that stays in its slot has arrived for later visits
+        self._arrivals = []
+        for v, held in enumerate(residency.slots):
+            latest |= {fragment: submitted[v, fragment] for fragment in held if (v, fragment) in submitted}
+            self._arrivals.append([latest[fragment] for fragment in held])
         self._pump = asyncio.create_task(self._stream(generation), name="h2d pump")
 
     async def finish(self) -> None:
@@ -112,17 +104,13 @@ class LayerStreamer:
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
 
-    def prefetch(self, visit: int) -> Sequence[Future[Arrival]]:
-        """Return the arrivals of a visit, submitted or not. May be called any number of times."""
-        return [self._arrivals[visit, fragment] for fragment in self._residency.slots[visit]]
-
     def wait(self, visit: int) -> Mapping[FragmentId, torch.Tensor]:
         """Return the fragments of the visit on the device. Idempotent.
 
         Their arrival is ordered before the work that the compute thread submits next. Raises DeadlineError if a load
         was not submitted in time, and the error that stopped the pump.
         """
-        arrivals = [self._arrived(future, visit) for future in self.prefetch(visit)]
+        arrivals = [self._arrived(future, visit) for future in self._arrivals[visit]]
         for arrival in arrivals:
             self._device.wait(arrival.event, "h2d")
         return {arrival.fragment: arrival.region for arrival in arrivals}
@@ -142,10 +130,14 @@ class LayerStreamer:
     @contextmanager
     def layer(self, visit: int) -> Iterator[Mapping[FragmentId, torch.Tensor]]:
         """Yield the visit's fragments, in use until the block ends. Compute thread only."""
-        regions = self.wait(visit)
-        self._move(visit, SlotState.IN_USE)
+        regions, frees = self.wait(visit), self._residency.frees[visit]
+        slots = [(slot, self._name(fragment)) for fragment, slot in self._residency.slots[visit].items()]
+        for slot, name in slots:
+            self._ring.to(slot, SlotState.IN_USE, name)
         yield regions
-        self._release(visit)
+        for slot, name in slots:
+            self._ring.to(slot, SlotState.FREE if slot in frees else SlotState.READY, name)
+        self._released[visit].set_result(self._device.record())
 
     def _arrived(self, future: Future[Arrival], visit: int) -> Arrival:
         if future.done():
@@ -153,28 +145,20 @@ class LayerStreamer:
         try:
             with self._device.exposed("optimizer"):  # not submitted yet: it waits for the layer's update
                 return future.result(self._deadline_s)
-        except FutureTimeout:
+        except TimeoutError:
             raise DeadlineError(f"no load for visit {visit} was submitted within {self._deadline_s:.0f} s") from None
-
-    def _move(self, visit: int, state: SlotState) -> None:
-        for fragment, slot in self._residency.slots[visit].items():
-            self._ring.to(slot, state, self._name(fragment))
-
-    def _release(self, visit: int) -> None:
-        frees = self._residency.frees[visit]
-        for fragment, slot in self._residency.slots[visit].items():
-            self._ring.to(slot, SlotState.FREE if slot in frees else SlotState.READY, self._name(fragment))
-        self._released[visit].set_result(self._device.record())
 
     async def _stream(self, generation: int) -> None:
         try:
-            for load in self._residency.loads:
-                await self._load(load, generation)
+            for load, arrival in zip(self._residency.loads, self._submissions, strict=True):
+                arrival.set_result(await self._load(load, generation))
         except BaseException as error:
-            self._fail(error)
+            for arrival in self._submissions:
+                if not arrival.done():
+                    arrival.set_exception(CancelledError() if isinstance(error, asyncio.CancelledError) else error)
             raise
 
-    async def _load(self, load: Load, generation: int) -> None:
+    async def _load(self, load: Load, generation: int) -> Arrival:
         after = []
         if load.after_visit >= 0:
             released = self._released[load.after_visit]
@@ -184,10 +168,11 @@ class LayerStreamer:
             after.append(released.result())
         with self._waiting("generation", load):
             weights = await self._source.fetch(load.fragment, generation)
-        start = self._layout.layers[load.fragment.layer].fragments[load.fragment.index].start
-        region = self._ring[load.slot].region[: self._num_bytes(load.fragment, weights)]
+        fragment = self._layout.layers[load.fragment.layer].fragments[load.fragment.index]
+        itemsize = weights.parts[0].values.itemsize
+        region = self._ring[load.slot].region[: fragment.size * itemsize]
         pairs = [
-            (region[(first - start) * values.itemsize :][: values.nbytes], values.view(torch.uint8))
+            (region[(first - fragment.start) * itemsize :][: values.nbytes], values.view(torch.uint8))
             for first, values in weights.parts
         ]
         self._ring.to(load.slot, SlotState.FILLING, self._name(load.fragment))
@@ -199,20 +184,10 @@ class LayerStreamer:
         if self._gathers is not None:
             event = self._gathers(load.fragment.layer, region, event)
         self._ring.to(load.slot, SlotState.READY, self._name(load.fragment))
-        self._arrivals[load.visit, load.fragment].set_result(Arrival(load.fragment, region, event))
-
-    def _num_bytes(self, fragment: FragmentId, weights: HostWeights) -> int:
-        itemsize = weights.parts[0].values.itemsize
-        return self._layout.layers[fragment.layer].fragments[fragment.index].size * itemsize
+        return Arrival(load.fragment, region, event)
 
     def _waiting(self, what: str, load: Load) -> AbstractContextManager[None]:
         return self._device.spans.span(Row.UPLOADS, f"wait {what}", load.fragment.layer, waits=True)
-
-    def _fail(self, error: BaseException) -> None:
-        for future in self._arrivals.values():
-            if not future.done():
-                cancelled = isinstance(error, asyncio.CancelledError)
-                future.set_exception(CancelledError() if cancelled else error)
 
     def _name(self, fragment: FragmentId) -> str:
         return f"{self._layout.layers[fragment.layer].name}/{fragment.index}"
@@ -228,11 +203,7 @@ class SlotGather:
     def __init__(
         self, layout: ModelLayout, itemsize: int, device: Device, ranks: Ranks, update_deadline_s: float
     ) -> None:
-        """Create it for one rank.
-
-        itemsize: bytes of an element of a working copy.
-        update_deadline_s: of the plan.
-        """
+        """Create it for one rank. An element of a working copy has `itemsize` bytes."""
         self._parts = RankParts(layout, ranks.rank, ranks.size)
         self._itemsize = itemsize
         self._device = device
@@ -241,18 +212,16 @@ class SlotGather:
         self._timeout_s = STEP_DEADLINE_S + update_deadline_s
 
     def __call__(self, layer: int, flat: torch.Tensor, loaded: Event) -> Event:
-        """Submit the all-gathers of a layer; return the event after which all of `flat` is there.
+        """Submit the all-gathers of a layer; return the event after which all of `flat` (1-D uint8) is there.
 
-        flat: the layer, 1-D uint8. This rank's part is in it after `loaded`.
+        This rank's part is in it after `loaded`.
         """
 
         def work() -> None:
             for parts in self._parts.upload_spans_of_all(layer):
                 if parts[-1].stop > parts[0].start:
-                    self._ranks.all_gather(flat, [self._in_bytes(part) for part in parts])
+                    edges = [(part.start * self._itemsize, part.stop * self._itemsize) for part in parts]
+                    self._ranks.all_gather(flat, [ElementRange(*edge) for edge in edges])
 
         op = Op("all-gather", layer, num_bytes=flat.nbytes)
         return self._device.all_gather(work, op, loaded, self._timeout_s)
-
-    def _in_bytes(self, part: ElementRange) -> ElementRange:
-        return ElementRange(part.start * self._itemsize, part.stop * self._itemsize)

@@ -21,7 +21,7 @@ from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.shards.save_part import WrittenPart
+from megatrain_ray.engine.shards.save_gate import WrittenPart
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.files.disk_errors import check_room, explained
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
+from megatrain_ray.engine.optimizer.adamw import learning_rate
 from megatrain_ray.engine.step.engine import StepReport
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.storage.measured_store import BusyInterval

@@ -9,8 +9,7 @@ from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
-from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
-from megatrain_ray.engine.shards.save_part import WrittenPart, write_gated_part
+from megatrain_ray.engine.shards.save_gate import SaveAttempt, WrittenPart
 from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.model.optimizer_settings import hyper_of
@@ -26,13 +25,11 @@ class DeviceLayers:
     def __init__(self, run_spec: RunSpec, layout: ModelLayout, device: Device, words: SharedUpdateState) -> None:
         plan = run_spec.plan
         self._run_spec = run_spec
-        self._index = plan.shards.num_shards
         self._part = plan.num_parts - 1
         self.shard = DeviceShard(plan, layout, device, hyper_of(run_spec.config.train))
         copies = [self.shard.copy_bytes(layer) for layer in self.shard.updated]
         self._spare = SnapshotBuffers(copies, plan.saves.device_copy_bytes)
-        self._gate = SaveGate(self.shard, words, self._index, self.shard.updated, self._spare, plan.update_deadline_s)
-        self.gate = DeviceGate(self.shard, words, self._index, self._gate)
+        self.gate = DeviceGate(self.shard, words, plan.shards.num_shards, self._spare, plan.update_deadline_s)
 
     def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
         """Fill the layers from a save, or without one from the model's source.
@@ -48,10 +45,10 @@ class DeviceLayers:
             self.shard.load_frozen(source.base_weights(), plan.compute.num_threads)
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
-        return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self.shard.spans)
+        return self.gate.write_part(self._part, save_folder, attempt, compression)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
-        self._gate.abandon(attempt)
+        self.gate.abandon(attempt)
 
     def close(self) -> None:
         """Release everything, after the last update. Idempotent."""

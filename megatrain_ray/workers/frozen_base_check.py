@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatrain_ray.engine.weights.frozen_checksums import source_checksums, unread_checksums
-from megatrain_ray.engine.weights.restore import names_of
+from megatrain_ray.engine.weights.saved_values import names_of
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.run_spec import RunSpec
 

@@ -14,12 +14,10 @@ from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.device.rank_group import RankGroup
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
-from megatrain_ray.engine.host.host_state import Momenta, WorkingArena
-from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.shared_host import Momenta, SharedHost, WorkingArena
 from megatrain_ray.engine.layer_calls.compiled_call import keep_compiled_graphs
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt
-from megatrain_ray.engine.shards.save_part import WrittenPart
+from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt, WrittenPart
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.warm_up import WarmUpShapes

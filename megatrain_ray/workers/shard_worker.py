@@ -17,14 +17,13 @@ from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.measure.save_cost import measure_copy
 from megatrain_ray.engine.plan.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.shards.adam_shard import AdamShard
-from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate
-from megatrain_ray.engine.shards.save_part import WrittenPart, write_gated_part
+from megatrain_ray.engine.shards.save_gate import SaveAttempt, SaveGate, WrittenPart
 from megatrain_ray.engine.shards.shard_loop import ShardLoop
 from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.engine.shards.spilling_shard import SpillingShard
 from megatrain_ray.engine.spill.spill_ring import SpillRing
 from megatrain_ray.engine.spill.spill_table import SpillTable
-from megatrain_ray.engine.weights.restore import as_saved, restore_pieces
+from megatrain_ray.engine.weights.saved_values import as_saved, restore_pieces
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHandle, ArenaHolder, Handles
 from megatrain_ray.io.saves.manifest import Manifest
@@ -91,15 +90,12 @@ class ShardWorker:
         working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
         num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
         arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
-        state = arenas.state_views(arena, self._layout, plan.precision)
         make = partial(SpillingShard, self._make_ring(arena)) if plan.uses_disk else AdamShard
         return make(
             self._layout,
             plan.precision,
             working=working[:num_bytes].view(plan.precision.working_dtype),
-            residual=state.get("residual"),
-            m=state["m"],
-            v=state["v"],
+            own=arenas.state_views(arena, self._layout, plan.precision),
             hyper=hyper_of(self._run_spec.config.train),
             num_threads=plan.shards.num_threads,
             journal=self._arenas[journal_arena(self._index)].buffer,
@@ -217,7 +213,7 @@ class ShardWorker:
 
     def write_part(self, save_folder: Path, attempt: SaveAttempt, compression: SaveCompression) -> WrittenPart:
         """Write this shard's part of the save of a step, each layer when it has had that step's update."""
-        return write_gated_part(self._gate, self._part, save_folder, attempt, compression, self._shard.spans)
+        return self._gate.write_part(self._part, save_folder, attempt, compression)
 
     def abandon_save(self, attempt: SaveAttempt) -> None:
         self._gate.abandon(attempt)

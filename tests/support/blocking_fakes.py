@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.flat_layout import COMMON, FROZEN, FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.layout.parameter_group import COMMON, FROZEN
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.shards.save_gate import GatedSave, SaveAttempt, SaveGate

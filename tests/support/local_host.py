@@ -13,8 +13,8 @@ import torch
 
 from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.host.gradient_slab import GradientSlab
-from megatrain_ray.engine.host.host_state import Momenta, MomentumPart, WorkingArena
-from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease
+from megatrain_ray.engine.host.interfaces import EVERY_GENERATION, HostWeights, Lease, MomentumPart
+from megatrain_ray.engine.host.shared_host import Momenta, WorkingArena
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import serial_of
@@ -34,7 +34,7 @@ class _Landing(NamedTuple):
 
 
 class LocalHost:
-    """Implements ParamSource and GradSink over shards of this process. Build it and use it on the event loop."""
+    """Is a Host over shards of this process. Build it and use it on the event loop."""
 
     def __init__(
         self,

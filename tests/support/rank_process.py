@@ -14,9 +14,8 @@ import torch
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.rank_group import RankGroup, Rendezvous
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.layout.parameter_group import ParameterGroup
 from megatrain_ray.engine.weights_stream.layer_streamer import SlotGather
 
 TIMEOUT_S = 60.0

@@ -6,13 +6,12 @@ import json
 import re
 
 from megatrain_ray.config.groups import LoraConfig
-from megatrain_ray.engine.layout.parameter_group import ParameterGroup
+from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
-from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams
-from megatrain_ray.engine.optimizer.lr_schedule import learning_rate
+from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.step.step_runner import StepInput, World
 from megatrain_ray.io.batching.batch_stream import Batch

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.flat_layout import FROZEN, FlatLayout, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.layout.parameter_group import FROZEN, ParameterGroup
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
 from megatrain_ray.engine.layout.split_master import join
@@ -158,14 +157,11 @@ def shard_over(
     kernels: tuple[Build, ...] = NATIVE,
 ) -> AdamShard:
     """Return a shard over these tensors, with a journal of its own unless one is given."""
-    residual = own.get("residual")
     return AdamShard(
         part,
         precision,
         working=working,
-        residual=residual,
-        m=own["m"],
-        v=own["v"],
+        own=own,
         hyper=hyper_for(precision),
         num_threads=num_threads,
         journal=memoryview(bytearray(Journal.num_bytes(part, precision, num_threads))) if journal is None else journal,

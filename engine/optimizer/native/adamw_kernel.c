@@ -24,7 +24,7 @@ static const int64_t UNIT = 1 << 10, STRIP = 1 << 7;
 static const int64_t ITEM_UNITS = 32; /* that a thread takes at a time */
 static const int64_t COPY_BYTES = 1 << 20, RECORD_WORDS = 8;
 
-/* Mirrored by ctypes structures of native_kernel.py, as are Part and Rates: 8-byte members only. */
+/* native_kernel.py packs these, and Part and Rates: 8-byte members only. */
 typedef struct {
     int64_t serial;
     int64_t *records; /* one a thread, RECORD_WORDS apart: serial, first unit, number of units, saved elements */

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,41 +25,11 @@ COPY_BYTES = 1 << 20  # size of a chunk, as in adamw_kernel.c
 VARIANTS = ("native", "native AVX2", "native AVX-512")
 
 
-class _CStructure(ctypes.Structure):
-    """Mirrors a C structure. It has 8-byte members only."""
-
-
-class _CPart(_CStructure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("gradient", "working", "residual", "m", "v", "direction")),
-        *((name, ctypes.c_int64) for name in ("length", "first_unit", "counter")),
-        *((name, ctypes.c_double) for name in ("decay", "step_size")),
-    ]
-
-
-class _CRates(_CStructure):
-    _fields_: ClassVar = [
-        *(
-            (name, ctypes.c_double)
-            for name in ("scale", "m_weight", "v_keep", "v_weight", "root", "eps", "muon_weight")
-        ),
-        *((name, ctypes.c_int64) for name in ("bf16_gradient", "bf16_moments", "vector")),
-    ]
-
-
-class _CJournal(_CStructure):
-    _fields_: ClassVar = [
-        ("serial", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("records", "marks", "rooms")),
-        ("room_bytes", ctypes.c_int64),
-    ]
-
-
-class _CCopy(_CStructure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("to", "source")),
-        *((name, ctypes.c_int64) for name in ("nbytes", "first_chunk")),
-    ]
+# The C structures of the same names: addresses (P), integers of 64 bits (q) and doubles (d), in their order.
+PART = struct.Struct("@6P3q2d")
+RATES = struct.Struct("@7d3q")
+JOURNAL = struct.Struct("@q3Pq")
+COPY = struct.Struct("@2P2q")
 
 
 class _Library:
@@ -106,58 +76,54 @@ class NativeAdamW:
         return VARIANTS[self._variant]
 
     def update(
-        self,
-        parts: Sequence[ParamSlice],
-        gradient: Tensor,
-        params: UpdateParams,
-        transaction: Transaction | None,
+        self, parts: Sequence[ParamSlice], gradient: Tensor, params: UpdateParams, transaction: Transaction | None,
         directions: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not parts:
             return
         self._library.update(
             self._pool,
             self._variant,
-            (_CPart * len(parts))(*(self._part(part, gradient, params, directions) for part in parts)),
+            b"".join(self._part(part, gradient, params, directions) for part in parts),
             len(parts),
             parts[-1].units.stop - parts[0].first_unit,
-            ctypes.byref(self._rates(params, gradient.dtype)),
-            ctypes.byref(_CJournal(transaction.serial, *transaction.journal.addresses)) if transaction else None,
+            self._rates(params, gradient.dtype),
+            JOURNAL.pack(transaction.serial, *transaction.journal.addresses) if transaction else None,
         )
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         copies, num_chunks = [], 0
         for to, source in pairs:
-            copies.append(_CCopy(to.data_ptr(), source.data_ptr(), source.nbytes, num_chunks))
+            copies.append(COPY.pack(to.data_ptr(), source.data_ptr(), source.nbytes, num_chunks))
             num_chunks += -(-source.nbytes // COPY_BYTES)
-        self._library.copy(self._pool, (_CCopy * len(copies))(*copies), num_chunks)
+        self._library.copy(self._pool, b"".join(copies), num_chunks)
 
     def close(self) -> None:
         self._close()
 
-    def _part(self, part: ParamSlice, gradient: Tensor, params: UpdateParams, directions: Tensor | None) -> _CPart:
-        state, moved = part.state, directions if part.by_muon else None
-        return _CPart(
-            gradient.data_ptr() + part.gradient_start * gradient.element_size(),
-            state.working.data_ptr(),
-            None if state.residual is None else state.residual.data_ptr(),
-            state.m.data_ptr(),
-            None if state.v is None else state.v.data_ptr(),
-            None if moved is None else moved.data_ptr() + part.gradient_start * moved.element_size(),
+    def _part(self, part: ParamSlice, gradient: Tensor, params: UpdateParams, directions: Tensor | None) -> bytes:
+        return PART.pack(
+            _address(gradient, part.gradient_start),
+            *map(_address, part.state),
+            _address(directions if part.by_muon else None, part.gradient_start),
             part.length,
             part.first_unit,
             part.counter(self._hyper, params),
-            **part.coefficients(self._hyper, params)._asdict(),
+            *part.coefficients(self._hyper, params),
         )
 
-    def _rates(self, params: UpdateParams, gradient_dtype: torch.dtype) -> _CRates:
+    def _rates(self, params: UpdateParams, gradient_dtype: torch.dtype) -> bytes:
         muon = self._hyper.muon
-        return _CRates(
-            scale=params.scale,
-            **Coefficients.of(self._hyper, params)._asdict(),
-            eps=self._hyper.eps,
-            muon_weight=1 - muon.momentum if muon else 0.0,
-            bf16_gradient=gradient_dtype == torch.bfloat16,
-            bf16_moments=self._hyper.moments_seed is not None,
-            vector=self._vector,
+        return RATES.pack(
+            params.scale,
+            *Coefficients.of(self._hyper, params),
+            self._hyper.eps,
+            1 - muon.momentum if muon else 0.0,
+            gradient_dtype == torch.bfloat16,
+            self._hyper.moments_seed is not None,
+            self._vector,
         )
+
+
+def _address(tensor: Tensor | None, element: int = 0) -> int:
+    return 0 if tensor is None else tensor.data_ptr() + element * tensor.element_size()

@@ -18,7 +18,7 @@ from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, PART_ELEME
 from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.model.flops import Product
 from megatrain_ray.engine.model.structure import LayerKind
-from megatrain_ray.engine.optimizer.matrix_parts import matrix_parts
+from megatrain_ray.engine.optimizer.muon import matrix_parts
 from megatrain_ray.engine.plan.activation_moves import Activations
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES, ModelLayout
-from megatrain_ray.engine.optimizer.matrix_parts import largest_part
+from megatrain_ray.engine.optimizer.muon import largest_part
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
 from megatrain_ray.engine.planner.cost.simulate_disk import Run

@@ -11,7 +11,7 @@ import torch
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.optimizer.matrix_parts import largest_part
+from megatrain_ray.engine.optimizer.muon import largest_part
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.request import Candidate, Request
 

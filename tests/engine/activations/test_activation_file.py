@@ -207,7 +207,7 @@ def test_what_is_back_is_the_tensors_alone_and_windows_are_poisoned() -> None:
             time.sleep(0.001)
     storage = at.tensors[1].untyped_storage()
     assert torch._C._storage_Use_Count(storage._cdata) == 2, "the tensor and what asks"
-    assert all(bool((window == 0xFF).all()) for window in at.file._windows)
+    assert all(bool((window == 0xFF).all()) for window in at.file._buffers)
 
 
 def test_a_disk_that_does_not_get_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,15 @@ from torch import nn
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.expert_names import place_in_whole, whole_name
-from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
+from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
-from megatrain_ray.engine.layout.parameter_group import ParameterGroup
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.expert_groups import GroupedFactory
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.report import describe
-from megatrain_ray.engine.weights.restore import as_saved
-from megatrain_ray.engine.weights.saved_values import SavedValues
+from megatrain_ray.engine.weights.saved_values import SavedValues, as_saved
 from megatrain_ray.errors import CapacityError, ConfigError, MegatrainError
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry

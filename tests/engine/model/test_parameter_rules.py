@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.layout.parameter_group import COMMON, FROZEN, ParameterGroup
+from megatrain_ray.engine.layout.flat_layout import COMMON, FROZEN, ParameterGroup
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture

@@ -18,8 +18,7 @@ from torch import Tensor
 from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.split_master import join, split
 from megatrain_ray.engine.optimizer.adamw import BLOCK_ELEMENTS, AdamState, AdamWConstants, ParamWeighting, UpdateParams
-from megatrain_ray.engine.optimizer.torch_blocks import Scratch, adamw_block
-from megatrain_ray.engine.optimizer.torch_kernel import BlockPool
+from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Scratch, adamw_block
 
 pytestmark = pytest.mark.pairwise
 

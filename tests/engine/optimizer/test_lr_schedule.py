@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.engine.optimizer.lr_schedule import Schedule, learning_rate
+from megatrain_ray.engine.optimizer.adamw import Schedule, learning_rate
 from tests.support.reference import reference_learning_rate
 
 

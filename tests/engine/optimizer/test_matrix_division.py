@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from megatrain_ray.engine.device.ranks import RankParts
-from megatrain_ray.engine.host.host_state import Momenta
+from megatrain_ray.engine.host.shared_host import Momenta
 from megatrain_ray.engine.layout.flat_layout import ElementRange, FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.optimizer.matrix_parts import MatrixPart, largest_part, matrix_parts
-from megatrain_ray.engine.optimizer.muon import step_flops
+from megatrain_ray.engine.optimizer.muon import MatrixPart, largest_part, matrix_parts, step_flops
 
 Matrices = tuple[tuple[str, tuple[int, ...]], ...]
 

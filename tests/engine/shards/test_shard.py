@@ -209,4 +209,4 @@ def test_moments_in_bf16_want_a_seed_and_others_none() -> None:
         own = {kind: torch.zeros(part.size_of(kind), dtype=dtype) for kind, dtype in precision.state_kinds}
         journal = memoryview(bytearray(Journal.num_bytes(part, precision, 1)))
         with pytest.raises(MegatrainError, match=f"moments are {precision.moments} and the seed of their rounding is"):
-            AdamShard(part, precision, working=working, **own, hyper=hyper, num_threads=1, journal=journal)
+            AdamShard(part, precision, working=working, own=own, hyper=hyper, num_threads=1, journal=journal)

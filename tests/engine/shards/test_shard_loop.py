@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.generations import TornLayer
-from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
+from megatrain_ray.engine.host.shared_update_state import SharedUpdateState, TornLayer
 from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision

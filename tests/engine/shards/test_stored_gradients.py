@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.host.host_state import Momenta
-from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.shared_host import Momenta, SharedHost
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.optimizer.undo_log import serial_of

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.engine.device.cpu_device import CpuEvent
-from megatrain_ray.engine.host.host_state import Momenta
-from megatrain_ray.engine.host.shared_host import SharedHost
+from megatrain_ray.engine.host.shared_host import Momenta, SharedHost
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.plan.plan_shards import read_bytes, shard_layout, spill_layout
 from megatrain_ray.engine.plan.residency import FragmentId

@@ -121,8 +121,8 @@ class Memory:
 
     def shard(self, num_threads: int = 2, timeout_s: float = WAIT_S) -> SpillingShard:
         return SpillingShard(
-            self.ring(timeout_s), self.part, Precision.BF16, working=self.working, residual=self.own["residual"],
-            m=self.own["m"], v=self.own["v"], hyper=HYPER, num_threads=num_threads, journal=self.journal,
+            self.ring(timeout_s), self.part, Precision.BF16, working=self.working, own=self.own, hyper=HYPER,
+            num_threads=num_threads, journal=self.journal,
         )  # fmt: skip
 
     def ring(self, timeout_s: float = WAIT_S) -> SpillRing:

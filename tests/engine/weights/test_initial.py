@@ -13,9 +13,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from megatrain_ray.engine.weights import initial_values as initial
-from megatrain_ray.engine.weights.initial_values import Normal, initial_values, module_seed, normals_before
-from megatrain_ray.engine.weights.weight_source import RandomSource
+from megatrain_ray.engine.weights import weight_source as initial
+from megatrain_ray.engine.weights.weight_source import Normal, RandomSource, initial_values, module_seed, normals_before
 from megatrain_ray.errors import ConfigError
 
 SIZES: dict[str, Any] = {

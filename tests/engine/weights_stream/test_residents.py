@@ -15,8 +15,7 @@ from megatrain_ray.engine.layer_calls.template import Template
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec, Segment
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.weights_stream.bound_weights import WeightBindings
-from megatrain_ray.engine.weights_stream.slot_ring import SlotStateError
+from megatrain_ray.engine.weights_stream.bound_weights import SlotStateError, WeightBindings
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches

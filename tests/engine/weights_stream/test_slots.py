@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatrain_ray.engine.weights_stream.slot_ring import SlotRing, SlotState, SlotStateError
+from megatrain_ray.engine.weights_stream.bound_weights import SlotRing, SlotState, SlotStateError
 
 
 def ring(**kwargs: bool) -> SlotRing:
