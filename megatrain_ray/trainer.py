@@ -138,14 +138,12 @@ class Trainer:
                 tell_of_resume(run, manifest.step)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            inputs = check_inputs(run_spec, run.path, manifest, startup)
-            with held(inputs.folders):
+            tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
+            budget = FailureBudget(run.config.max_failures)
+            job = RunContext(run_spec, tokens, held_out, run, interrupts, daemons, startup, budget, at_end)
+            with held(job.token_folders):
                 after.callback(clean_after_end, run)
                 _begin(run_spec, run, manifest)
-                budget = FailureBudget(run.config.max_failures)
-                job = RunContext(
-                    run_spec, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end
-                )
                 with report_at_end(run.path):
                     return TrainSummary(**vars(train(job, manifest, placement)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 
 CHECK_S = 1.0  # seconds between two calls of `check` during a wait
-ANSWER_S = 30.0  # bound, in seconds, for calls that an actor answers at once
 CLOSE_S = 10.0  # bound, in seconds, for a thread of the driver whose calls have failed, since the actors are dead
 DEATH_TOLD_S = 10.0  # a guess: seconds within which Ray reports that a process has died
 AGAIN = "the same command starts again from the last save"
@@ -91,6 +90,11 @@ def actor_id(actor: Any) -> str:
     return str(actor._actor_id.hex())
 
 
+def ask_each(roles: Iterable[ActorRole], method: str, *arguments: Any) -> list[Any]:
+    """Call a method of the actor of each role, and return the pending calls."""
+    return [getattr(role.actor, method).remote(*arguments) for role in roles]
+
+
 def answer(late: str, call: Any, check: Check, timeout_s: float = DEADLINE_S) -> Any:
     """Return the result of a Ray call, and wait for it at most `timeout_s` seconds.
 
@@ -109,6 +113,12 @@ def answer(late: str, call: Any, check: Check, timeout_s: float = DEADLINE_S) ->
         except RayError:
             check()
             raise
+
+
+def ask_all(roles: Sequence[ActorRole], check: Check, method: str, *arguments: Any) -> list[Any]:
+    """Call a method of the actor of each role, and return the results. Waits for each as `answer` does."""
+    calls = ask_each(roles, method, *arguments)
+    return [answer(f"{role.name} did not answer", call, check) for role, call in zip(roles, calls, strict=True)]
 
 
 def ended(call: Any, check: Check) -> Any:
@@ -130,11 +140,8 @@ def await_thread(thread: threading.Thread, check: Check, timeout_s: float) -> No
 def result_or_cause(call: Any, others: Sequence[Any], check: Check) -> Any:
     """Return the result of a call that has ended; if a peer's death made it fail, raise that death.
 
-    others: calls that are still open. The death is looked for among their actors.
-    check: called as in `answer`.
-
     Raises what the call raised. If that is a LostPeerError, and Ray reports within DEATH_TOLD_S seconds that an actor
-    of `others` died, raises the RayActorError of that death instead: it is the cause.
+    of `others`, the calls that are still open, died, raises the RayActorError of that death instead: it is the cause.
     """
     try:
         return ended(call, check)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from megatrain_ray.crew.actor_role import ActorRole, Check, answer
+from megatrain_ray.crew.actor_role import ActorRole, Check, answer, ask_each
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
@@ -45,16 +45,12 @@ class GpuWorkerGroup:
         self._place = place
         self._check = check
         self._until_all = until_all
-        plan = run_spec.plan
+        hosts = run_spec.plan.hosts
         self.workers = [
             ActorRole(
-                ProcessKind.GPU,
-                gpu_name(rank),
-                rank // plan.hosts.gpus_per_host,
-                place.take,
-                partial(self._arguments, rank),
+                ProcessKind.GPU, gpu_name(rank), rank // hosts.gpus_per_host, place.take, partial(self._arguments, rank)
             )
-            for rank in range(plan.hosts.num_gpus)
+            for rank in range(hosts.num_gpus)
         ]
         self.data = ActorRole(ProcessKind.DATA, DATA, 0, place.take, lambda holders: self.data_arguments)
         self._seats: list[RankInfo | None] = [None]
@@ -67,13 +63,9 @@ class GpuWorkerGroup:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of all GPU workers and return the call of rank 0. The other calls are added to `asked`."""
-        first, *others = self.ask_each(method, *arguments)
+        first, *others = ask_each(self.workers, method, *arguments)
         self.asked += others
         return first
-
-    def ask_each(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all GPU workers and return all calls, by rank."""
-        return [getattr(worker.actor, method).remote(*arguments) for worker in self.workers]
 
     def start(self, holders: Holders) -> None:
         """Start GPU workers, which attach the arenas once earlier workers have ended. Does not wait for them."""
@@ -99,7 +91,6 @@ class GpuWorkerGroup:
         }
 
     def wait_ready(self) -> None:
-        """Wait until all GPU workers have started."""
         for worker in self.workers:
             worker.wait_ready(self._check)
 
@@ -125,7 +116,7 @@ class GpuWorkerGroup:
         """
         self.data.start(())
         self.data.wait_ready(self._check)
-        for call in self.ask_each("take_data", self.data.actor):
+        for call in ask_each(self.workers, "take_data", self.data.actor):
             answer("a GPU worker did not take the data process", call, self._check)
         self.watch()
 
@@ -143,8 +134,8 @@ class GpuWorkerGroup:
         self.start(holders)
         self.wait_ready()
         ready()
-        filled = self.ask_each("fill", None, None)  # loads nothing: nothing lives on the device
-        self.all_of(self.ask_each("build"), "did not build its engine")
+        filled = ask_each(self.workers, "fill", None, None)  # loads nothing: nothing lives on the device
+        self.all_of(ask_each(self.workers, "build"), "did not build its engine")
         for call in filled:
             answer("a GPU worker was not filled", call, self._check)
         try:
@@ -159,13 +150,10 @@ class GpuWorkerGroup:
         The first worker of a host sets the signal words, so the others must follow it.
         """
         for worker in self.workers:
-            call = getattr(worker.actor, method).remote(progress())
+            [call] = ask_each([worker], method, progress())
             self._until_all({call: f"the {worker.name} {late}"}, STEP_DEADLINE_S)
 
     def all_of(self, calls: Sequence[Any], late: str) -> None:
-        """Wait for calls of all GPU workers at once.
-
-        So a death is noticed even while another worker waits for the one that died.
-        """
+        """Wait for calls of all GPU workers at once, so a death is noticed even while another waits for the dead."""
         named = zip(self.workers, calls, strict=True)
         self._until_all({call: f"the {worker.name} {late}" for worker, call in named}, STEP_DEADLINE_S)

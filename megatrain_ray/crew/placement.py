@@ -22,7 +22,7 @@ from megatrain_ray.crew.ray_resources import (
     nodes_within,
     place_here,
     this_node,
-)
+)  # fmt: skip
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import LOOPBACK
@@ -57,12 +57,7 @@ class CrewSpec:
 
     @property
     def num_processes(self) -> int:
-        """Return the number of shards, GPU workers, arena owners and the data process together."""
-        return self.num_hosts * (self.num_shards + 1) + self.num_workers + 1
-
-    @property
-    def host_workers(self) -> int:
-        return self.num_workers // self.num_hosts
+        return len(self.bundle_of)
 
     @property
     def num_gpus(self) -> int:
@@ -79,21 +74,20 @@ class CrewSpec:
         gpus = {"GPU": self.num_gpus / self.num_hosts} if self.num_gpus else {}
         if self.num_hosts == 1:
             return [{"CPU": 0.1 * self.num_workers, **gpus}, *({"CPU": 0.1} for _ in range(self.num_shards))]
-        num_cpus = round(0.1 * (self.host_workers + self.num_shards), 4)
+        num_cpus = round(0.1 * (self.num_workers // self.num_hosts + self.num_shards), 4)
         return [{"CPU": num_cpus, **gpus} for _ in range(self.num_hosts)]
 
     @property
     def bundle_of(self) -> Mapping[str, int]:
         """Return the index of the bundle of each process, by the name of the process."""
-        hosts = range(self.num_hosts)
-        of_gpus = {gpu_name(rank): rank // self.host_workers for rank in range(self.num_workers)}
-        numbers = {shard_name(k): k // self.num_shards for k in range(self.num_hosts * self.num_shards)}
-        of_shards = numbers if self.num_hosts > 1 else {name: 1 + k for k, name in enumerate(numbers)}
-        return {owner_name(host): host for host in hosts} | of_shards | of_gpus | {DATA: 0}
+        bundles = {owner_name(host): host for host in range(self.num_hosts)}
+        for k in range(self.num_hosts * self.num_shards):
+            bundles[shard_name(k)] = k // self.num_shards if self.num_hosts > 1 else 1 + k
+        host_workers = self.num_workers // self.num_hosts
+        return {**bundles, **{gpu_name(rank): rank // host_workers for rank in range(self.num_workers)}, DATA: 0}
 
 
 def crew_spec(run_spec: RunSpec) -> CrewSpec:
-    """Return the spec of the processes of a plan."""
     plan = run_spec.plan
     return CrewSpec(
         plan.shards.num_shards,
@@ -154,7 +148,6 @@ class Placement:
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
 
     def _has_room(self, timeout_s: float, check: Check) -> bool:
-        """Return whether the cluster has room within `timeout_s` seconds."""
         deadline_s = time.monotonic() + timeout_s
         while not self._group.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
             check()
@@ -197,8 +190,7 @@ class Placement:
 
     def take(self, name: str) -> Any:
         """Return an actor of this name that waits for `setup`: first the one that started early, then new ones."""
-        waiting = self._waiting.pop(name, None)
-        return self._begin(name) if waiting is None else waiting
+        return self._waiting.pop(name, None) or self._begin(name)
 
     def clear(self) -> None:
         """Kill the actors that nobody took, and give back the resources. Idempotent.
@@ -225,6 +217,5 @@ class Placement:
         return ray.remote(waiting(ShardWorker)).options(**options).remote(TRANSFORMERS if spec.draws else ())
 
     def _place(self, name: str, **options: Any) -> dict[str, Any]:
-        bundle = self._bundle_of[name]
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundle_of[name])
         return {**ONCE, "num_cpus": 0.1, "scheduling_strategy": strategy, **options}

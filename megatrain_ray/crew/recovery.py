@@ -73,16 +73,20 @@ class Failure:
     lost_hosts: str = ""
 
 
+# What the decision to end this attempt is raised as. The trainer catches a LostProcessError.
+ERRORS = {RecoveryAction.RESTART: LostProcessError, RecoveryAction.GIVE_UP: MegatrainError}
+
+
 @dataclass(frozen=True)
 class Decision:
-    """Says what to do about a failure, and why.
-
-    error: to raise. Set for RESTART (LostProcessError, which the trainer catches) and GIVE_UP.
-    """
-
     action: RecoveryAction
     why: str
-    error: MegatrainError | None = None
+
+    @property
+    def error(self) -> MegatrainError | None:
+        """Return the error to raise, or None if the attempt goes on."""
+        kind = ERRORS.get(self.action)
+        return kind(self.why) if kind else None
 
 
 def decide(failure: Failure, budget: FailureBudget) -> Decision:
@@ -90,15 +94,17 @@ def decide(failure: Failure, budget: FailureBudget) -> Decision:
     name = failure.name
     is_needed_for_start = failure.kind in (ProcessKind.GPU, ProcessKind.DATA) and not failure.can_step
     if failure.could_not_start or failure.kind is ProcessKind.UNKNOWN or is_needed_for_start:
-        return _give_up(describe_death(name, failure.reason, could_not_start=failure.could_not_start))
+        died = describe_death(name, failure.reason, could_not_start=failure.could_not_start)
+        return Decision(RecoveryAction.GIVE_UP, died)
     if budget.count > budget.limit:
-        return _give_up(_over_budget(name, budget))
+        return Decision(RecoveryAction.GIVE_UP, _over_budget(name, budget))
     if failure.lost_hosts:
-        return _restart(failure.lost_hosts)
+        return Decision(RecoveryAction.RESTART, failure.lost_hosts)
     if failure.kind is not ProcessKind.GPU:
         return Decision(RecoveryAction.REPLACE_ACTOR, f"{name}: its state outlives it or can be made again")
     if not failure.repeats_steps:
-        return _restart("the GPU worker died with what lives on the device, or an update under way")
+        why = "the GPU worker died with what lives on the device, or an update under way"
+        return Decision(RecoveryAction.RESTART, why)
     return Decision(RecoveryAction.REPLACE_GPU_WORKERS, f"{name}: no GPU worker can end a step without the others")
 
 
@@ -109,7 +115,7 @@ def decide_restart(reason: str, budget: FailureBudget, newest_save: int | None) 
     newest_save: step of the newest save; None if there is none.
     """
     if budget.count > budget.limit:
-        return _give_up(f"{reason}; {_over_budget('a process of the run', budget)}")
+        return Decision(RecoveryAction.GIVE_UP, f"{reason}; {_over_budget('a process of the run', budget)}")
     origin = "nothing is saved: beginning again"
     if newest_save is not None:
         origin = f"going on from the save of step {newest_save}"
@@ -124,14 +130,6 @@ def describe_death(name: str, reason: str, *, could_not_start: bool) -> str:
     if could_not_start:
         return f"a process of the run ({name}) could not start: {reason.strip().splitlines()[-1]}"
     return f"a process of the run died ({name}); the same command resumes"
-
-
-def _give_up(message: str) -> Decision:
-    return Decision(RecoveryAction.GIVE_UP, message, MegatrainError(message))
-
-
-def _restart(reason: str) -> Decision:
-    return Decision(RecoveryAction.RESTART, reason, LostProcessError(reason))
 
 
 def _over_budget(name: str, budget: FailureBudget) -> str:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.console.logs import say
-from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, ActorRole, actor_id, answer, ended, result_or_cause
+from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, ActorRole, actor_id, ask_all, ended, result_or_cause
 from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
 from megatrain_ray.crew.host_roles import owner_role, shard_role
 from megatrain_ray.crew.placement import Placement, crew_spec
 from megatrain_ray.crew.recovery import Failure, FailureBudget, ProcessKind, RecoveryAction, decide, describe_death
-from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError
+from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError, ShardFailedError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.metrics.deaths import DeathRecorder
 from megatrain_ray.planning.run_spec import RunSpec
@@ -107,17 +107,21 @@ class Supervisor:
         for call in done:
             if call in tasks:
                 self._task_ended(tasks[call], call)
-            elif call in self.group.asked:
-                self._answered(call)
+            elif call in self.group.asked and self._succeeded(call):  # of a GPU worker above rank 0
+                self.group.asked.remove(call)
         return [call for call in done if call in calls]
 
-    def _task_ended(self, role: ActorRole, call: Any) -> None:
-        if role.call != call:  # it was of an actor that was just replaced
-            return
+    def _succeeded(self, call: Any) -> bool:
+        """Return whether a call that has ended has a result, and make good a death. Raises other errors."""
         try:
             self.result(call)
         except RayActorError as error:
             self.recover(error)
+            return False
+        return True
+
+    def _task_ended(self, role: ActorRole, call: Any) -> None:
+        if role.call != call or not self._succeeded(call):  # a call that differs was of an actor just replaced
             return
         if role.kind is ProcessKind.GPU:
             self._lose(self.group.data, "the GPU worker asked it for a batch")
@@ -125,15 +129,6 @@ class Supervisor:
             raise MegatrainError(f"{role.name} stopped serving before the run was over")
         else:
             role.task = role.call = None
-
-    def _answered(self, call: Any) -> None:
-        """Handle the end of a call of a GPU worker above rank 0. Raises what the call raised."""
-        try:
-            self.result(call)
-        except RayActorError as error:
-            self.recover(error)
-        else:
-            self.group.asked.remove(call)
 
     def until(self, call: Any, late: str, timeout_s: float) -> Any:
         """Return the result of a call that takes time. Processes that die meanwhile are replaced."""
@@ -180,9 +175,8 @@ class Supervisor:
         """Return the shards' answers. A shard that dies gives none, and is replaced."""
         answers = []
         for shard in self._shards:
-            call = getattr(shard.actor, question).remote()
             try:
-                answers.append(answer(f"{shard.name} did not answer", call, self.check))
+                answers += ask_all([shard], self.check, question)
             except RayActorError as error:
                 self.recover(error)
         return answers
@@ -274,15 +268,28 @@ class Supervisor:
     def _role_of(self, died: str | None) -> ActorRole | None:
         return next((role for role in self._roles if role.actor and actor_id(role.actor) == died), None)
 
-    def explain(self, error: RayActorError) -> MegatrainError:
-        """Return the error that tells the user of a death that ends the run."""
+    def explain(self, error: RayError) -> MegatrainError:
+        """Return the error that the user should read when `error` ends the run.
+
+        This is our own error if an actor raised one. The error of a shard's own task comes before those that followed
+        from it.
+        """
+        for failure in (*self._task_errors(), error):
+            cause = failure.cause if isinstance(failure, RayTaskError) else failure
+            if isinstance(cause, MegatrainError) and not isinstance(cause, ShardFailedError):
+                return cause
+            if isinstance(cause, RayActorError):
+                return self._explain_death(cause)
+        return MegatrainError(f"an actor failed: {type(error).__name__}: {error}")
+
+    def _explain_death(self, error: RayActorError) -> MegatrainError:
         role = self._role_of(error.actor_id)
         name = role.name if role else RAYS_OWN
         if error.actor_id not in self._gone:
             self._record_death(name)
         return MegatrainError(describe_death(name, str(error), could_not_start=error.actor_init_failed))
 
-    def failures(self, within_s: float = 2.0) -> Iterator[Exception]:
+    def _task_errors(self, within_s: float = 2.0) -> Iterator[Exception]:
         """Yield the errors that tasks raised, after waiting up to `within_s` seconds for one.
 
         The error of a shard that failed may arrive after the errors that followed from it.

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.placement import Placement
-from megatrain_ray.crew.recovery import decide_restart
+from megatrain_ray.crew.recovery import RecoveryAction, decide_restart
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.session import Session
-from megatrain_ray.errors import DamagedSaveError, LostProcessError
+from megatrain_ray.errors import DamagedSaveError, LostProcessError, MegatrainError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.machine.environment import hardware, versions
@@ -77,8 +77,8 @@ def _train(job: RunContext, manifest: Manifest | None, placement: Placement | No
             if job.failures.count == num_failures:  # this death has not been counted yet
                 job.failures.count += 1
             decision = decide_restart(str(death), job.failures, max(list_saves(run.saves), default=None))
-            if decision.error:
-                raise decision.error from None
+            if decision.action is RecoveryAction.GIVE_UP:
+                raise MegatrainError(decision.why) from None
             say(decision.why)
         placement = None
         await_end(run.path)  # the memory of two crews would not fit

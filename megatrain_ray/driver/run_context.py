@@ -43,22 +43,19 @@ class RunContext:
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
     left: dict[str, list[int]] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """Holds the folders of the tokens of the data's sources, and what is evaluated."""
-
-    tokens: tuple[Path, ...]
-    held_out: HeldOutData | None
-
     @property
-    def folders(self) -> tuple[Path, ...]:
-        """Return the folders of all tokens."""
+    def token_folders(self) -> tuple[Path, ...]:
+        """Return the folders of all tokens, held-out ones included."""
         return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
 
 
-def check_inputs(run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
-    """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
+def check_inputs(
+    run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, startup: Startup
+) -> tuple[tuple[Path, ...], HeldOutData | None]:
+    """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError.
+
+    Returns the folders of the tokens of the data's sources, and the held-out data.
+    """
     config = run_spec.config
     check_packages(config)
     with startup.phase("looking for weights and tokenizer"):
@@ -75,7 +72,7 @@ def check_inputs(run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, st
         check_packing(run_spec.source.factory, run_spec.structure)
     if manifest is not None:
         stream.seek(manifest.data)
-    return Inputs(tokens, held_out)
+    return tokens, held_out
 
 
 def _held_out(run_spec: RunSpec, run_dir: Path) -> HeldOutData | None:

@@ -1,26 +1,86 @@
-"""Begins, commits and abandons the saves of one attempt at a run."""
+"""Begins, commits and abandons the saves of one attempt at a run, and checks before whether they will have room."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from ray.exceptions import RayActorError, RayTaskError
 
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.running_save import RunningSave
-from megatrain_ray.driver.start_processes import SaveRates
 from megatrain_ray.engine.measure.save_cost import predict_stall_s
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError, MegatrainError
+from megatrain_ray.io.files.disk_errors import check_room, explained
+from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
+from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.io.saves.save_writer import NonFiniteStateError
+from megatrain_ray.io.saves.save_folder import list_saves, save_room, why_kept, write_part
+from megatrain_ray.io.saves.save_writer import NonFiniteStateError, Piece
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import Row, SpanLog
 from megatrain_ray.workers.messages import Progress
 
 log = logging.getLogger(__name__)
+
+PROBE_VALUES = 4 << 20  # 16 MiB
+PROBE_BUFFERS = 16
+ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every: null to train without saves"
+
+
+class SaveRates(NamedTuple):
+    """Holds the rates from which the stall of a save is predicted. That of the disk is 0 if nothing is saved."""
+
+    disk_bytes_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
+
+
+def check_save_room(run_spec: RunSpec, saves: Path, step: int, run: str | None = None) -> None:
+    """Raise CapacityError unless all saves that will exist at the same time have room.
+
+    Call it before the first step after `step`. `run`: the token of the run; other saves are never deleted.
+    """
+    config = run_spec.config
+    every = config.save_every or config.train.steps
+    to_come = 1 + (config.train.steps - 1) // every - step // every
+    # One more than is kept, since the newest is written before the oldest is deleted.
+    num_there = sum(why_kept(saves, saved, run) is None for saved in list_saves(saves))
+    together = min(to_come, max(1, config.save_keep + 1 - num_there))
+    what = "the save" if together == 1 else f"{together} saves"
+    check_room(saves, together * bytes_of_one(run_spec.plan), what, ADVICE)
+
+
+def bytes_of_one(plan: Plan) -> int:
+    """Return the most bytes that one save takes on disk."""
+    return save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
+
+
+def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
+    """Return how many bytes of state a second can be saved in the folder `saves`, by writing at most 256 MiB there."""
+    count = max(1, min(num_bytes // 4, PROBE_VALUES))
+    values = np.random.default_rng(0).standard_normal(count, np.float32)  # random: compresses as little as state does
+    buffers = [values.data.cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
+    piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
+    saves.mkdir(exist_ok=True)
+    remove_abandoned(saves)
+    with explained("write to", saves):
+        probe = OwnedFolder.make(saves / f".probe_{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
+    start_s = time.monotonic()
+    try:
+        asyncio.run(write_part(probe.path, 0, [piece], compression=compression))
+        return len(buffers) * values.nbytes / (time.monotonic() - start_s)
+    finally:
+        probe.remove()
 
 
 class RunSaves:
@@ -54,6 +114,7 @@ class RunSaves:
         if completed < step < run_spec.config.train.steps and last_row:
             predicted_s = predict_stall_s(run_spec.plan, last_row["step_s"], *self.rates)
         try:
+            check_room(self._job.run.saves, bytes_of_one(run_spec.plan), f"the save of step {step}", ADVICE)
             self.running = RunningSave(self._job, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault
             raise MegatrainError(f"{error}; {self.safe}, and the same command resumes") from None

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.driver import run_saves, session
 from megatrain_ray.driver.run_context import RunContext
+from megatrain_ray.driver.run_saves import SaveRates
 from megatrain_ray.driver.session import Session
-from megatrain_ray.driver.start_processes import SaveRates
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.io.saves.manifest import SaveTiming
 from megatrain_ray.metrics.sinks import MetricSinks
