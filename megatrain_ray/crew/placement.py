@@ -12,17 +12,9 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.console.logs import say
+from megatrain_ray.crew import ray_resources
 from megatrain_ray.crew.actor_role import CHECK_S, Check
 from megatrain_ray.crew.actors import GpuActor, waiting
-from megatrain_ray.crew.ray_resources import (
-    check_hosts,
-    check_node,
-    lacking,
-    lacking_hosts,
-    nodes_within,
-    place_here,
-    this_node,
-)  # fmt: skip
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import LOOPBACK
@@ -117,12 +109,12 @@ class Placement:
         Raises CapacityError naming the resource that this machine's Ray node lacks, or how many nodes are missing.
         """
         self._spec = spec
-        node, bundles = this_node(), spec.bundles
+        node, bundles = ray_resources.this_node(), spec.bundles
         several = spec.num_hosts > 1
-        check_node(bundles[:1] if several else bundles, ray.nodes(), node)
+        ray_resources.check_node(bundles[:1] if several else bundles, ray.nodes(), node)
         if several and not awaits_nodes:
-            check_hosts(bundles, ray.nodes())
-        self._bundles = place_here(bundles, node)
+            ray_resources.check_hosts(bundles, ray.nodes())
+        self._bundles = ray_resources.place_here(bundles, node)
         self._group = placement_group(self._bundles, "STRICT_SPREAD" if several else "STRICT_PACK")
         self._bundle_of = spec.bundle_of
         self._waiting = {name: self._begin(name) for name in self._bundle_of}
@@ -175,7 +167,7 @@ class Placement:
 
         Raises MegatrainError if the driver's own node is gone, without which the driver can start nothing.
         """
-        alive = {node["NodeID"] for node in nodes_within(DEADLINE_S) if node["Alive"]}
+        alive = {node["NodeID"] for node in ray_resources.nodes_within(DEADLINE_S) if node["Alive"]}
         gone = [str(host) for host, node in enumerate(self._nodes) if node not in alive]
         if gone and self._nodes[0] not in alive:
             raise MegatrainError("Ray's node on this machine died; the same command resumes once Ray is up again")
@@ -185,8 +177,8 @@ class Placement:
     @property
     def _lacking(self) -> str:
         if self._spec.num_hosts > 1:
-            return lacking_hosts(self._spec.bundles, ray.nodes()) or "others use what it asks for"
-        return lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
+            return ray_resources.lacking_hosts(self._spec.bundles, ray.nodes()) or "others use what it asks for"
+        return ray_resources.lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
 
     def take(self, name: str) -> Any:
         """Return an actor of this name that waits for `setup`: first the one that started early, then new ones."""

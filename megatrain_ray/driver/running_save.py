@@ -17,14 +17,8 @@ from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_dead
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.shards.save_part import WrittenPart
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.io.saves.manifest import (
-    FORMAT_VERSION,
-    LayerEntry,
-    Manifest,
-    ParameterEntry,
-    PartManifest,
-    SaveTiming,
-)  # fmt: skip
+from megatrain_ray.io.saves import manifest as saved
+from megatrain_ray.io.saves.manifest import Manifest, PartManifest, SaveTiming
 from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, prepare_save, prune
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
@@ -136,7 +130,7 @@ def _manifest(
     working = "working" if precision.is_split else "master"
     layout = run_spec.structure.layout(run_spec.plan.num_fragments)
     return Manifest(
-        version=FORMAT_VERSION,
+        version=saved.FORMAT_VERSION,
         step=progress.step,
         optimizer_step=progress.adam_step,
         num_skipped=progress.num_skipped,
@@ -156,13 +150,13 @@ def _manifest(
     )
 
 
-def _layer(flat: FlatLayout, base_crc32: int | None) -> LayerEntry:
-    num_frozen = flat.logical_size - flat.num_trained
-    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), num_frozen, flat.num_muon, base_crc32)
+def _layer(flat: FlatLayout, base_crc32: int | None) -> saved.LayerEntry:
+    size, num_frozen = flat.logical_size, flat.logical_size - flat.num_trained
+    return saved.LayerEntry(flat.name, size, tuple(_parameters(flat)), num_frozen, flat.num_muon, base_crc32)
 
 
-def _parameters(flat: FlatLayout) -> Iterator[ParameterEntry]:
+def _parameters(flat: FlatLayout) -> Iterator[saved.ParameterEntry]:
     position = 0
     for segment in flat.segments:
-        yield ParameterEntry(segment.name, segment.shape, position, segment.tied_to)
+        yield saved.ParameterEntry(segment.name, segment.shape, position, segment.tied_to)
         position += segment.numel

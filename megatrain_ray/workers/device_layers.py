@@ -35,10 +35,7 @@ class DeviceLayers:
         self.gate = DeviceGate(self.shard, words, self._index, self._gate)
 
     def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fill the layers from a save, or without one from the model's source.
-
-        What a save leaves out is loaded from where the run began. Raises what either source raises.
-        """
+        """Fill the layers from a save, and what it leaves out, or without a save all, from the model's source."""
         source, plan = self._run_spec.source, self._run_spec.plan
         if save_folder is None or manifest is None:
             self.shard.load(source.weights(), plan.compute.num_threads)
