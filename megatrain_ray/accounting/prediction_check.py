@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
@@ -42,16 +43,13 @@ class TermKind(Enum):
 
 @dataclass(frozen=True)
 class Term:
-    """Holds a predicted and a measured number of the same thing, in seconds or bytes.
-
-    slack_bytes: excess over the prediction that is no error: an estimate is part of it, or something is added at times.
-    """
+    """Holds a predicted and a measured number of the same thing, in seconds or bytes."""
 
     name: str
     kind: TermKind
     predicted: float
     measured: float
-    slack_bytes: float = 0.0
+    slack_bytes: float = 0.0  # excess that is no error: an estimate is part of it, or something is added at times
 
     @property
     def error(self) -> float:
@@ -78,10 +76,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares a plan with the steps from `first_step` to `last_step`, all made by one process.
-
-    plan_sha256: hash of the plan.
-    """
+    """Compares a plan with the steps from `first_step` to `last_step`, all made by one process."""
 
     first_step: int
     last_step: int
@@ -120,20 +115,19 @@ class Comparison:
 
 
 def compare(plan: Plan, rows: Rows, pss_bytes: int | None = None) -> Comparison | None:
-    """Compare the plan's prediction with what a start of the run measured.
+    """Compare the plan's prediction with what a start of the run measured; None if there is too little to compare.
 
     rows: its rows of metrics, from its first step on. The newest `NEWEST` count, without the first, which compiles.
     pss_bytes: host memory of all processes of the run; None if it is not known.
-
-    Return None if there are fewer than `MIN_STEPS` rows after the first one, or the plan has no prediction.
     """
     usual, prediction = rows[1:][-NEWEST:], plan.prediction
     if len(usual) < MIN_STEPS or prediction is None:
         return None
     worked = usual[1:]  # the first of them tells of the first step's update
-    of_memory = _memory(plan, usual, pss_bytes)
-    terms = (*_times(prediction, usual), *_work(prediction, worked), *of_memory, *_disk(plan, worked))
-    return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, terms)
+    terms = chain(
+        _times(prediction, usual), _work(prediction, worked), _memory(plan, usual, pss_bytes), _disk(plan, worked)
+    )
+    return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, tuple(terms))
 
 
 def _times(prediction: Prediction, usual: Rows) -> Iterator[Term]:

@@ -39,9 +39,8 @@ class WorkColumns:
     """Makes columns of metrics.jsonl from the counters of a host: its work since the row before."""
 
     def __init__(self, counters: WorkCounters, rank: int, activation_file: int | None, *, uses_disk: bool) -> None:
-        """Begin to count.
+        """Begin to count, as the GPU worker of that rank on its host.
 
-        rank: of this GPU worker among those of its host.
         activation_file: descriptor of its file of activations; None if there is none.
         """
         self._counters = counters
@@ -60,10 +59,7 @@ class WorkColumns:
         self._newest = self._now_moved()
 
     def columns(self, step: int, time: BusyInterval) -> dict[str, Any]:
-        """Return the columns of the step that has just ended (docs/metrics.md).
-
-        The step has waited for the update of the step before; its own may go on.
-        """
+        """Return the columns of the step that has just ended (docs/metrics.md). Its own update may go on."""
         now = self._now_updates()
         updates, seconds = now - self._updates
         done = updates > 0

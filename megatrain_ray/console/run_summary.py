@@ -25,24 +25,21 @@ def summarize(
 ) -> Iterator[str]:
     """Yield the lines of the summary.
 
-    rows: rows of metrics of one process. The first step includes compilation and counts in no median.
-    run_dir: directory of the run.
-    evaluations: rows of evaluations of the same process.
-    moments: value of train.moments.
-    plan: plan of these steps; None if it cannot be read.
+    `rows` and `evaluations` are of one process. Its first step includes compilation and counts in no median. `plan` is
+    that of these steps; None if it cannot be read. `moments` is train.moments.
     """
     if rows:
-        yield from _of_steps(rows)
-        yield from _of_disk(rows, plan)
+        yield from _describe_steps(rows)
+        yield from _describe_disk(rows, plan)
     if rows and moments == "bf16":
         yield f"moments   {NARROW_MOMENTS}"
     if evaluations:
-        yield from _of_evaluations(evaluations)
+        yield from _describe_evaluations(evaluations)
     if rows or evaluations:
         yield f"next      megatrain inspect {run_dir}, megatrain export {run_dir} OUT_DIR"
 
 
-def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _describe_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     usual = rows[1:] or rows
     steps_s = [row["step_s"] for row in usual]
     total_s = sum(row["step_s"] for row in rows)
@@ -61,7 +58,7 @@ def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"skipped   {skipped} updates whose gradient was not finite"
 
 
-def _of_disk(rows: Sequence[Mapping[str, Any]], plan: Plan | None) -> Iterator[str]:
+def _describe_disk(rows: Sequence[Mapping[str, Any]], plan: Plan | None) -> Iterator[str]:
     """Yield a line on the disk traffic, if the plan has something on disk."""
     found = plan and compare(plan, rows)
     if found and (moved := found.term("disk traffic")):
@@ -70,7 +67,7 @@ def _of_disk(rows: Sequence[Mapping[str, Any]], plan: Plan | None) -> Iterator[s
         yield f"disk      {measured} read and written a step, {planned} planned{rate}"
 
 
-def _of_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _describe_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     finite = [row for row in rows if row["eval_loss"] is not None]
     best = min(finite, key=lambda row: row["eval_loss"], default=None)
     yield f"held out  {describe_evaluation(rows[-1])}"

@@ -36,11 +36,7 @@ class GpuWorkerGroup:
     data_arguments: Mapping[str, Any]
 
     def __init__(self, run_spec: RunSpec, place: Placement, check: Check, until_all: Until) -> None:
-        """Start nothing yet.
-
-        check: called in every wait, as in `answer`.
-        until_all: Supervisor.until_all.
-        """
+        """Start nothing yet. `check` and `until_all` are those of the Supervisor."""
         self._run_spec = run_spec
         self._place = place
         self._check = check
@@ -95,16 +91,12 @@ class GpuWorkerGroup:
             worker.wait_ready(self._check)
 
     def watch(self) -> None:
-        """Watch for deaths. Call it before the first step.
-
-        A watch is the task of a GPU worker. It ends when the worker died, or when the data process died and a batch is
-        wanted.
-        """
+        """Watch for deaths: a call of each GPU worker ends with it, or when it wants a batch of a dead data process."""
         for worker in self.workers:
             worker.assign(lambda actor: actor.until_data_dies.remote(), serves=False)
 
     def stop_watching(self) -> None:
-        """Stop watching for deaths. Call it at the end of the run, when a process that dies needs no replacement."""
+        """Stop watching for deaths, when a process that dies needs no replacement."""
         self.asked = []
         for worker in self.workers:
             worker.call = None

@@ -24,10 +24,7 @@ SAME_S = 30.0  # seconds within which a file system that hosts share shows them 
 
 
 def owner_role(run_spec: RunSpec, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> ActorRole:
-    """Return the role of the arena owner of a host.
-
-    left: ids of processes that an earlier attempt left on each Ray node, as `Supervisor.elsewhere` returns them.
-    """
+    """Return the role of the arena owner of a host. `left`: `Supervisor.elsewhere` of an earlier attempt."""
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
         plan = run_spec.plan
@@ -59,7 +56,7 @@ def shard_role(run_spec: RunSpec, place: Placement, number: int) -> ActorRole:
 def check_run_dir(run_spec: RunSpec, place: Placement, owners: Sequence[ActorRole], check: Check) -> None:
     """Raise ConfigError if another host does not see the run directory, into which all hosts save.
 
-    Compares the plan file, again and again for at most SAME_S seconds. `check` is called as in `answer`.
+    Compares the plan file, again and again for at most SAME_S seconds.
     """
     path, deadline_s = RunFiles(Path(run_spec.config.run_dir).absolute()).plan_file, time.monotonic() + SAME_S
     while True:
@@ -76,10 +73,7 @@ def check_run_dir(run_spec: RunSpec, place: Placement, owners: Sequence[ActorRol
 
 
 def warn_of_memory(owners: Sequence[ActorRole], check: Check) -> None:
-    """Print a warning for every other host on which spill.path is in memory.
-
-    The plan warned already of the driver's own host. `check` is called as in `answer`.
-    """
+    """Print a warning for every other host on which spill.path is in memory. The plan warned of the driver's own."""
     for text in filter(None, ask_all(owners, check, "memory_warning")):
         say(f"warning: {text}")
 

@@ -57,11 +57,10 @@ class CrewSpec:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Return the resource bundles to request from Ray.
+        """Return the resource bundles to request from Ray: on several hosts one for each host.
 
-        On one host: one bundle for GPU workers, arena owner and data process together, and one for each shard. On
-        several hosts: one bundle for each host. The CPUs that Ray reserves only promise room; the plan decides the
-        numbers of threads. They are fractions, so that small machines can run all actors.
+        On one host: one for GPU workers, arena owner and data process together, and one for each shard. The plan
+        decides the numbers of threads; the CPUs are fractions, so that small machines can run all actors.
         """
         gpus = {"GPU": self.num_gpus / self.num_hosts} if self.num_gpus else {}
         if self.num_hosts == 1:
@@ -123,19 +122,16 @@ class Placement:
     def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S, check: Check = lambda: None) -> None:
         """Wait until the cluster has room for the actors, since others may be using it.
 
-        soon_s: seconds of waiting after which a message is printed.
-        timeout_s: further seconds after which DeadlineError is raised.
-
-        Also raises what `check` raises, as `answer` does.
+        After `soon_s` seconds a message is printed, after `timeout_s` more DeadlineError is raised. Also raises what
+        `check` raises.
         """
         if not self._has_room(soon_s, check):
             say(f"waiting for room in the Ray cluster: {self._lacking}")
             if not self._has_room(timeout_s, check):
                 end = "end what uses it"
                 remedy = end if self._spec.num_hosts == 1 else f"start Ray on another machine, or {end}"
-                raise DeadlineError(
-                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {remedy}"
-                )
+                waited = f"within {timeout_s:.0f} s"
+                raise DeadlineError(f"the Ray cluster found no room {waited}: {self._lacking}; {remedy}")
         by_bundle = placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
 
@@ -149,12 +145,9 @@ class Placement:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the address of each host at which the others reach it. Valid after `wait`.
-
-        For a run on one host this is the loopback address, at which no other machine reaches it.
-        """
+        """Return the address of each host at which the others reach it. Valid after `wait`."""
         if self._spec.num_hosts == 1:
-            return [LOOPBACK]
+            return [LOOPBACK]  # at which no other machine reaches it
         known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return [known[node] for node in self._nodes]
 
@@ -185,10 +178,7 @@ class Placement:
         return self._waiting.pop(name, None) or self._begin(name)
 
     def clear(self) -> None:
-        """Kill the actors that nobody took, and give back the resources. Idempotent.
-
-        Call it after the other actors have ended.
-        """
+        """Kill the actors that nobody took, and give back the resources, once the others have ended. Idempotent."""
         while self._waiting:
             ray.kill(self._waiting.popitem()[1])
         remove_placement_group(self._group)

@@ -123,11 +123,8 @@ def decide_restart(reason: str, budget: FailureBudget, newest_save: int | None) 
 
 
 def describe_death(name: str, reason: str, *, could_not_start: bool) -> str:
-    """Return the message for a process whose death ends the run.
-
-    reason: of a process that could not start, the text that ends with the error that it raised.
-    """
-    if could_not_start:
+    """Return the message for a process whose death ends the run."""
+    if could_not_start:  # then `reason` ends with the error that it raised
         return f"a process of the run ({name}) could not start: {reason.strip().splitlines()[-1]}"
     return f"a process of the run died ({name}); the same command resumes"
 

@@ -18,7 +18,7 @@ from megatrain_ray.crew.placement import Placement, crew_spec
 from megatrain_ray.crew.recovery import Failure, FailureBudget, ProcessKind, RecoveryAction, decide, describe_death
 from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError, ShardFailedError
 from megatrain_ray.io.arenas.arena_holder import Handles
-from megatrain_ray.metrics.deaths import DeathRecorder
+from megatrain_ray.metrics.sink import DeathRecorder
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import GPU
 from megatrain_ray.workers.messages import Progress
@@ -136,9 +136,7 @@ class Supervisor:
         return self.result(call)
 
     def until_all(self, calls: Mapping[Any, str], timeout_s: float) -> None:
-        """Wait until several calls have ended, as `until` does.
-
-        calls: {call: beginning of the message if it is late}.
+        """Wait until several calls, {call: beginning of the message if it is late}, have ended, as `until` does.
 
         Raises what the first call to fail raised, or the death of another process that made it fail.
         """
@@ -206,10 +204,7 @@ class Supervisor:
             raise error
 
     def _lose(self, role: ActorRole | None, reason: str, *, could_not_start: bool = False) -> None:
-        """Record that a process died or its device failed, and do what recovery.py decides.
-
-        role: None for a process that is none of the run's actors.
-        """
+        """Record that a process died (None: none of the run's actors) or its device failed, and do what is decided."""
         self._check_cluster()  # all actors die with Ray, one after the other
         start_s = time.monotonic()
         kind, name, lost = ProcessKind.UNKNOWN, RAYS_OWN, []
@@ -290,10 +285,7 @@ class Supervisor:
         return MegatrainError(describe_death(name, str(error), could_not_start=error.actor_init_failed))
 
     def _task_errors(self, within_s: float = 2.0) -> Iterator[Exception]:
-        """Yield the errors that tasks raised, after waiting up to `within_s` seconds for one.
-
-        The error of a shard that failed may arrive after the errors that followed from it.
-        """
+        """Yield the errors that tasks raised. That of a shard may arrive after those that followed from it."""
         calls = [role.call for role in (*self._owners, *self._shards) if role.call is not None]
         done, _ = ray.wait(calls, num_returns=1, timeout=within_s) if calls else ([], [])
         for call in done:

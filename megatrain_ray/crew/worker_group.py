@@ -53,10 +53,7 @@ class WorkerGroup(Supervisor):
         return self.group.data.actor
 
     def start(self, data_arguments: Mapping[str, Any]) -> None:
-        """Place and start all actors. Weights are not loaded yet.
-
-        data_arguments: of every data process (`GpuWorkerGroup.data_arguments`).
-        """
+        """Place and start all actors. Weights are not loaded yet."""
         self._place.wait(check=self.check)
         self.group.data_arguments = data_arguments
         self.group.data.start(())
@@ -129,10 +126,7 @@ class WorkerGroup(Supervisor):
                 manifest.check_base(self._base_checksums_by_layers_of(manifest))
 
     def _await_shards(self, calls: list[Any], limit_s: float) -> None:
-        """Wait until the shards have loaded their weights.
-
-        calls: of GPU workers. If one fails, its error is raised at once: shards may load for minutes more.
-        """
+        """Wait until the shards have loaded their weights, or one of `calls` fails: shards may take minutes more."""
         deadline_s = time.monotonic() + limit_s
         while busy := [shard.name for shard in self._shards if shard.call is not None]:
             if time.monotonic() > deadline_s:
@@ -162,9 +156,7 @@ class WorkerGroup(Supervisor):
         return sum(rates) * len(self._shards) / len(rates) if rates else math.inf
 
     def begin(self, progress: Callable[[], Progress]) -> None:
-        """Start the engine, which `load` began to build, and then the shards.
-
-        The engine resets the signal words that the shards obey, so it starts first.
+        """Start the engine, which `load` began to build, and then the shards, which obey the words that it resets.
 
         progress: returns where training stands at that moment.
         """
@@ -208,10 +200,7 @@ class WorkerGroup(Supervisor):
                 self.recover(error)
 
     def spans(self, last: int) -> dict[str, Any]:
-        """Ask all processes for their recorded spans; return the calls by name.
-
-        They are answered once step `last` and its update are over.
-        """
+        """Ask all processes for their spans up to step `last` and its update; return the calls by name."""
         roles = [*self.group.workers, *self._shards]
         calls = zip(roles, ask_each(roles, "spans", last), strict=True)
         return {**{role.name: call for role, call in calls}, DATA: self.data.spans.remote()}

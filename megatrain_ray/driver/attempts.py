@@ -28,16 +28,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """Holds the result of a training.
+    """Holds the result of a training."""
 
-    step: updates of the run so far, those of earlier processes included.
-    loss: of the last update; None if none ran.
-    rows, evaluations: of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
-    """
-
-    step: int
-    loss: float | None
+    step: int  # updates of the run so far, those of earlier processes included
+    loss: float | None  # of the last update; None if none ran
     run_dir: Path
+    # Of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
     rows: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
 
@@ -52,9 +48,7 @@ def train(job: RunContext, manifest: Manifest | None, placement: Placement | Non
 
 
 def _train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> Trained:
-    """Train, and start again from a save if one turns out to be damaged or a process cannot be replaced.
-
-    After a damaged save an earlier one is used; after a death the newest one.
+    """Train, and start again from an earlier save if one is damaged, or from the newest after a death.
 
     placement: holds actors that have started already; used in the first attempt only.
     """

@@ -48,8 +48,8 @@ class PlanCheck:
         self._num_usual += 1
         if self._num_usual == 1:
             # A daemon: a driver whose processes have died must still be able to exit.
-            arguments = (dict(crew.pids),)
-            self._thread = threading.Thread(target=self._measure_memory, args=arguments, name="memory", daemon=True)
+            pids = dict(crew.pids)
+            self._thread = threading.Thread(target=self._measure_memory, args=(pids,), name="memory", daemon=True)
             self._thread.start()
         if self._num_usual >= self._next:
             self._next = 2 * self._num_usual
@@ -67,10 +67,7 @@ class PlanCheck:
             self._thread.join(CLOSE_S)
 
     def _measure_memory(self, pids: Mapping[str, int]) -> None:
-        """Look up the host memory of all processes of the run.
-
-        The kernel visits every page that each process maps, which takes 15 to 40 ms per GiB, beside the training.
-        """
+        # The kernel visits every page that each process maps, which takes 15 to 40 ms per GiB.
         try:
             self._pss_bytes = sum(sum(kinds.values()) for kinds in pss_of_run(pids).values())
         except (OSError, KeyError) as error:  # one has just died, or belongs to another user

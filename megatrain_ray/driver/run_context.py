@@ -24,24 +24,19 @@ from megatrain_ray.run.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RunContext:
-    """Holds what all attempts at a run have in common.
-
-    tokens: folders of the tokens of the data's sources.
-    failures: of all attempts together.
-    at_end: called when all steps are made, while every process still lives.
-    left: processes that the previous attempt left on other hosts, as `Supervisor.elsewhere` returns them.
-    """
+    """Holds what all attempts at a run have in common."""
 
     run_spec: RunSpec
-    tokens: tuple[Path, ...]
+    tokens: tuple[Path, ...]  # folders of the tokens of the data's sources
     held_out: HeldOutData | None
     run: RunDir
     interrupts: Interrupts
     daemons: Daemons
     startup: Startup
-    failures: FailureBudget
+    failures: FailureBudget  # of all attempts together
+    # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
-    left: dict[str, list[int]] = field(default_factory=dict)
+    left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.elsewhere` of the previous attempt
 
     @property
     def token_folders(self) -> tuple[Path, ...]:
@@ -76,7 +71,6 @@ def check_inputs(
 
 
 def _held_out(run_spec: RunSpec, run_dir: Path) -> HeldOutData | None:
-    """Return the held-out data, or None if nothing is evaluated."""
     config, plan, vocab_size = run_spec.config, run_spec.plan, run_spec.structure.vocab_size
     data = config.data.held_out
     if data is None:

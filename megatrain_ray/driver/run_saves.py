@@ -84,25 +84,18 @@ def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> f
 
 
 class RunSaves:
-    """Tracks the newest save of a run, and the one that is being written.
-
-    step: updates in the newest save; -1: there is none.
-    num_applied: those of them that changed the weights.
-    running: the save that is being written.
-    missed: the last save that was begun was abandoned.
-    rates: from which the stall of a save is predicted; set before the first save.
-    """
+    """Tracks the newest save of a run, and the one that is being written."""
 
     def __init__(self, job: RunContext, crew: WorkerGroup, manifest: Manifest | None, spans: SpanLog) -> None:
         """Prepare to save. `manifest`: of the save that the attempt goes on from; None: there is none."""
         self._job = job
         self._crew = crew
         self._spans = spans
-        self.step = manifest.step if manifest else -1
-        self.num_applied = manifest.optimizer_step if manifest else 0
+        self.step = manifest.step if manifest else -1  # updates in the newest save; -1: there is none
+        self.num_applied = manifest.optimizer_step if manifest else 0  # those of them that changed the weights
         self.running: RunningSave | None = None
-        self.missed = False
-        self.rates = SaveRates()
+        self.missed = False  # the last save that was begun was abandoned
+        self.rates = SaveRates()  # set before the first save
         self._has_told_of_waiting = False
 
     def begin(self, step: int, completed: int, last_row: Mapping[str, Any]) -> None:

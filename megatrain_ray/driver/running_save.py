@@ -34,7 +34,6 @@ class RunningSave:
     """
 
     def __init__(self, job: RunContext, crew: WorkerGroup, step: int, predicted_stall_s: float) -> None:
-        """Begin to write the save."""
         self.step = step
         self._job = job
         self._crew = crew

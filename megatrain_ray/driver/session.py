@@ -25,8 +25,7 @@ from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.metrics.deaths import DeathRecorder
-from megatrain_ray.metrics.sinks import MetricSinks
+from megatrain_ray.metrics.sink import DeathRecorder, MetricSinks
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import forget, record
 from megatrain_ray.spans import Row
@@ -73,9 +72,8 @@ class Session:
     def __init__(
         self, job: RunContext, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
     ) -> None:
-        """Prepare an attempt.
+        """Prepare an attempt that goes on from the save of `manifest`; None: from the start.
 
-        manifest: of the save to go on from; None: from the start.
         placement: holds actors that have started already. They end with the session.
         """
         self._job = job
@@ -268,10 +266,7 @@ class Session:
         return self._progress.step - self._last_applied >= self._config.max_skipped
 
     def _check_diverged(self) -> None:
-        """Raise MegatrainError if training has diverged.
-
-        By then the run has ended as if it were interrupted: updates since the newest save are saved.
-        """
+        """Raise MegatrainError if training has diverged, once the run has saved as if it were interrupted."""
         if self._has_diverged:
             raise MegatrainError(
                 f"the last {self._progress.step - self._last_applied} steps were skipped, each for a gradient norm "

@@ -57,10 +57,7 @@ def start_processes(
 
 
 def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any]:
-    """Return the arguments of a data process.
-
-    It begins where this attempt began, and skips from there to the batch that it is asked for.
-    """
+    """Return the arguments of a data process: it skips from where this attempt began to the batch it is asked for."""
     config, plan = job.run_spec.config, job.run_spec.plan
     return {
         "data": config.data,
@@ -93,10 +90,7 @@ def _warn_of_stop(job: RunContext, disk_bytes_per_s: float) -> None:
 
 @contextmanager
 def ray_processes(config: TrainConfig, machine: Machine, startup: Startup) -> Iterator[tuple[Daemons, Placement]]:
-    """Start Ray, and processes for the run, which begin to import what they need.
-
-    The driver imports Transformers while Ray starts.
-    """
+    """Start Ray, and processes for the run, which import what they need. The driver imports Transformers meanwhile."""
     hardware = config.hardware
     spec = CrewSpec(
         num_shards=machine.shards(hardware.num_shards),

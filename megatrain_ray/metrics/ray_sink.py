@@ -51,13 +51,7 @@ class RaySink(MetricSink):
     """Records metrics as Ray series with the tag `run`. Counters begin at 0 with each start of the run."""
 
     def __init__(self, run: str, steps: int, plan: Plan | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the series of a run.
-
-        run: name of the run.
-        steps: number of steps that the run is to make.
-        plan: plan of the run; None if it cannot be read.
-        clock: returns seconds.
-        """
+        """Create the series of the run named `run`, which is to make `steps` steps. `plan`: None if it is not known."""
         self._tags = {"run": run}
         self._clock = clock
         self._kept_s = clock()
@@ -100,18 +94,17 @@ class RaySink(MetricSink):
         self._duration.observe(numbers["step_s"])
         if numbers.get("skipped"):
             self._skipped.inc(1)
-        for key, waited_s in numbers.items():
-            if key.startswith(EXPOSED) and waited_s > 0:  # Ray refuses to add 0
-                self._exposed.inc(waited_s, {"cause": key.removeprefix(EXPOSED)})
-        for key, num_bytes in numbers.items():
-            if key.startswith(DISK) and num_bytes > 0:
+        for key, number in numbers.items():
+            if number <= 0:  # Ray refuses to add 0
+                continue
+            if key.startswith(EXPOSED):
+                self._exposed.inc(number, {"cause": key.removeprefix(EXPOSED)})
+            elif key.startswith(DISK):
                 moved, _, way = key.removeprefix(DISK).rpartition("_")
-                kind = SHARD if moved == "shards" else GPU
-                self._disk[way].inc(num_bytes, {"kind": kind})
+                self._disk[way].inc(number, {"kind": SHARD if moved == "shards" else GPU})
 
-    def count(self, what: Count, amount: float, kind: str) -> None:
-        if amount > 0:
-            self._counted[what].inc(amount, {"kind": kind})
+    def count(self, what: Count, kind: str) -> None:
+        self._counted[what].inc(1, {"kind": kind})
 
     def keep(self) -> None:
         if self._clock() - self._kept_s >= KEEP_S:

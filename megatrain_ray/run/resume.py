@@ -28,10 +28,7 @@ def newest_save(run: RunDir) -> Manifest | None:
 
 
 def fall_back(run: RunDir, step: int, damage: DamagedSaveError) -> None:
-    """Set a damaged save aside, so that training goes on from the one before.
-
-    Raises DamagedSaveError if there is none before it.
-    """
+    """Set a damaged save aside, so that training goes on from the one before. Raises DamagedSaveError if none is."""
     earlier = [saved for saved in list_saves(run.saves) if saved < step]
     if not earlier:
         raise DamagedSaveError(

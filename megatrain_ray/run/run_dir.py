@@ -22,8 +22,15 @@ from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFold
 from megatrain_ray.io.files.partial_folder import complete_or_absent, remove_abandoned
 from megatrain_ray.io.saves.save_folder import clean_unfinished, in_the_way, list_saves, load_manifest, why_kept
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
-from megatrain_ray.run.json_rows import append_row
-from megatrain_ray.run.run_files import REPORT_NAME, RunFiles, hash_file, other_settings, read_damaged, read_steps
+from megatrain_ray.run.run_files import (
+    REPORT_NAME,
+    RunFiles,
+    append_row,
+    hash_file,
+    other_settings,
+    read_damaged,
+    read_steps,
+)
 from megatrain_ray.run.run_history import HISTORY_NAME
 from megatrain_ray.run.run_lock import PRIVATE, hold_lock
 from megatrain_ray.run.run_model import MODEL_NAME
@@ -40,10 +47,7 @@ FOLDERS = ("plans", "saves", "tokenizer", "inputs")
 
 
 class RunDir(RunFiles):
-    """Represents a run directory in use: the lock is held, and `config` is resolved and may run in it.
-
-    token: of the run.
-    """
+    """Represents a run directory in use: the lock is held, and `config` is resolved and may run in it."""
 
     def __init__(self, path: Path, config: TrainConfig, token: str) -> None:
         """Use `open` instead."""
@@ -80,22 +84,14 @@ class RunDir(RunFiles):
         return [reason for reason in reasons if reason]
 
     def missing_rows(self, step: int) -> list[int]:
-        """Return those of the first `step` updates that have no row of metrics.
-
-        Rows are written before a save is, so rows up to a save are missing only if somebody deleted them.
-        """
+        """Return those of the first `step` updates that have no row of metrics. Up to a save somebody deleted them."""
         there = {row["step"] for row in self.rows()}
         return [number for number in range(1, step + 1) if number not in there]
 
     def clean(self) -> list[Path]:
-        """Delete what a dead run left unfinished, and return what was deleted.
-
-        That is saves, replaced files, and exports into this folder.
-        """
-        names = [file.name for file in (self.config_file, self.plan_file, self.metrics_file, self.evaluations_file)]
-        names += [MODEL_NAME, PROCESSES_NAME, REPORT_NAME]
+        """Delete the saves, replaced files and exports that a dead run left unfinished, and return their paths."""
         traces = [file.name.split(".", 1)[1].rsplit(".", 2)[0] for file in self.path.glob(".trace_steps_*.new")]
-        left = left_by_kills(self.path, [*names, *traces]) if has_mark(self.path, FolderKind.RUN) else []
+        left = left_by_kills(self.path, [*FILES, *traces]) if has_mark(self.path, FolderKind.RUN) else []
         for file in left:
             file.unlink()
         unfinished = clean_unfinished(self.saves, self.token)
@@ -132,18 +128,15 @@ class RunDir(RunFiles):
 
     def _keep_plan(self, plan_json: str) -> None:
         """Keep the plan of an earlier start if the new one differs: rows and measurements of that start refer to it."""
-        if not (self.plan_file.exists() and self.has_begun):
-            return
-        earlier = read_damaged(self.plan_file)
-        if earlier != plan_json:
+        if self.plan_file.exists() and self.has_begun and (earlier := read_damaged(self.plan_file)) != plan_json:
             file = self.earlier_plan(hash_file(self.plan_file))
             file.parent.mkdir(exist_ok=True)
             write_atomically(file, earlier)
 
     def keep_tokenizer(self) -> None:
-        """Copy the tokenizer's files into the directory, with the chat template that is used.
+        """Copy the tokenizer's files and the chat template that is used, unless the run has begun with others.
 
-        Once the run has begun they stay as they are. Raises ConfigError, MegatrainError.
+        Raises ConfigError, MegatrainError.
         """
         if self.has_begun and self.tokenizer.exists():
             return
@@ -183,11 +176,8 @@ class RunDir(RunFiles):
                     sync(file)
 
     def _cut(self, step: int) -> None:
-        """Delete the rows after `step`, since training goes on from there and writes them again.
-
-        With `step` 0 all evaluations go: a start that made no step may have had other settings.
-        """
-        last_evaluated = step if step else -1
+        """Delete the rows after `step`, since training goes on from there and writes them again."""
+        last_evaluated = step if step else -1  # a start that made no step may have had other settings
         for file, last in ((self.metrics_file, step), (self.evaluations_file, last_evaluated)):
             if file.exists():
                 kept = [json.dumps(row) + "\n" for row in read_steps(file) if row["step"] <= last]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import InterruptedRunError
-from megatrain_ray.run.json_rows import append_row, parse_rows
+from megatrain_ray.run.run_files import append_row, parse_rows
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,7 @@ class History:
         self._clock = clock
 
     def begin(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> None:
-        """Write that a run of `steps` updates was started after `step` of them.
-
-        surroundings: further values of the row.
-        """
+        """Write that a run of `steps` updates was started after `step` of them, with further values."""
         self._append(What.START, step=step, steps=steps, plan_sha256=plan_sha256, pid=os.getpid(), **surroundings)
 
     @contextmanager
@@ -68,10 +65,7 @@ class History:
         self._append(What.MEMORY, pss_bytes=pss_bytes)
 
     def died(self, process: str, step: int) -> None:
-        """Write that a process died.
-
-        step: updates that were made by then.
-        """
+        """Write that a process died when `step` updates were made."""
         self._append(What.DIED, process=process, step=step)
 
     def replaced(self, process: str, step: int, took_s: float) -> None:

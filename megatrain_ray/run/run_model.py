@@ -51,10 +51,7 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
 
 
 def _parameter(spec: ParameterSpec, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a parameter, joined with that of earlier parts of the same whole parameter.
-
-    before: the description of those parts; else empty.
-    """
+    """Return the description of a parameter, joined with that of `before`, earlier parts of the same parameter."""
     frozen = {} if spec.group.trained else {"frozen": True}  # not in what earlier versions wrote
     return {"shape": joined_shape(before.get("shape"), spec.shape), "tied_to": spec.tied_to, **frozen}
 
@@ -63,10 +60,10 @@ def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str
     """Return the description of a model, with the types that JSON keeps."""
     layers: dict[str, dict[str, Any]] = {}
     for name, layer in zip(structure.undivided_names, structure.layers, strict=True):
-        of_layer = layers.setdefault(name, {})
-        for p in layer.parameters:
-            whole = whole_name(p.name)
-            of_layer[whole] = _parameter(p, of_layer.get(whole, {}))
+        described_layer = layers.setdefault(name, {})
+        for spec in layer.parameters:
+            whole = whole_name(spec.name)
+            described_layer[whole] = _parameter(spec, described_layer.get(whole, {}))
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
     described: dict[str, Any] = json.loads(json.dumps({"config": relevant, "layers": layers}))
     return described

@@ -52,10 +52,7 @@ class GpuSteps:
         self._next_batch = asyncio.ensure_future(fetch_batch(progress.step + 1))
 
     async def step(self, step: int, save: bool) -> StepResult:
-        """Run one step.
-
-        save: a save wants the state after this step.
-        """
+        """Run one step. `save`: a save wants the state after it."""
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
             await self._trace(step in traced_steps(self._run_spec.config.log.trace))
@@ -83,9 +80,9 @@ class GpuSteps:
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""
-        of_all = micro_batches_of(batch, self._run_spec.plan.step.micro_batch_size)
-        count = len(of_all) // self._run_spec.plan.hosts.num_gpus
-        return of_all[self._rank * count : (self._rank + 1) * count]
+        everything = micro_batches_of(batch, self._run_spec.plan.step.micro_batch_size)
+        count = len(everything) // self._run_spec.plan.hosts.num_gpus
+        return everything[self._rank * count : (self._rank + 1) * count]
 
     async def _trace(self, on: bool) -> None:
         """Begin or end the recording of spans, between two steps."""

@@ -163,26 +163,17 @@ class GpuWorker:
             await self._engine.run_warm_up(shapes)
 
     def _meet(self, seat: RankInfo) -> RankGroup:
-        """Join the other GPU workers, and bound every later exchange with them.
-
-        The bound includes that of an update, since one worker may wait for the disk of a save while the others wait for
-        it.
-        """
+        """Join the other GPU workers, and bound every later exchange with them."""
         plan = self._run_spec.plan
-        timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
+        timeout_s = STEP_DEADLINE_S + plan.update_deadline_s  # one of them may wait for the disk of a save
         return RankGroup(
             self._device.torch_device, seat.place, seat.rank, plan.hosts.num_gpus, timeout_s, seat.address,
             gathers=plan.slots.gathered,
         )  # fmt: skip
 
     async def start(self, progress: Progress) -> None:
-        """Get ready for the first step, after `build`.
-
-        progress: where the weights in the arenas stand.
-
-        The first worker of each host resets the signal words, so it must start before the others.
-        """
-        if self._host_rank == 0:
+        """Get ready for the first step, after `build`. `progress`: where the weights in the arenas stand."""
+        if self._host_rank == 0:  # so it must start before the other workers of its host
             self._words.reset(progress.step, self._run_spec.plan.updated_layers)
         self._begin(progress)
 
@@ -243,18 +234,12 @@ class GpuWorker:
         return self._engine.current_phase if self._engine else "building the engine"
 
     async def close(self, last: int = 0) -> None:
-        """Wait until step `last` and its update are over, then stop all background work.
-
-        The step may be over on rank 0, which answers for all, before it is over here.
-        """
+        """Wait until step `last` and its update are over here, as on rank 0, then stop all background work."""
         await self._started.finish(last)
         await self.abandon()
 
     async def abandon(self) -> None:
-        """Stop all background work and release host memory.
-
-        Call it directly after a failure, in a process that goes on.
-        """
+        """Stop all background work and release host memory. Call it directly after a failure."""
         if self._host:
             await self._host.close()
         if self._device_layers:

@@ -151,9 +151,7 @@ class ShardWorker:
     def run(self, abandoned: SaveAttempt) -> None:
         """Serve updates until `stop`, then release everything. Raises what went wrong in an update.
 
-        Starts after the last update that the signal words say is done.
-
-        abandoned: no update waits for this or an earlier save.
+        Starts after the last update that is done by the signal words. No update waits for saves up to `abandoned`.
         """
         self._gate.abandon(abandoned)
         plan, slab = self._run_spec.plan, arenas.tensor_of(self._arenas[SLAB])
@@ -179,10 +177,7 @@ class ShardWorker:
         self._counters["updates"] += 1
 
     def spans(self, last: int) -> RecordedSpans:
-        """Return the spans of the traced updates, once update `last` is done.
-
-        If the shards stop before, returns those recorded so far.
-        """
+        """Return the spans of the traced updates, once update `last` is done or the shards have stopped."""
         timeout_s = self._run_spec.plan.update_deadline_s
         with suppress(MegatrainError):
             for layer in self._run_spec.plan.layer_order:

@@ -18,7 +18,7 @@ from megatrain_ray.driver.run_saves import SaveRates
 from megatrain_ray.driver.session import Session
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.io.saves.manifest import SaveTiming
-from megatrain_ray.metrics.sinks import MetricSinks
+from megatrain_ray.metrics.sink import MetricSinks
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.workers.messages import Progress, StepResult
 from tests.support.planned_steps import PROFILE, measured, planned
