@@ -19,7 +19,6 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.machine.environment import hardware, versions
 from megatrain_ray.metrics.sinks import open_sinks
-from megatrain_ray.run.resume import clean_after_end, fall_back, newest_save
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import await_end
 
@@ -66,7 +65,7 @@ def _train(job: RunContext, manifest: Manifest | None, placement: Placement | No
             rows = [row for row in run.rows() if row["step"] > first]
             return Trained(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
-            fall_back(run, step, damage)
+            run.fall_back(step, damage)
         except LostProcessError as death:
             if job.failures.count == num_failures:  # this death has not been counted yet
                 job.failures.count += 1
@@ -76,8 +75,8 @@ def _train(job: RunContext, manifest: Manifest | None, placement: Placement | No
             say(decision.why)
         placement = None
         await_end(run.path)  # the memory of two crews would not fit
-        clean_after_end(run)
-        manifest = newest_save(run)
+        run.clean_after_end()
+        manifest = run.newest_save()
         step = manifest.step if manifest else 0
         first = min(first, step)
         run.begin(plan.to_json(), step)

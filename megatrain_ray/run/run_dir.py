@@ -14,13 +14,22 @@ from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_config, resume_diff
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.console.logs import say
+from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_template
 from megatrain_ray.io.files.atomic_file import left_by_kills, sync, write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder, has_mark, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, remove_abandoned
-from megatrain_ray.io.saves.save_folder import clean_unfinished, in_the_way, list_saves, load_manifest, why_kept
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import (
+    clean_unfinished,
+    in_the_way,
+    list_saves,
+    load_manifest,
+    set_aside,
+    why_kept,
+)
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
 from megatrain_ray.run.run_files import (
     REPORT_NAME,
@@ -77,6 +86,54 @@ class RunDir(RunFiles):
             if left := in_the_way(files.saves, token):
                 raise ConfigError(f"run_dir: {left[0]}; move it away, and start again")
             yield RunDir(files.path, config.resolve(earlier), token)
+
+    def newest_save(self) -> Manifest | None:
+        """Return the manifest of the newest save that can be read; None if there is no save.
+
+        Raises DamagedSaveError if there are saves and none of them can be read, ConfigError for a save of another run.
+        """
+        for step in reversed(list_saves(self.saves)):
+            try:
+                manifest = load_manifest(self.saves, step)
+            except DamagedSaveError as damage:
+                self.fall_back(step, damage)
+            else:
+                self.check_save(step, manifest)
+                return manifest
+        return None
+
+    def fall_back(self, step: int, damage: DamagedSaveError) -> None:
+        """Set a damaged save aside, to go on from the one before. Raises DamagedSaveError if there is none before it."""
+        earlier = [saved for saved in list_saves(self.saves) if saved < step]
+        if not earlier:
+            raise DamagedSaveError(
+                f"{damage}; there is no earlier save to go back to: repair it, or delete {self.saves} to start from "
+                "step 0"
+            )
+        aside = set_aside(self.saves, step)
+        say(f"warning: {damage}; it is kept as {aside.name}, training goes on from the save of step {earlier[-1]}")
+
+    def clean_after_end(self) -> None:
+        """Delete unfinished saves. Call it when every process has ended, so that nobody writes them."""
+        with suppress(MegatrainError, OSError):  # the error that ended the run must be reported
+            clean_unfinished(self.saves, self.token)
+
+    def tell_of_resume(self, step: int) -> None:
+        """Print what going on from the save of a step means."""
+        num_again = sum(row["step"] > step for row in self.rows())
+        again = f"; {num_again} steps that were not saved are made again" if num_again else ""
+        say(f"resuming from the save of step {step}{again}")
+        if missing := self.missing_rows(step):
+            say(
+                f"warning: metrics.jsonl has no rows of {len(missing)} of the {step} steps up to that save, the first "
+                f"of them step {missing[0]}: they were deleted; training is not changed by it"
+            )
+        for kept in self.kept_saves():
+            say(f"note: {kept}; save_keep does not count it")
+        before, now = self.read_config().train, self.config.train
+        if before.steps != now.steps and now.schedule != "constant":
+            schedule = f"the schedule of {now.steps} steps"
+            say(f"train.steps was {before.steps}: from here on the learning rate follows {schedule}")
 
     def kept_saves(self) -> list[str]:
         """Return a text for each save that `save_keep` does not count and that is never deleted, with the reason."""
