@@ -103,7 +103,7 @@ class RunDir(RunFiles):
         return None
 
     def fall_back(self, step: int, damage: DamagedSaveError) -> None:
-        """Set a damaged save aside, to go on from the one before. Raises DamagedSaveError if there is none before it."""
+        """Set a damaged save aside, to go on from the one before. Raises DamagedSaveError if there is none."""
         earlier = [saved for saved in list_saves(self.saves) if saved < step]
         if not earlier:
             raise DamagedSaveError(
