@@ -157,17 +157,10 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}), on_loopback():
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
             _init(
-                f"Ray did not start in {folder}",
-                "/tmp must be writable and have room",
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=True,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder),
-            )
+                f"Ray did not start in {folder}", "/tmp must be writable and have room", address="local",
+                num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=True, logging_level=logging.ERROR, _temp_dir=str(folder),
+            )  # fmt: skip
             roots = _started(before)
             daemons = Daemons.among(roots)
             yield daemons

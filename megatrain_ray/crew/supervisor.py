@@ -35,15 +35,11 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        run_spec: RunSpec,
-        check_cluster: Callable[[], None] = lambda: None,
-        record: Callable[[Mapping[str, int]], None] = lambda pids: None,
-        placement: Placement | None = None,
-        failures: FailureBudget | None = None,
-        faults: DeathRecorder | None = None,
+        self, run_spec: RunSpec, check_cluster: Callable[[], None] = lambda: None,
+        record: Callable[[Mapping[str, int]], None] = lambda pids: None, placement: Placement | None = None,
+        failures: FailureBudget | None = None, faults: DeathRecorder | None = None,
         left: Mapping[str, Sequence[int]] = {},
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Request the actors' resources, if no placement has done so.
 
         check_cluster: called in every wait; raises an error when nothing can go on.

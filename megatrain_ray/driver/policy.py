@@ -53,7 +53,8 @@ class RunPolicy:
         if seen.submitted >= self.steps or seen.interrupted:
             if under_way or seen.saving:
                 return Action.WAIT
-            return Action.SAVE if self._unsaved(seen) else Action.STOP
+            has_unsaved = max(0, seen.saved) < seen.completed and seen.changed  # other weights than the newest save's
+            return Action.SAVE if self.save_every is not None and has_unsaved else Action.STOP
         if under_way >= STEPS_AHEAD or (seen.saving and self.saves_next(seen)):
             return Action.WAIT
         return Action.STEP
@@ -82,7 +83,3 @@ class RunPolicy:
         if not self.eval_every or step > self.steps or seen.evaluated >= step:
             return False
         return step % self.eval_every == 0 or step == self.steps
-
-    def _unsaved(self, seen: Observation) -> bool:
-        """Return whether a save would hold other weights than the newest one, or than the run began with."""
-        return self.save_every is not None and max(0, seen.saved) < seen.completed and seen.changed

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -20,7 +19,6 @@ from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.saves import manifest as saved
 from megatrain_ray.io.saves.manifest import Manifest, PartManifest, SaveTiming
 from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, prepare_save, prune
-from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 from megatrain_ray.workers.messages import Progress
 
@@ -98,7 +96,6 @@ class RunningSave:
 
     def commit(self) -> SaveTiming:
         """Make a complete save exist, and delete saves beyond `save_keep`."""
-        assert self._progress is not None and self._position is not None
         parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
         timing = SaveTiming(
             predicted_stall_s=self._predicted_stall_s,
@@ -106,11 +103,35 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        run_spec, run, crew = self._job.run_spec, self._job.run, self._crew
-        manifest = _manifest(run_spec, self._progress, self._position, parts, timing, crew.base_checksums)
-        commit_save(run.saves, self.step, replace(manifest, run=run.token))
-        prune(run.saves, run_spec.config.save_keep, run.token)
+        run, keep = self._job.run, self._job.run_spec.config.save_keep
+        commit_save(run.saves, self.step, self._manifest(parts, timing))
+        prune(run.saves, keep, run.token)
         return timing
+
+    def _manifest(self, parts: tuple[PartManifest, ...], timing: SaveTiming) -> Manifest:
+        assert self._progress is not None and self._position is not None
+        run_spec = self._job.run_spec
+        precision, generation = run_spec.plan.precision, run_spec.source.generation_config
+        layers = run_spec.structure.layout(run_spec.plan.num_fragments).layers
+        checksums = self._crew.base_checksums or [None] * len(layers)
+        kinds = {"working" if precision.is_split else "master": precision.working_dtype, **dict(precision.state_kinds)}
+        return Manifest(
+            version=saved.FORMAT_VERSION,
+            run=self._job.run.token,
+            step=self._progress.step,
+            optimizer_step=self._progress.adam_step,
+            num_skipped=self._progress.num_skipped,
+            precision=precision.compute,
+            itemsize={kind: dtype.itemsize for kind, dtype in kinds.items()},
+            layers=tuple(map(_layer, layers, checksums)),
+            data=dict(self._position),
+            model=dict(run_spec.source.config),
+            config=config_to_dict(run_spec.config),
+            parts=parts,
+            generation_config=dict(generation) if generation else None,
+            timing=timing,
+            moments=precision.moments,
+        )
 
     def abandon(self) -> None:
         """Delete what was written of the save. Updates do not wait for it any more."""
@@ -118,35 +139,6 @@ class RunningSave:
         if self.calls:
             ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
         abandon_save(self._job.run.saves, self.step)
-
-
-def _manifest(
-    run_spec: RunSpec, progress: Progress, position: Mapping[str, Any], parts: tuple[PartManifest, ...],
-    timing: SaveTiming, checksums: Sequence[int | None],
-) -> Manifest:  # fmt: skip
-    """Return the manifest of a save. `checksums`: of each layer's frozen part if the save leaves that out."""
-    precision = run_spec.plan.precision
-    working = "working" if precision.is_split else "master"
-    layout = run_spec.structure.layout(run_spec.plan.num_fragments)
-    return Manifest(
-        version=saved.FORMAT_VERSION,
-        step=progress.step,
-        optimizer_step=progress.adam_step,
-        num_skipped=progress.num_skipped,
-        precision=precision.compute,
-        itemsize={
-            working: precision.working_dtype.itemsize,
-            **{kind: dtype.itemsize for kind, dtype in precision.state_kinds},
-        },
-        layers=tuple(map(_layer, layout.layers, checksums or [None] * len(layout.layers))),
-        data=dict(position),
-        model=dict(run_spec.source.config),
-        config=config_to_dict(run_spec.config),
-        parts=parts,
-        generation_config=dict(generation) if (generation := run_spec.source.generation_config) else None,
-        timing=timing,
-        moments=precision.moments,
-    )
 
 
 def _layer(flat: FlatLayout, base_crc32: int | None) -> saved.LayerEntry:

@@ -128,17 +128,13 @@ class RunDir(RunFiles):
                 f"warning: metrics.jsonl has no rows of {len(missing)} of the {step} steps up to that save, the first "
                 f"of them step {missing[0]}: they were deleted; training is not changed by it"
             )
-        for kept in self.kept_saves():
-            say(f"note: {kept}; save_keep does not count it")
+        for saved in list_saves(self.saves):
+            if reason := why_kept(self.saves, saved, self.token):
+                say(f"note: {reason}; save_keep does not count it")
         before, now = self.read_config().train, self.config.train
         if before.steps != now.steps and now.schedule != "constant":
             schedule = f"the schedule of {now.steps} steps"
             say(f"train.steps was {before.steps}: from here on the learning rate follows {schedule}")
-
-    def kept_saves(self) -> list[str]:
-        """Return a text for each save that `save_keep` does not count and that is never deleted, with the reason."""
-        reasons = (why_kept(self.saves, step, self.token) for step in list_saves(self.saves))
-        return [reason for reason in reasons if reason]
 
     def missing_rows(self, step: int) -> list[int]:
         """Return those of the first `step` updates that have no row of metrics. Up to a save somebody deleted them."""
@@ -248,17 +244,13 @@ def _check_free(path: Path) -> None:
     found = [name for name in FILES if os.path.lexists(path / name)]
     if MARK_NAME in found and not (path / MARK_NAME).lstat().st_size:
         found.remove(MARK_NAME)  # a start was killed before it wrote the mark
-    found += [name for name in FOLDERS if _is_taken(path / name)]
+    # Folders that an earlier start made have a mark, and may be used again.
+    found += [name for name in FOLDERS if not is_free(path / name) and not has_mark(path / name, FolderKind.RUN_PART)]
     if found:
         raise ConfigError(
             f"run_dir: {path} holds {found[0]}, and no run that has begun: nothing there is overwritten; move it away, "
             "or choose another run_dir"
         )
-
-
-def _is_taken(folder: Path) -> bool:
-    """Return whether something lies in a folder that no start of a run made."""
-    return not is_free(folder) and not has_mark(folder, FolderKind.RUN_PART)
 
 
 def _token(files: RunFiles) -> str:

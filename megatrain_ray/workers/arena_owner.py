@@ -22,13 +22,9 @@ class ArenaOwner:
     """Holds the file descriptors of a host's arenas and spill files. It maps none of them."""
 
     def __init__(
-        self,
-        sizes: Mapping[str, int],
-        holders: Sequence[Handles] = (),
-        files: Mapping[str, SpillFile] = {},
-        left: Sequence[int] = (),
-        other: OtherHost | None = None,
-    ) -> None:
+        self, sizes: Mapping[str, int], holders: Sequence[Handles] = (), files: Mapping[str, SpillFile] = {},
+        left: Sequence[int] = (), other: OtherHost | None = None,
+    ) -> None:  # fmt: skip
         """Create arenas of these sizes in bytes and spill files, or hold those that other `holders` still hold.
 
         left: processes of an earlier attempt, which must end first, since their memory must be free.
