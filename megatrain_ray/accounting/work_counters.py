@@ -20,13 +20,10 @@ GPU = np.dtype([("spill_bytes", "i8"), ("weights", METER), ("activations", METER
 
 
 class WorkCounters:
-    """Holds the counters of all processes of one host. They outlive a process, and its replacement goes on with them.
-
-    shards, gpus: of type SHARD and GPU, by the number of the process on its host.
-    """
+    """Holds the counters of all processes of one host. They outlive a process; its replacement goes on with them."""
 
     def __init__(self, buffer: memoryview, num_shards: int, num_gpus: int) -> None:
-        """Find the counters in shared memory of at least `num_bytes` bytes, which are 0 at first."""
+        """Find the counters, by the number of a process on its host, in shared memory that is 0 at first."""
         self.shards = np.frombuffer(buffer, SHARD, num_shards)
         self.gpus = np.frombuffer(buffer, GPU, num_gpus, offset=self.shards.nbytes)
 

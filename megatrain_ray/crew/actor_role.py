@@ -30,30 +30,21 @@ Check = Callable[[], None]  # raises an error if what is waited for cannot come 
 
 @dataclass(eq=False)
 class ActorRole:
-    """Tracks a role in the run (for example optimizer shard 1): its current actor, and how to start a replacement.
-
-    host: number of the host that the actor runs on.
-    take: returns an actor of a name, which waits for the call of `setup`.
-    arguments: returns the arguments of `setup`, from the handles of the processes that hold the arenas of the host.
-    ready: pending call of `setup`, which returns the process id.
-    pid, handles: process id of the newest actor that was ready, and what it holds of the arenas.
-    task: what the actor is doing; it is called again on a replacement. None if it does nothing.
-    call: pending call of `task`.
-    serves: the task ends only when the actor is told to stop.
-    """
+    """Tracks a role in the run (for example optimizer shard 1): its current actor, and how to start a replacement."""
 
     kind: ProcessKind
     name: str
-    host: int
-    take: Callable[[str], Any]
+    host: int  # number of the host that the actor runs on
+    take: Callable[[str], Any]  # returns an actor of a name, which waits for the call of `setup`
+    # Returns the arguments of `setup`, from the handles of the processes that hold the arenas of the host.
     arguments: Callable[[Sequence[Handles]], Mapping[str, Any]]
     actor: Any = None
-    ready: Any = None
-    pid: int | None = None
-    handles: Handles = field(default_factory=dict)
-    task: Task | None = None
-    call: Any = None
-    serves: bool = False
+    ready: Any = None  # pending call of `setup`, which returns the process id
+    pid: int | None = None  # of the newest actor that was ready
+    handles: Handles = field(default_factory=dict)  # what that actor holds of the arenas
+    task: Task | None = None  # what the actor is doing; it is called again on a replacement
+    call: Any = None  # pending call of `task`
+    serves: bool = False  # the task ends only when the actor is told to stop
 
     def start(self, holders: Sequence[Handles]) -> None:
         """Start an actor in this role and call its `setup`, without waiting for it."""

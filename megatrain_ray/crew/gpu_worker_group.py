@@ -27,12 +27,10 @@ class GpuWorkerGroup:
 
     All GPU workers get the same calls, and the answer of rank 0 stands for all. If one dies during a step, none of them
     can end it, so all are replaced.
-
-    data_arguments: of every data process of this attempt. It begins where the attempt began, and skips to the step that
-        it is asked for. Set them before the data process starts.
-    asked: open calls of ranks above 0, while the driver waits for rank 0.
     """
 
+    # Of every data process of this attempt. It begins where the attempt began, and skips to the step that it is asked
+    # for. Set them before the data process starts.
     data_arguments: Mapping[str, Any]
 
     def __init__(self, run_spec: RunSpec, place: Placement, check: Check, until_all: Until) -> None:
@@ -50,7 +48,7 @@ class GpuWorkerGroup:
         ]
         self.data = ActorRole(ProcessKind.DATA, DATA, 0, place.take, lambda holders: self.data_arguments)
         self._seats: list[RankInfo | None] = [None]
-        self.asked: list[Any] = []
+        self.asked: list[Any] = []  # open calls of ranks above 0, while the driver waits for rank 0
 
     @property
     def gpu(self) -> Any:

@@ -32,20 +32,14 @@ SOON_S = 10.0  # seconds within which Ray places what it has room for
 
 @dataclass(frozen=True)
 class CrewSpec:
-    """Describes the actors of a run before its plan is known: their resources and their imports.
+    """Describes the actors of a run before its plan is known: their resources and their imports."""
 
-    num_shards: optimizer shards of each host.
-    num_workers: GPU workers of all hosts.
-    draws: shards draw the model's initial values, for which they import Transformers.
-    compiles: GPU workers compile layers.
-    """
-
-    num_shards: int
+    num_shards: int  # optimizer shards of each host
     device: str
-    num_workers: int = 1
+    num_workers: int = 1  # GPU workers of all hosts
     num_hosts: int = 1
-    draws: bool = False
-    compiles: bool = False
+    draws: bool = False  # shards draw the model's initial values, for which they import Transformers
+    compiles: bool = False  # GPU workers compile layers
 
     @property
     def num_processes(self) -> int:

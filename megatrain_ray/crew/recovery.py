@@ -1,18 +1,5 @@
 """Decides what a run does about a process that failed. Supervisor, session and trainer carry the decisions out.
 
-The first row that applies counts:
-
-| what failed | decision |
-|---|---|
-| a process that could not start | give up |
-| a process that is none of the run's actors | give up |
-| a GPU worker or the data process, before the first step | give up |
-| any process, after `max_failures` failures of this start | give up |
-| any process, while the Ray node of another host is gone | restart from the newest save |
-| a GPU worker of a plan that cannot repeat a step | restart from the newest save |
-| a GPU worker | replace all GPU workers, and repeat the steps that have not ended |
-| an optimizer shard, an arena owner or the data process | replace it |
-
 Optimizer shards and arena owners keep their state in shared memory, which outlives them, so a replacement continues
 where they stopped. A replaced data process draws the same batches. One GPU worker cannot end a step without the others.
 """
@@ -54,23 +41,15 @@ class FailureBudget:
 
 @dataclass(frozen=True)
 class Failure:
-    """Describes a process that died or whose device failed, and where the run stands.
+    """Describes a process that died or whose device failed, and where the run stands."""
 
-    name: of the process, for messages.
-    reason: text of the error by which the failure was noticed.
-    could_not_start: the process failed before it did anything.
-    can_step: the engine was built, so there is a state of training to continue from.
-    repeats_steps: the plan allows a step to be repeated (Plan.repeats_steps).
-    lost_hosts: text naming the other hosts whose Ray nodes are gone; empty if there are none.
-    """
-
-    name: str
+    name: str  # of the process, for messages
     kind: ProcessKind
-    reason: str
-    could_not_start: bool = False
-    can_step: bool = True
-    repeats_steps: bool = True
-    lost_hosts: str = ""
+    reason: str  # text of the error by which the failure was noticed
+    could_not_start: bool = False  # the process failed before it did anything
+    can_step: bool = True  # the engine was built, so there is a state of training to continue from
+    repeats_steps: bool = True  # the plan allows a step to be repeated (Plan.repeats_steps)
+    lost_hosts: str = ""  # text naming the other hosts whose Ray nodes are gone
 
 
 # What the decision to end this attempt is raised as. The trainer catches a LostProcessError.
@@ -90,7 +69,7 @@ class Decision:
 
 
 def decide(failure: Failure, budget: FailureBudget) -> Decision:
-    """Return what to do about the failure of a process. `budget` counts it already."""
+    """Return what to do about the failure of a process: the first case that applies. `budget` counts it already."""
     name = failure.name
     is_needed_for_start = failure.kind in (ProcessKind.GPU, ProcessKind.DATA) and not failure.can_step
     if failure.could_not_start or failure.kind is ProcessKind.UNKNOWN or is_needed_for_start:

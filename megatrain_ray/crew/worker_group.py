@@ -31,13 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerGroup(Supervisor):
-    """Drives all actors of a run from the driver.
+    """Drives all actors of a run from the driver."""
 
-    kernel_names: of the kernels that updates run as; set by `start`.
-    base_checksums: of each layer's frozen part (None: it has none), if saves leave these out; set by `load`.
-    """
-
-    kernel_names: Sequence[str] = ()
+    kernel_names: Sequence[str] = ()  # of the kernels that updates run as; set by `start`
+    # Of each layer's frozen part (None: it has none), if saves leave these out; set by `load`.
     base_checksums: Sequence[int | None] = ()
     _newest_save = NO_ATTEMPT
     _building: Sequence[Any] = ()  # pending calls of GPU workers that build their engines

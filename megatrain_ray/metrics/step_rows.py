@@ -16,14 +16,9 @@ EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data"
 
 
 class StepRows:
-    """Makes the rows of one run.
+    """Makes the rows of one run. A step lasts from `start_clock`, or from the previous row, to its own row."""
 
-    A step lasts from `start_clock`, or from the previous row, to its own row.
-
-    newest: when the step of the newest row began and ended.
-    """
-
-    newest: BusyInterval
+    newest: BusyInterval  # when the step of the newest row began and ended
 
     def __init__(self, run_spec: RunSpec, host_bytes: int) -> None:
         """Create the rows of a run, and start the clock. `host_bytes`: bytes of all arenas."""

@@ -23,15 +23,12 @@ HISTORY_NAME = "history.jsonl"
 
 
 class What(Enum):
-    """Names what a row reports.
-
-    MEMORY: how much host memory the run takes; DIED: a process of the run died; REPLACED: another one took its place.
-    """
+    """Names what a row reports."""
 
     START = "start"
-    MEMORY = "memory"
-    DIED = "died"
-    REPLACED = "replaced"
+    MEMORY = "memory"  # how much host memory the run takes
+    DIED = "died"  # a process of the run died
+    REPLACED = "replaced"  # another one took its place
     END = "end"
 
 
