@@ -161,7 +161,7 @@ def _death_among(calls: Sequence[Any]) -> RayActorError | None:
 
 
 @contextmanager
-def held(handles: Handles) -> Iterator[Handles]:
+def hold_arenas(handles: Handles) -> Iterator[Handles]:
     """Hold the same arenas in this process for the block. Yields no handles if their holder is on another machine."""
     try:
         holder = ArenaHolder.adopt([handles])

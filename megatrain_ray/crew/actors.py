@@ -114,13 +114,14 @@ class GpuActor(GpuWorker):
         return self._meeting.place
 
     async def setup(
-        self, run_spec: RunSpec, holders: Sequence[Handles], data: Any, after_pids: Sequence[int], seat: RankInfo | None
-    ) -> int:
+        self, run_spec: RunSpec, holders: Sequence[Handles], data: Any, after_pids: Sequence[int],
+        rank_info: RankInfo | None,
+    ) -> int:  # fmt: skip
         """Become the GPU worker and return the process id. `data`: handle of the data actor."""
         for pid in after_pids:  # earlier GPU workers of this host: their device memory is free once they have ended
             await asyncio.to_thread(wait_gone, pid, DEADLINE_S)
         self._feed = BatchFeed(data)
-        super().__init__(run_spec, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
+        super().__init__(run_spec, holders, self._feed.batch, self._feed.held_out_batch, True, rank_info)
         self._filled = asyncio.Event()
         return os.getpid()
 

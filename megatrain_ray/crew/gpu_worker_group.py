@@ -47,7 +47,7 @@ class GpuWorkerGroup:
             for rank in range(hosts.num_gpus)
         ]
         self.data = ActorRole(ProcessKind.DATA, DATA, 0, place.take, lambda holders: self.data_arguments)
-        self._seats: list[RankInfo | None] = [None]
+        self._ranks: list[RankInfo | None] = [None]
         self.asked: list[Any] = []  # open calls of ranks above 0, while the driver waits for rank 0
 
     @property
@@ -69,7 +69,7 @@ class GpuWorkerGroup:
             addresses = self._place.addresses
             meeting = self.gpu.open_meeting.remote(addresses[0])
             place = answer("the GPU workers found no place to meet", meeting, self._check)
-            self._seats = [RankInfo(rank, place, addresses[worker.host]) for rank, worker in enumerate(self.workers)]
+            self._ranks = [RankInfo(rank, place, addresses[worker.host]) for rank, worker in enumerate(self.workers)]
         for worker in self.workers:
             worker.setup(holders(worker.host))
 
@@ -81,7 +81,7 @@ class GpuWorkerGroup:
             "data": self.data.actor,
             # All earlier workers of its host: Ray decides whose GPU it gets.
             "after_pids": [worker.pid for worker in self.workers if worker.host == host and worker.pid is not None],
-            "seat": self._seats[rank],
+            "rank_info": self._ranks[rank],
         }
 
     def wait_ready(self) -> None:

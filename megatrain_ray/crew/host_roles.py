@@ -24,7 +24,7 @@ SAME_S = 30.0  # seconds within which a file system that hosts share shows them 
 
 
 def owner_role(run_spec: RunSpec, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> ActorRole:
-    """Return the role of the arena owner of a host. `left`: `Supervisor.elsewhere` of an earlier attempt."""
+    """Return the role of the arena owner of a host. `left`: `Supervisor.remote_pids` of an earlier attempt."""
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
         plan = run_spec.plan

@@ -122,10 +122,10 @@ class Placement:
         if not self._has_room(soon_s, check):
             say(f"waiting for room in the Ray cluster: {self._lacking}")
             if not self._has_room(timeout_s, check):
-                end = "end what uses it"
-                remedy = end if self._spec.num_hosts == 1 else f"start Ray on another machine, or {end}"
-                waited = f"within {timeout_s:.0f} s"
-                raise DeadlineError(f"the Ray cluster found no room {waited}: {self._lacking}; {remedy}")
+                remedy = "start Ray on another machine, or end" if self._spec.num_hosts > 1 else "end"
+                raise DeadlineError(
+                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {remedy} what uses it"
+                )
         by_bundle = placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
 

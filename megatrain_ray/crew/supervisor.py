@@ -44,7 +44,7 @@ class Supervisor:
         placement: holds actors that have started already; None: they start now.
         failures: budget of all worker groups of a start; None: this is the only one.
         faults: records deaths and replacements; None: nobody does.
-        left: `elsewhere` of the previous group, whose processes are ending.
+        left: `remote_pids` of the previous group, whose processes are ending.
         """
         self._run_spec = run_spec
         self._check_cluster = check_cluster
@@ -77,7 +77,7 @@ class Supervisor:
         return {role.name: role.pid for role in self._roles if role.pid is not None and not role.host}
 
     @property
-    def elsewhere(self) -> dict[str, list[int]]:
+    def remote_pids(self) -> dict[str, list[int]]:
         """Return the ids of the run's processes on other hosts, by Ray node. The driver cannot see when these end."""
         pids: dict[str, list[int]] = {}
         for role in self._roles:
@@ -117,7 +117,7 @@ class Supervisor:
         if role.call != call or not self._succeeded(call):  # a call that differs was of an actor just replaced
             return
         if role.kind is ProcessKind.GPU:
-            self._lose(self.group.data, "the GPU worker asked it for a batch")
+            self._handle_failure(self.group.data, "the GPU worker asked it for a batch")
         elif role.serves:
             raise MegatrainError(f"{role.name} stopped serving before the run was over")
         else:
@@ -189,14 +189,14 @@ class Supervisor:
         cause = getattr(error, "cause", None)
         if isinstance(error, RayActorError):
             if error.actor_id not in self._gone:
-                self._lose(self._role_of(error.actor_id), str(error), could_not_start=error.actor_init_failed)
+                self._handle_failure(self._role_of(error.actor_id), str(error), could_not_start=error.actor_init_failed)
         elif isinstance(cause, LostDeviceError):
             if self.group.gpu is gpu:
-                self._lose(self.group.workers[0], str(cause))
+                self._handle_failure(self.group.workers[0], str(cause))
         else:
             raise error
 
-    def _lose(self, role: ActorRole | None, reason: str, *, could_not_start: bool = False) -> None:
+    def _handle_failure(self, role: ActorRole | None, reason: str, *, could_not_start: bool = False) -> None:
         """Record that a process died (None: none of the run's actors) or its device failed, and do what is decided."""
         self._check_cluster()  # all actors die with Ray, one after the other
         start_s = time.monotonic()

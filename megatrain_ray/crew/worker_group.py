@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.console.logs import say
-from megatrain_ray.crew.actor_role import AGAIN, ActorRole, answer, ask_each, held, result_or_cause
+from megatrain_ray.crew.actor_role import AGAIN, ActorRole, answer, ask_each, hold_arenas, result_or_cause
 from megatrain_ray.crew.host_roles import check_run_dir, warn_of_memory
 from megatrain_ray.crew.supervisor import Supervisor
 from megatrain_ray.engine.device.deadlines import transfer_deadline_s
@@ -61,7 +61,7 @@ class WorkerGroup(Supervisor):
         if len(self._owners) > 1:
             check_run_dir(self._run_spec, self._place, self._owners, self.check)
             warn_of_memory(self._owners, self.check)
-        with held(self._owners[0].handles) as self._own_handles:  # so far only their owner holds them
+        with hold_arenas(self._owners[0].handles) as self._own_handles:  # so far only their owner holds them
             self._start_others()
         self._own_handles = {}
         self._record(self.pids)

@@ -36,7 +36,7 @@ class PlanCheck:
         self._num_usual = 0
         self._next = MIN_STEPS
         self._pss_bytes: int | None = None
-        self._told: frozenset[str] = frozenset()  # names of the terms that were off at the last comparison
+        self._reported: frozenset[str] = frozenset()  # names of the terms that were off at the last comparison
         self._thread: threading.Thread | None = None
 
     def ended(self, crew: WorkerGroup, row: Mapping[str, Any]) -> None:
@@ -90,8 +90,8 @@ class PlanCheck:
             return
         off = frozenset(term.name for term in found.off(prediction))
         text = warning(found, prediction, self._plan.step.update_order, self._run_dir)
-        if text and (at_end or off != self._told):
+        if text and (at_end or off != self._reported):
             say(f"warning: {text}")
         else:
             log.info("%s", found)
-        self._told = off
+        self._reported = off

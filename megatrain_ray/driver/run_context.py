@@ -36,7 +36,7 @@ class RunContext:
     failures: FailureBudget  # of all attempts together
     # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
-    left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.elsewhere` of the previous attempt
+    left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
 
     @property
     def token_folders(self) -> tuple[Path, ...]:

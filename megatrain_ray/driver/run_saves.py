@@ -96,7 +96,7 @@ class RunSaves:
         self.running: RunningSave | None = None
         self.missed = False  # the last save that was begun was abandoned
         self.rates = SaveRates()  # set before the first save
-        self._has_told_of_waiting = False
+        self._has_reported_wait = False
 
     def begin(self, step: int, completed: int, last_row: Mapping[str, Any]) -> None:
         """Begin the save of a step, which may not have run yet. Raises MegatrainError if there is no room for it.
@@ -156,18 +156,18 @@ class RunSaves:
             self._abandon(save)
             log.info("step %d is not saved: no step since the newest save changed the weights", save.step)
             return
-        self._job.run.settle()  # a save never exists without the rows before it
+        self._job.run.flush()  # a save never exists without the rows before it
         with self._spans.span(Row.DRIVER, f"commit save {save.step}"):
             timing = save.commit()
         self.step, self.num_applied, self.running = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
         if save.held_up_s and completed < self._job.run_spec.config.train.steps:
-            tell = log.info if self._has_told_of_waiting else say
+            tell = log.info if self._has_reported_wait else say
             tell(
                 f"the next save was due before that of step {save.step} was written ({timing.write_s:.1f} s): training "
                 f"waited {save.held_up_s:.1f} s for it; a larger save_every avoids that"
             )
-            self._has_told_of_waiting = True
+            self._has_reported_wait = True
 
     @property
     def safe(self) -> str:

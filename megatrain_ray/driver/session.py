@@ -48,7 +48,7 @@ class StallWatch:
 
     def reset(self) -> None:
         """Begin to measure anew, since something has ended."""
-        self._since_s = self._told_s = time.monotonic()
+        self._since_s = self._reported_s = time.monotonic()
 
     def check(self, awaited: str, more_s: float) -> None:
         """Print what is awaited if nothing has ended for SILENCE_S seconds, and again after as long.
@@ -56,8 +56,8 @@ class StallWatch:
         Raises DeadlineError if nothing has ended for STEP_DEADLINE_S + `more_s` seconds.
         """
         now_s = time.monotonic()
-        if now_s - self._told_s > SILENCE_S:
-            self._told_s = now_s
+        if now_s - self._reported_s > SILENCE_S:
+            self._reported_s = now_s
             say(f"still waiting for {awaited}: {self._current_phase()}")
         limit_s = STEP_DEADLINE_S + more_s
         if now_s - self._since_s > limit_s:
@@ -121,7 +121,7 @@ class Session:
         finally:
             crew.kill()
             self._job.left.clear()
-            self._job.left.update(crew.elsewhere)
+            self._job.left.update(crew.remote_pids)
             self._tracing.close()
             self._plan_check.close()
         forget(self._job.run.path)

@@ -221,7 +221,7 @@ class RunDir(RunFiles):
         with explained("write", self.evaluations_file):
             append_row(self.evaluations_file, row)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Flush the rows to disk. Raises MegatrainError."""
         for file in (self.metrics_file, self.evaluations_file):
             if file == self.metrics_file or file.exists():

@@ -38,7 +38,7 @@ from megatrain_ray.workers.arenas import COUNTERS, SHARED, SLAB, WORDS, WORKING
 from megatrain_ray.workers.device_layers import DeviceLayers
 from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, objective_of
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, RankInfo, StepResult
-from megatrain_ray.workers.numa_binding import settle_gpu_worker
+from megatrain_ray.workers.numa_binding import bind_gpu_worker
 from megatrain_ray.workers.open_device import check_free, make_device, memory_explained
 
 
@@ -51,18 +51,18 @@ class GpuWorker:
 
     def __init__(
         self, run_spec: RunSpec, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
-        pinned: bool = False, seat: RankInfo | None = None,
+        pinned: bool = False, rank_info: RankInfo | None = None,
     ) -> None:  # fmt: skip
         """Attach the arenas of the host and open the device.
 
         holders: processes that hold the arenas; at least one of them is alive.
         pinned: this worker has the process to itself, and keeps it on the CPUs of its home if the plan gives it one.
-        seat: None if this is the only worker.
+        rank_info: None if this is the only worker.
         """
         self._run_spec = run_spec
         plan = run_spec.plan
-        self._seat = seat
-        self._rank = seat.rank if seat else 0
+        self._rank_info = rank_info
+        self._rank = rank_info.rank if rank_info else 0
         host, self._host_rank = divmod(self._rank, plan.hosts.gpus_per_host)
         self._layout = run_spec.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._fetch_batch = fetch_batch
@@ -70,7 +70,7 @@ class GpuWorker:
         self._holder = ArenaHolder.adopt(holders)
         self._arenas = {name: self._holder.map(name) for name in SHARED}
         # Must precede the start of any thread, and the registration of the slab, which touches its pages.
-        self._home_problems = settle_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
+        self._home_problems = bind_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
         self._words = arenas.words_in(self._arenas[WORDS].buffer, plan, host)
         # Only the first worker of each host signals updates of layers on the device. The others get words of their own,
         # which nobody else reads.
@@ -145,8 +145,8 @@ class GpuWorker:
         momenta = Momenta(*self._momenta)
         host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk, self._rank)
         self._host = host
-        if self._seat:
-            self._group = await asyncio.to_thread(self._meet, self._seat)
+        if self._rank_info:
+            self._group = await asyncio.to_thread(self._meet, self._rank_info)
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
             self._engine = build_engine(
@@ -162,12 +162,12 @@ class GpuWorker:
             shapes = WarmUpShapes(objective, packed=config.data.packing, evaluates=config.eval_every > 0)
             await self._engine.run_warm_up(shapes)
 
-    def _meet(self, seat: RankInfo) -> RankGroup:
+    def _meet(self, info: RankInfo) -> RankGroup:
         """Join the other GPU workers, and bound every later exchange with them."""
         plan = self._run_spec.plan
         timeout_s = STEP_DEADLINE_S + plan.update_deadline_s  # one of them may wait for the disk of a save
         return RankGroup(
-            self._device.torch_device, seat.place, seat.rank, plan.hosts.num_gpus, timeout_s, seat.address,
+            self._device.torch_device, info.place, info.rank, plan.hosts.num_gpus, timeout_s, info.address,
             gathers=plan.slots.gathered,
         )  # fmt: skip
 

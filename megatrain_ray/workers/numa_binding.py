@@ -25,7 +25,7 @@ from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_are
 TASKS = Path("/proc/self/task")
 
 
-class Stretch(NamedTuple):
+class ArenaRange(NamedTuple):
     """Names the bytes `start` to `stop` of an arena, in whole huge pages."""
 
     arena: str
@@ -33,14 +33,14 @@ class Stretch(NamedTuple):
     stop: int
 
 
-def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> Iterator[Stretch]:
-    """Yield the stretches that a shard owns. `sizes`: of arenas, in bytes.
+def shard_ranges(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> Iterator[ArenaRange]:
+    """Yield the ranges that a shard owns. `sizes`: of arenas, in bytes.
 
     A huge page that two shards share belongs to the owner of its first byte, so that no page is bound to two nodes.
     Cuts are 2 MiB apart, but a layer may begin between two of them.
     """
     for name in (state_arena(part.index), journal_arena(part.index)):
-        yield Stretch(name, 0, mapped_bytes(sizes[name]))
+        yield ArenaRange(name, 0, mapped_bytes(sizes[name]))
     item = plan.precision.working_dtype.itemsize
     for layer in sorted(plan.weights_on_host):
         share = part.model.shares[layer]
@@ -48,10 +48,10 @@ def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> 
             first = part.working_starts[layer] + share.position(span.start)
             start, stop = (round_up(edge * item, HUGE_PAGE) for edge in (first, first + span.size))
             if start < stop:
-                yield Stretch(WORKING, start, stop)
+                yield ArenaRange(WORKING, start, stop)
 
 
-def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
+def bind_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
     """Bind a shard's memory to its home (CPUs and NUMA nodes), and with `pinned` all threads of this process.
 
     Nothing of that memory may have been touched. Returns what the kernel refused.
@@ -61,11 +61,11 @@ def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, 
     sizes = {name: arena.handle.nbytes for name, arena in arenas.items()}
     home = plan.shards.homes[part.index]
     unpinned = pin_process(home.cpu_set) if pinned else ""
-    unbound = _take(home.memory, arenas, shard_stretches(plan, part, sizes))
+    unbound = _bind(home.memory, arenas, shard_ranges(plan, part, sizes))
     return tuple(filter(None, (unpinned, unbound)))
 
 
-def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
+def bind_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
     """Bind the slab to its NUMA nodes, and with `pinned` all threads of this process to their home. Return what failed.
 
     Ray decides which GPU a worker gets, so the GPU is looked up here; on the CPU device it is that of `host_rank`. Host
@@ -76,8 +76,8 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
     home, problem = _home_here(plan, host_rank)
     if home and pinned:
         problem += pin_process(home.cpu_set)
-    slab = [] if host_rank else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
-    unbound = _take(slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, home), arenas, slab)
+    slab = [] if host_rank else [ArenaRange(SLAB, 0, arenas[SLAB].buffer.nbytes)]
+    unbound = _bind(slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, home), arenas, slab)
     return tuple(filter(None, (problem, unbound)))
 
 
@@ -92,8 +92,8 @@ def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
     return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
 
 
-def _take(nodes: Sequence[int], arenas: Mapping[str, Arena], stretches: Iterable[Stretch]) -> str:
-    for name, start, stop in stretches:
+def _bind(nodes: Sequence[int], arenas: Mapping[str, Arena], ranges: Iterable[ArenaRange]) -> str:
+    for name, start, stop in ranges:
         try:
             take_from(arenas[name].buffer[start:stop], nodes)
         except OSError as error:

@@ -36,7 +36,7 @@ from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 from megatrain_ray.workers import arenas
 from megatrain_ray.workers.arenas import COUNTERS, SHARED, SLAB, WORDS, WORKING
-from megatrain_ray.workers.numa_binding import settle_shard
+from megatrain_ray.workers.numa_binding import bind_shard
 
 
 class ShardWorker:
@@ -71,7 +71,7 @@ class ShardWorker:
         self._arenas = {name: self._holder.map(name) for name in names}
         # Must precede the start of any thread, and the first touch of any page. All shards get this far before one of
         # them fills its part.
-        self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
+        self._home_problems = bind_shard(plan, self._layout, self._arenas, pinned=pinned)
         self._words = arenas.words_in(self._arenas[WORDS].buffer, plan, host)
         self._counters = arenas.counters_in(self._arenas[COUNTERS].buffer, plan).shards[index]
         self._disk = DiskMeter(self._counters["disk"])

@@ -33,7 +33,7 @@ class FakeCrew:
     def __init__(self, deaths: set[int], skipped: set[int]) -> None:
         self.gpu = 0
         self.pids: dict[str, int] = {}
-        self.elsewhere: dict[str, list[int]] = {}
+        self.remote_pids: dict[str, list[int]] = {}
         self.made: list[tuple[int, int]] = []  # GPU worker and step of every call
         self._deaths, self._skipped = deaths, skipped
         self._num_applied = 0
