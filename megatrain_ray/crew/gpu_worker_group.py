@@ -89,7 +89,11 @@ class GpuWorkerGroup:
             worker.wait_ready(self._check)
 
     def watch(self) -> None:
-        """Watch for deaths: a call of each GPU worker ends with it, or when it wants a batch of a dead data process."""
+        """Watch for deaths, from before the first step on.
+
+        A pending call of each GPU worker fails if the worker dies, and returns if a batch is due and the data process
+        is dead.
+        """
         for worker in self.workers:
             worker.assign(lambda actor: actor.until_data_dies.remote(), serves=False)
 

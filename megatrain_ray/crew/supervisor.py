@@ -197,7 +197,10 @@ class Supervisor:
             raise error
 
     def _handle_failure(self, role: ActorRole | None, reason: str, *, could_not_start: bool = False) -> None:
-        """Record that a process died (None: none of the run's actors) or its device failed, and do what is decided."""
+        """Record the failure of a process or its device, and carry out what recovery.py decides.
+
+        role: None for a process that is none of the run's actors.
+        """
         self._check_cluster()  # all actors die with Ray, one after the other
         start_s = time.monotonic()
         kind, name, lost = ProcessKind.UNKNOWN, RAYS_OWN, []

@@ -57,7 +57,7 @@ def start_processes(
 
 
 def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any]:
-    """Return the arguments of a data process: it skips from where this attempt began to the batch it is asked for."""
+    """Return the arguments of a data process. It skips from where this attempt began to the requested batch."""
     config, plan = job.run_spec.config, job.run_spec.plan
     return {
         "data": config.data,

@@ -24,7 +24,7 @@ class Tracing:
     """Collects the spans of a run and writes its timeline. No error in it ends the run."""
 
     def __init__(self, run_spec: RunSpec, run_dir: Path, completed: int) -> None:
-        """Prepare to trace the steps that log.trace names, but for those `completed` before."""
+        """Prepare to trace the steps that log.trace names, except the first `completed` ones of the run."""
         steps = traced_steps(run_spec.config.log.trace)
         self._steps = range(max(steps.start, completed + 1), steps.stop)
         self._run_spec = run_spec

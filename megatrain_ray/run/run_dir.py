@@ -137,7 +137,7 @@ class RunDir(RunFiles):
             say(f"train.steps was {before.steps}: from here on the learning rate follows {schedule}")
 
     def missing_rows(self, step: int) -> list[int]:
-        """Return those of the first `step` updates that have no row of metrics. Up to a save somebody deleted them."""
+        """Return those of the first `step` updates without a row of metrics. Before a save, somebody deleted them."""
         there = {row["step"] for row in self.rows()}
         return [number for number in range(1, step + 1) if number not in there]
 

@@ -141,7 +141,7 @@ def read_steps(file: Path) -> list[Row]:
 
 
 def other_settings(manifest: Manifest, config: TrainConfig) -> str:
-    """Return a text with the first setting in which a save differs though a run may not change it, or nothing."""
+    """Return a text with the first setting that differs in a save and that a resumed run may not change; else empty."""
     try:
         found = resume_diff(TrainConfig.model_validate(manifest.config), config)
     except ConfigError as error:

@@ -35,7 +35,7 @@ class DeviceLayers:
         self.gate = DeviceGate(self.shard, words, self._index, self._gate)
 
     def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fill the layers from a save, and what it leaves out, or without a save all, from the model's source."""
+        """Fill the layers from a save. What it leaves out, or without a save all, comes from the model's source."""
         source, plan = self._run_spec.source, self._run_spec.plan
         if save_folder is None or manifest is None:
             self.shard.load(source.weights(), plan.compute.num_threads)

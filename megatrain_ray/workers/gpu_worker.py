@@ -234,7 +234,7 @@ class GpuWorker:
         return self._engine.current_phase if self._engine else "building the engine"
 
     async def close(self, last: int = 0) -> None:
-        """Wait until step `last` and its update are over here, as on rank 0, then stop all background work."""
+        """Wait until step `last` and its update are over on this rank too, then stop all background work."""
         await self._started.finish(last)
         await self.abandon()
 
