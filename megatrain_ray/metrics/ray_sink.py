@@ -36,11 +36,9 @@ GAUGES = {
 # Column of a row, and the tier that it counts bytes of.
 HELD = {"hbm_peak_bytes": Tier.HBM, "host_bytes": Tier.HOST, "spill_bytes": Tier.NVME}
 SPEEDS = ("tokens_per_s", "model_tflops")
-COUNTED = {
-    Count.DEATHS: "Processes of the run that died, by kind",
-    Count.REPLACEMENTS: "Of these the ones that were replaced",
-}
-DISK_COUNTERS = {
+BY_KIND = {  # counters with the tag `kind`, of a process
+    Count.DEATHS: ("megatrain_deaths", "Processes of the run that died, by kind"),
+    Count.REPLACEMENTS: ("megatrain_replacements", "Of these the ones that were replaced"),
     "read": ("megatrain_disk_read_bytes", "Bytes read of what spills, by kind of process"),
     "written": ("megatrain_disk_written_bytes", "Bytes written of what spills, by kind of process"),
 }
@@ -72,10 +70,7 @@ class RaySink(MetricSink):
         planned = self._make(Gauge, "megatrain_planned_tier_bytes", "Bytes that the plan counts on, by tier", "tier")
         for tier in Tier:
             self._set(planned, plan.total_bytes(tier) if plan else 0, tier.value)
-        self._disk = {way: self._make(Counter, *described, "kind") for way, described in DISK_COUNTERS.items()}
-        self._counted = {
-            what: self._make(Counter, f"megatrain_{what.value}", text, "kind") for what, text in COUNTED.items()
-        }
+        self._by_kind = {key: self._make(Counter, *described, "kind") for key, described in BY_KIND.items()}
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for key, gauge in self._gauges.items():
@@ -101,10 +96,10 @@ class RaySink(MetricSink):
                 self._exposed.inc(number, {"cause": key.removeprefix(EXPOSED)})
             elif key.startswith(DISK):
                 moved, _, way = key.removeprefix(DISK).rpartition("_")
-                self._disk[way].inc(number, {"kind": SHARD if moved == "shards" else GPU})
+                self._by_kind[way].inc(number, {"kind": SHARD if moved == "shards" else GPU})
 
     def count(self, what: Count, kind: str) -> None:
-        self._counted[what].inc(1, {"kind": kind})
+        self._by_kind[what].inc(1, {"kind": kind})
 
     def keep(self) -> None:
         if self._clock() - self._kept_s >= KEEP_S:

@@ -20,7 +20,7 @@ class End(Enum):
 
 
 class Count(Enum):
-    """Names the counters that are not in rows of metrics. The values are the names of the exported counters."""
+    """Names the counters that are not in rows of metrics."""
 
     DEATHS = "deaths"
     REPLACEMENTS = "replacements"
