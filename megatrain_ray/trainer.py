@@ -38,7 +38,6 @@ from megatrain_ray.planning.run_spec import RunSpec, check_length, prepare
 from megatrain_ray.profiling.profiles import measured
 from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.report.html_report import report_at_end
-from megatrain_ray.run.resume import clean_after_end, newest_save, tell_of_resume
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_model import check_model, record_model
 from megatrain_ray.run.run_processes import await_end
@@ -118,7 +117,7 @@ class Trainer:
             run = stack.enter_context(RunDir.open(self.config))
             stack.enter_context(log_to(run.logs / "driver.log"))
             await_end(run.path)
-            manifest = newest_save(run)
+            manifest = run.newest_save()
             if manifest is not None and RunPolicy.of(run.config).is_done_after(manifest.step, run.last_evaluated):
                 return TrainSummary(manifest.step, None, run.path)
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
@@ -135,17 +134,15 @@ class Trainer:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_moments(run.config.train.moments, manifest)
             if manifest is not None:
-                tell_of_resume(run, manifest.step)
+                run.tell_of_resume(manifest.step)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            inputs = check_inputs(run_spec, run.path, manifest, startup)
-            with held(inputs.folders):
-                after.callback(clean_after_end, run)
+            tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
+            budget = FailureBudget(run.config.max_failures)
+            job = RunContext(run_spec, tokens, held_out, run, interrupts, daemons, startup, budget, at_end)
+            with held(job.token_folders):
+                after.callback(run.clean_after_end)
                 _begin(run_spec, run, manifest)
-                budget = FailureBudget(run.config.max_failures)
-                job = RunContext(
-                    run_spec, inputs.tokens, inputs.held_out, run, interrupts, daemons, startup, budget, at_end
-                )
                 with report_at_end(run.path):
                     return TrainSummary(**vars(train(job, manifest, placement)))
 

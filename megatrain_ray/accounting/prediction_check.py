@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
@@ -27,7 +28,17 @@ NEWEST = 256  # number of the newest rows that are compared
 # Waits of a step, by cause. The host's wait for the loss is not among them: the device computes meanwhile.
 WAITS = ("h2d", "d2h", "optimizer", "host_accumulation", "data", "python")
 
-Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl
+# What the bytes of a term are, and what to do about them.
+MEANINGS = {
+    "HBM": "device memory: lower hardware.hbm_limit by the difference if it runs out",
+    "host": "host memory: lower hardware.ram_limit by the difference if it runs out",
+    "on disk": "taken of the disk of spill.path",
+    "disk traffic": "read and written a step there",
+    "weights read": "of the disk of spill.path, for uploads of a step",
+    "activation traffic": "written to the disk of spill.path and read again in a step",
+}
+
+Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl or evaluations.jsonl
 
 
 class TermKind(Enum):
@@ -42,16 +53,13 @@ class TermKind(Enum):
 
 @dataclass(frozen=True)
 class Term:
-    """Holds a predicted and a measured number of the same thing, in seconds or bytes.
-
-    slack_bytes: excess over the prediction that is no error: an estimate is part of it, or something is added at times.
-    """
+    """Holds a predicted and a measured number of the same thing, in seconds or bytes."""
 
     name: str
     kind: TermKind
     predicted: float
     measured: float
-    slack_bytes: float = 0.0
+    slack_bytes: float = 0.0  # excess that is no error: an estimate is part of it, or something is added at times
 
     @property
     def error(self) -> float:
@@ -78,10 +86,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares a plan with the steps from `first_step` to `last_step`, all made by one process.
-
-    plan_sha256: hash of the plan.
-    """
+    """Compares a plan with the steps from `first_step` to `last_step`, all made by one process."""
 
     first_step: int
     last_step: int
@@ -99,6 +104,15 @@ class Comparison:
     @property
     def step(self) -> Term:
         return next(term for term in self.terms if term.kind is TermKind.STEP)
+
+    @property
+    def disk_rates(self) -> tuple[float, float]:
+        """Return measured and predicted bytes per second, read and written, while the disk works; 0 if unused."""
+        disk, traffic = self.term("disk"), self.term("disk traffic")
+        if disk is None or traffic is None:
+            return 0.0, 0.0
+        measured = traffic.measured / disk.measured if disk.measured else 0.0
+        return measured, traffic.predicted / disk.predicted if disk.predicted else 0.0
 
     @property
     def worst_part(self) -> Term:
@@ -120,20 +134,19 @@ class Comparison:
 
 
 def compare(plan: Plan, rows: Rows, pss_bytes: int | None = None) -> Comparison | None:
-    """Compare the plan's prediction with what a start of the run measured.
+    """Compare the plan's prediction with what a start of the run measured; None if there is too little to compare.
 
     rows: its rows of metrics, from its first step on. The newest `NEWEST` count, without the first, which compiles.
     pss_bytes: host memory of all processes of the run; None if it is not known.
-
-    Return None if there are fewer than `MIN_STEPS` rows after the first one, or the plan has no prediction.
     """
     usual, prediction = rows[1:][-NEWEST:], plan.prediction
     if len(usual) < MIN_STEPS or prediction is None:
         return None
     worked = usual[1:]  # the first of them tells of the first step's update
-    of_memory = _memory(plan, usual, pss_bytes)
-    terms = (*_times(prediction, usual), *_work(prediction, worked), *of_memory, *_disk(plan, worked))
-    return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, terms)
+    terms = chain(
+        _times(prediction, usual), _work(prediction, worked), _memory(plan, usual, pss_bytes), _disk(plan, worked)
+    )
+    return Comparison(rows[0]["step"], rows[-1]["step"], plan.sha256, tuple(terms))
 
 
 def _times(prediction: Prediction, usual: Rows) -> Iterator[Term]:
@@ -196,30 +209,33 @@ def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
 def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:
     """Return one line that names each term that is off, by how much, and what to do about it; None if none is off."""
     off = found.off(prediction)
-    told = [_told_of_bytes(term) for term in off if term.is_of_bytes]
+    told = []
     if any(not term.is_of_bytes for term in off):
         profile = prediction.profile
         cause = _cause(found, profile, update_order) if profile else ""
-        told.insert(0, f"{found}{cause}; {_advice(found, run_dir)}")
+        told.append(f"{found}{cause}; {_advice(found, run_dir)}")
+    for term in off:
+        if term.is_of_bytes:
+            planned, measured = format_bytes(int(term.predicted)), format_bytes(int(term.measured))
+            told.append(
+                f"{term.name}: planned {planned}, measured {measured} ({term.error:+.0%}); {MEANINGS[term.name]}"
+            )
     return "; ".join(told) or None
 
 
 def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrder) -> str:
     """Return the likely cause of a wait for the optimizer or for activations on disk, as text; empty if unknown."""
-    updates, disk = found.term("updates"), found.term("disk")
-    match found.worst_part.name:
-        case "h2d" | "d2h" if found.term("activation traffic"):
-            updates = None
-        case "optimizer":
-            pass
-        case _:
-            return ""
-    slower = [term for term in (disk, updates) if term and term.measured > term.predicted * (1 + TIME_TOLERANCE)]
+    part = found.worst_part.name
+    of_activations = part in ("h2d", "d2h") and found.term("activation traffic")
+    if part != "optimizer" and not of_activations:
+        return ""
+    stages = [found.term("disk"), found.term("updates") if part == "optimizer" else None]
+    slower = [term for term in stages if term and term.measured > term.predicted * (1 + TIME_TOLERANCE)]
     if not slower:
         return ""
     latest = max(slower, key=lambda term: term.measured - term.predicted)
-    if latest is disk:
-        moved, planned = disk_rate(found) / 1e9, planned_disk_rate(found) / 1e9
+    if latest.name == "disk":
+        moved, planned = (rate / 1e9 for rate in found.disk_rates)
         return f": the disk moved {moved:.2g} GB/s where the plan counts on {planned:.2g}"
     planned = update_rate(profile, update_order) / 1e9
     return f": AdamW made {planned * (1 + latest.error):.3g} Gparam/s where the plan counts on {planned:.3g}"
@@ -230,44 +246,13 @@ def update_rate(profile: HardwareProfile, order: UpdateOrder) -> float:
     return profile.adamw_per_s if order is UpdateOrder.FORWARD else profile.adamw_busy_per_s
 
 
-def disk_rate(found: Comparison) -> float:
-    """Return the measured disk rate in bytes per second, read and written, while the disk worked; 0 if unused."""
-    disk, traffic = found.term("disk"), found.term("disk traffic")
-    return traffic.measured / disk.measured if disk and traffic and disk.measured else 0.0
-
-
-def planned_disk_rate(found: Comparison) -> float:
-    """Return the predicted disk rate in bytes per second, read and written; 0 if the plan predicts no disk traffic."""
-    disk, traffic = found.term("disk"), found.term("disk traffic")
-    return traffic.predicted / disk.predicted if disk and traffic and disk.predicted else 0.0
-
-
-_ELSEWHERE = {
-    "data": "batches come too late: data.packing, longer rows or fewer sources may help, or a tokenizer's cache",
-    "python": "that is Ray, the driver and what else uses its cores",
-}
-
-
 def _advice(found: Comparison, run_dir: object) -> str:
-    name = found.worst_part.name
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
+    match found.worst_part.name:
+        case "data":
+            return "batches come too late: data.packing, longer rows or fewer sources may help, or a tokenizer's cache"
+        case "python":
+            return "that is Ray, the driver and what else uses its cores"
     return (
         f"if the machine was busy while it was measured: megatrain doctor --measure; if it stays so, megatrain refit "
         f"{run_dir} FILE makes rates of what this run measured"
     )
-
-
-_OF_BYTES = {
-    "HBM": "device memory: lower hardware.hbm_limit by the difference if it runs out",
-    "host": "host memory: lower hardware.ram_limit by the difference if it runs out",
-    "on disk": "taken of the disk of spill.path",
-    "disk traffic": "read and written a step there",
-    "weights read": "of the disk of spill.path, for uploads of a step",
-    "activation traffic": "written to the disk of spill.path and read again in a step",
-}
-
-
-def _told_of_bytes(term: Term) -> str:
-    planned, measured = format_bytes(int(term.predicted)), format_bytes(int(term.measured))
-    return f"{term.name}: planned {planned}, measured {measured} ({term.error:+.0%}); {_OF_BYTES[term.name]}"

@@ -1,4 +1,4 @@
-"""Writes traces as JSON files that Perfetto and chrome://tracing open, and reads them.
+"""Writes traces as JSON files that Perfetto and chrome://tracing open, reads them, and sums up what they show.
 
 The format is Chrome's "Trace Event Format": complete events (ph X) with times in microseconds, on threads (tid) of
 processes (pid) that metadata events (ph M) name. Two events of a thread must be nested or disjoint. Spans of one row
@@ -13,8 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatrain_ray.io.files.atomic_file import temporary_file
 from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.storage.measured_store import BusyInterval, busy_s
 from megatrain_ray.spans import RecordedSpans, Row, Span
 
 LARGE_SPANS = 50_000  # 10 MB of JSON; a trace with more spans is compressed, to about a tenth
@@ -37,9 +40,7 @@ def find_traces(run_dir: Path) -> list[Path]:
 
 
 def write_trace(path: Path, processes: Sequence[TracedProcess], layer_names: Sequence[str]) -> Path:
-    """Write a trace and return its path: `path`, or `path` with .gz appended if the trace is large.
-
-    The file appears complete or not at all.
+    """Write a trace, whole or not at all, and return its path: `path`, with .gz appended if the trace is large.
 
     layer_names: names of layers by number, for spans that hold the number.
 
@@ -132,3 +133,31 @@ def _event(span: Span, origin_ns: int, layer_names: Sequence[str]) -> Event:
     kind = "wait" if span.waits else "work"
     times = {"ts": (start_ns - origin_ns) / 1000, "dur": (span.end_ns - start_ns) / 1000}
     return {"ph": "X", "name": span.name, "cat": kind, **times, "args": args}
+
+
+def busy_share(events: Iterable[Event]) -> float:
+    """Return the share of the traced steps' time in which the compute stage worked, 0 to 1.
+
+    The stage works while a span of its row is open that is not a wait. On a GPU the gaps between the kernels of one
+    span count as work. `events` are what `read_trace` returns. Raises ValueError if they hold no step.
+    """
+    found = list(events)
+    steps = _times(event for event in _of_row(found, Row.STEPS) if event["name"].startswith("step "))
+    if not steps.size:
+        raise ValueError("the trace holds no step")
+    window = BusyInterval(steps.min(), steps.max())
+    compute = _of_row(found, Row.COMPUTE)
+    waits_s = busy_s(_times(event for event in compute if event["cat"] == "wait"), window)
+    # A wait may lie inside the work span that needs its result, so its time is subtracted from the work.
+    return (busy_s(_times(compute), window) - waits_s) / (window.end_s - window.start_s)
+
+
+def _of_row(events: Sequence[Event], row: Row) -> list[Event]:
+    """Return the spans of `row` in all processes: the row has the same thread name in each of them."""
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["args"]["name"] == row.value}
+    return [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) in threads]
+
+
+def _times(events: Iterable[Event]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return start and end of each event, [events, 2], in microseconds."""
+    return np.array([(event["ts"], event["ts"] + event["dur"]) for event in events], float).reshape(-1, 2)

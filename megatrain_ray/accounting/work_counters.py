@@ -20,13 +20,10 @@ GPU = np.dtype([("spill_bytes", "i8"), ("weights", METER), ("activations", METER
 
 
 class WorkCounters:
-    """Holds the counters of all processes of one host. They outlive a process, and its replacement goes on with them.
-
-    shards, gpus: of type SHARD and GPU, by the number of the process on its host.
-    """
+    """Holds the counters of all processes of one host. They outlive a process; its replacement goes on with them."""
 
     def __init__(self, buffer: memoryview, num_shards: int, num_gpus: int) -> None:
-        """Find the counters in shared memory of at least `num_bytes` bytes, which are 0 at first."""
+        """Find the counters, by the number of a process on its host, in shared memory that is 0 at first."""
         self.shards = np.frombuffer(buffer, SHARD, num_shards)
         self.gpus = np.frombuffer(buffer, GPU, num_gpus, offset=self.shards.nbytes)
 
@@ -39,9 +36,8 @@ class WorkColumns:
     """Makes columns of metrics.jsonl from the counters of a host: its work since the row before."""
 
     def __init__(self, counters: WorkCounters, rank: int, activation_file: int | None, *, uses_disk: bool) -> None:
-        """Begin to count.
+        """Begin to count, as the GPU worker of that rank on its host.
 
-        rank: of this GPU worker among those of its host.
         activation_file: descriptor of its file of activations; None if there is none.
         """
         self._counters = counters
@@ -60,10 +56,7 @@ class WorkColumns:
         self._newest = self._now_moved()
 
     def columns(self, step: int, time: BusyInterval) -> dict[str, Any]:
-        """Return the columns of the step that has just ended (docs/metrics.md).
-
-        The step has waited for the update of the step before; its own may go on.
-        """
+        """Return the columns of the step that has just ended (docs/metrics.md). Its own update may go on."""
         now = self._now_updates()
         updates, seconds = now - self._updates
         done = updates > 0

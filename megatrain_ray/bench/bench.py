@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.accounting.busy_share import busy_share
 from megatrain_ray.accounting.prediction_check import Comparison
-from megatrain_ray.accounting.trace_file import find_traces, read_trace
+from megatrain_ray.accounting.trace_file import busy_share, find_traces, read_trace
 from megatrain_ray.bench.aliased_memory import NOTE, HostMemory, with_aliases
 from megatrain_ray.bench.bench_config import BenchOptions
 from megatrain_ray.bench.in_process import run_in_process

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatrain_ray.commands.doctor_numa import Finding, Severity, examine_nodes
 from megatrain_ray.crew.ray_cluster import session_folders
 from megatrain_ray.data.tokenize_data import token_cache
-from megatrain_ray.driver.running_save import measure_disk
+from megatrain_ray.driver.run_saves import measure_disk
 from megatrain_ray.engine.device.cuda_info import device_name, num_gpus, total_memory_bytes
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks

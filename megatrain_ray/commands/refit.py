@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatrain_ray.accounting import prediction_check
-from megatrain_ray.accounting.prediction_check import MIN_STEP_S, MIN_STEPS, Comparison
+from megatrain_ray.accounting.prediction_check import MIN_STEP_S, MIN_STEPS, Comparison, update_rate
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, RateCurve, RatePoint
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
@@ -150,7 +149,7 @@ def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder
     if term is None or not term.predicted:
         why = "no optimizer shard updated anything, or the rows are of an earlier version"
         return _untimed(profile, "AdamW", why)
-    before = prediction_check.update_rate(profile, order)
+    before = update_rate(profile, order)
     rate = before * term.predicted / term.measured
     line = f"AdamW         {before / 1e9:.3g} → {rate / 1e9:.3g} Gparam/s"
     if order is UpdateOrder.FORWARD:
@@ -160,7 +159,7 @@ def _fit_updates(profile: HardwareProfile, found: Comparison, order: UpdateOrder
 
 def _fit_disk(profile: HardwareProfile, found: Comparison) -> Fit:
     """Scale all disk rates by one factor if there are several: the run does not time them separately."""
-    measured, planned = prediction_check.disk_rate(found), prediction_check.planned_disk_rate(found)
+    measured, planned = found.disk_rates
     before, plain = profile.disk_bytes_per_s, profile.disk_plain_bytes_per_s
     if not measured:
         return profile, ""

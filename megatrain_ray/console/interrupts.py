@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 STDERR = 2
@@ -27,10 +27,7 @@ class Interrupts:
     """
 
     def __init__(self, *, saves: bool = True) -> None:
-        """Prepare the handlers; entering the block installs them.
-
-        saves: the message about a deferred signal says that the run saves first.
-        """
+        """Prepare the handlers. `saves`: the message about a deferred signal says that the run saves first."""
         self.requested = False  # set by a deferred signal
         self._message = MESSAGE.format("saving, then " if saves else "").encode()
         self._puts_off = self._raised = False
@@ -50,9 +47,7 @@ class Interrupts:
         finally:
             self._puts_off = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -76,8 +71,7 @@ class Interrupts:
 def _in_finalizer(frame: FrameType | None) -> bool:
     """Return whether the frame is in a `__del__` method, where Python drops what is raised.
 
-    A signal during a garbage collection is delivered to the first finalizer of what was collected. A collection takes a
-    second among the objects of Transformers.
+    A signal during a garbage collection, which takes up to a second, is delivered to the first finalizer.
     """
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back

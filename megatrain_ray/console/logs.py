@@ -90,10 +90,7 @@ def is_unread(stream: TextIO) -> bool:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect a stream that nobody reads any more to /dev/null.
-
-    Otherwise the flush of its buffer fails when the interpreter ends, which makes the exit code 120.
-    """
+    """Redirect a stream that nobody reads to /dev/null: else its flush at the end makes the exit code 120."""
     with suppress(OSError, ValueError):  # ValueError: the stream has no descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
@@ -19,31 +19,10 @@ from megatrain_ray.units import format_count, format_duration
 MAX_LINES = 50  # about so many lines are printed per run, where the output is no terminal
 SMALLEST_SHARE = 0.005  # smallest share of a step that is listed
 RECENT_STEPS = 20  # newest steps whose mean time predicts the remaining time
-
-
-class ProgressView(Protocol):
-    def update(self, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics. Rows come in the order of steps."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Show that `done` of `total` batches of held-out data are evaluated."""
-
-    def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Show a row of evaluations."""
-
-
-@contextmanager
-def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> Iterator[ProgressView]:
-    """Create the view of a run from `completed` to `steps` updates and close it after the block.
-
-    stream: where it is shown; standard output if None. A terminal gets a bar, anything else gets lines.
-    """
-    stream = stream or sys.stdout
-    if stream.isatty():
-        with _bar(stream) as bar:
-            yield BarView(bar, steps, completed)
-    else:
-        yield LineView(stream, steps, completed)
+BAR_COLUMNS = (
+    TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(), TaskProgressColumn(),
+    TextColumn("{task.fields[status]}"),
+)  # fmt: skip
 
 
 class BarView:
@@ -75,8 +54,7 @@ class LineView:
         self._left = TimeLeft(steps)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        step = row["step"]
-        left = self._left.after(row)
+        step, left = row["step"], self._left.after(row)
         if step % self._every == 0 or step in (self._first, self._steps):
             show(f"step {step}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}", self._stream)
 
@@ -88,10 +66,7 @@ class LineView:
 
 
 class TimeLeft:
-    """Estimates the remaining time: remaining steps times the mean of recent ones.
-
-    The first step of a process does not count, since it includes compilation.
-    """
+    """Estimates the remaining time from the mean of recent steps, without the first one, which compiles."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -106,6 +81,20 @@ class TimeLeft:
         return format_duration((self._steps - row["step"]) * sum(self._recent) / len(self._recent))
 
 
+ProgressView = BarView | LineView
+
+
+@contextmanager
+def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> Iterator[ProgressView]:
+    """Yield the view of a run from `completed` to `steps` updates, on standard output if `stream` is None."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        with RichProgress(*BAR_COLUMNS, console=Console(file=stream)) as bar:
+            yield BarView(bar, steps, completed)
+    else:
+        yield LineView(stream, steps, completed)
+
+
 def describe_evaluation(row: Mapping[str, Any]) -> str:
     """Return a row of evaluations as one line. A number that is not finite may have been stored as null."""
     loss, perplexity = (math.nan if row[key] is None else row[key] for key in ("eval_loss", "perplexity"))
@@ -118,9 +107,7 @@ def describe_evaluation(row: Mapping[str, Any]) -> str:
 def describe_split(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the mean seconds of a step as one line: total, compute, then the compute stage's waits by cause.
 
-    Waits are listed longest first; those below `SMALLEST_SHARE` of a step are left out.
-
-    rows: rows of metrics.
+    Waits are listed longest first; those below `SMALLEST_SHARE` of a step are left out. `rows`: of metrics.
     """
     step_s = sum(row["step_s"] for row in rows) / len(rows)
     exposed_s = {cause: sum(row["exposed_s"][cause] for row in rows) / len(rows) for cause in rows[0]["exposed_s"]}
@@ -134,13 +121,3 @@ def _summary(row: Mapping[str, Any]) -> str:
     skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
     loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:.4f}"
     return f"{loss}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
-
-
-def _bar(stream: TextIO) -> RichProgress:
-    columns = (
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    return RichProgress(*columns, console=Console(file=stream))

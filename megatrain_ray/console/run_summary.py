@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from megatrain_ray.accounting.prediction_check import compare, disk_rate
+from megatrain_ray.accounting.prediction_check import Rows, compare
 from megatrain_ray.console.progress import describe_evaluation
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
@@ -17,32 +16,25 @@ SHOWN_WAITS = 3
 
 
 def summarize(
-    rows: Sequence[Mapping[str, Any]],
-    run_dir: Path,
-    evaluations: Sequence[Mapping[str, Any]] = (),
-    moments: str = "fp32",
-    plan: Plan | None = None,
+    rows: Rows, run_dir: Path, evaluations: Rows = (), moments: str = "fp32", plan: Plan | None = None
 ) -> Iterator[str]:
     """Yield the lines of the summary.
 
-    rows: rows of metrics of one process. The first step includes compilation and counts in no median.
-    run_dir: directory of the run.
-    evaluations: rows of evaluations of the same process.
-    moments: value of train.moments.
-    plan: plan of these steps; None if it cannot be read.
+    `rows` and `evaluations` are of one process. Its first step includes compilation and counts in no median. `plan` is
+    that of these steps; None if it cannot be read. `moments` is train.moments.
     """
     if rows:
-        yield from _of_steps(rows)
-        yield from _of_disk(rows, plan)
+        yield from _describe_steps(rows)
+        yield from _describe_disk(rows, plan)
     if rows and moments == "bf16":
         yield f"moments   {NARROW_MOMENTS}"
     if evaluations:
-        yield from _of_evaluations(evaluations)
+        yield from _describe_evaluations(evaluations)
     if rows or evaluations:
         yield f"next      megatrain inspect {run_dir}, megatrain export {run_dir} OUT_DIR"
 
 
-def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _describe_steps(rows: Rows) -> Iterator[str]:
     usual = rows[1:] or rows
     steps_s = [row["step_s"] for row in usual]
     total_s = sum(row["step_s"] for row in rows)
@@ -61,16 +53,17 @@ def _of_steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"skipped   {skipped} updates whose gradient was not finite"
 
 
-def _of_disk(rows: Sequence[Mapping[str, Any]], plan: Plan | None) -> Iterator[str]:
+def _describe_disk(rows: Rows, plan: Plan | None) -> Iterator[str]:
     """Yield a line on the disk traffic, if the plan has something on disk."""
     found = plan and compare(plan, rows)
     if found and (moved := found.term("disk traffic")):
         measured, planned = (format_bytes(int(num_bytes)) for num_bytes in (moved.measured, moved.predicted))
-        rate = f", {disk_rate(found) / 1e9:.3g} GB/s while it was at work" if disk_rate(found) else ""
+        measured_rate, _ = found.disk_rates
+        rate = f", {measured_rate / 1e9:.3g} GB/s while it was at work" if measured_rate else ""
         yield f"disk      {measured} read and written a step, {planned} planned{rate}"
 
 
-def _of_evaluations(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _describe_evaluations(rows: Rows) -> Iterator[str]:
     finite = [row for row in rows if row["eval_loss"] is not None]
     best = min(finite, key=lambda row: row["eval_loss"], default=None)
     yield f"held out  {describe_evaluation(rows[-1])}"

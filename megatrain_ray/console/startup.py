@@ -1,7 +1,4 @@
-"""Reports what a run does before its first step.
-
-On a terminal that is a line that disappears when it is done; elsewhere it is a line for each phase.
-"""
+"""Reports what a run does before its first step: on a terminal a line that disappears, elsewhere one a phase."""
 
 from __future__ import annotations
 
@@ -33,12 +30,9 @@ class Startup:
             yield
 
     def tell(self, doing: str) -> None:
-        """Write what is being done to the log, and to standard error unless that is a terminal.
-
-        On a terminal something else shows it.
-        """
+        """Write what is being done to the log, and to standard error."""
         log.info(doing)
-        if not _on_terminal():
+        if not _on_terminal():  # there something else shows it
             show(f"{time.monotonic() - self._start_s:6.1f} s  {doing}", sys.stderr)
 
 

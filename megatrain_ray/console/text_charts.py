@@ -17,12 +17,10 @@ MAX_PARTS = 7  # intervals between ticks of the step axis, at most
 
 
 def draw(rows: Sequence[Mapping[str, Any]], width: int | None = None) -> Iterator[str]:
-    """Yield the lines of one chart per column, drawn over the steps.
+    """Yield the lines of one chart over the steps for each column with at least two finite numbers.
 
-    A column with fewer than two finite numbers is left out.
-
-    rows: rows of metrics and evaluations.
-    width: width in characters; None: that of the terminal.
+    rows: of metrics and evaluations.
+    width: in characters; None: that of the terminal.
     """
     width = max(MIN_WIDTH, width or min(MAX_WIDTH, shutil.get_terminal_size().columns - 2))
     for column, title in CURVES.items():
@@ -56,10 +54,7 @@ def _levels(low: float, high: float) -> list[float]:
 
 
 def _labels(levels: Sequence[float]) -> list[str]:
-    """Return the levels as text, with one decimal more than tells them apart.
-
-    Levels below 100 have at least two decimals.
-    """
+    """Return the levels as text, with one decimal more than tells them apart, below 100 at least two."""
     largest = max(map(abs, levels))
     decimals = max(1 - math.floor(math.log10((levels[-1] - levels[0]) / 3)), 2 if largest < 100 else 0)
     if decimals > 6 or largest >= 1e9:

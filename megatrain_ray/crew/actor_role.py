@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from megatrain_ray.errors import DeadlineError, LostPeerError, MegatrainError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 
 CHECK_S = 1.0  # seconds between two calls of `check` during a wait
-ANSWER_S = 30.0  # bound, in seconds, for calls that an actor answers at once
 CLOSE_S = 10.0  # bound, in seconds, for a thread of the driver whose calls have failed, since the actors are dead
 DEATH_TOLD_S = 10.0  # a guess: seconds within which Ray reports that a process has died
 AGAIN = "the same command starts again from the last save"
@@ -31,30 +30,21 @@ Check = Callable[[], None]  # raises an error if what is waited for cannot come 
 
 @dataclass(eq=False)
 class ActorRole:
-    """Tracks a role in the run (for example optimizer shard 1): its current actor, and how to start a replacement.
-
-    host: number of the host that the actor runs on.
-    take: returns an actor of a name, which waits for the call of `setup`.
-    arguments: returns the arguments of `setup`, from the handles of the processes that hold the arenas of the host.
-    ready: pending call of `setup`, which returns the process id.
-    pid, handles: process id of the newest actor that was ready, and what it holds of the arenas.
-    task: what the actor is doing; it is called again on a replacement. None if it does nothing.
-    call: pending call of `task`.
-    serves: the task ends only when the actor is told to stop.
-    """
+    """Tracks a role in the run (for example optimizer shard 1): its current actor, and how to start a replacement."""
 
     kind: ProcessKind
     name: str
-    host: int
-    take: Callable[[str], Any]
+    host: int  # number of the host that the actor runs on
+    take: Callable[[str], Any]  # returns an actor of a name, which waits for the call of `setup`
+    # Returns the arguments of `setup`, from the handles of the processes that hold the arenas of the host.
     arguments: Callable[[Sequence[Handles]], Mapping[str, Any]]
     actor: Any = None
-    ready: Any = None
-    pid: int | None = None
-    handles: Handles = field(default_factory=dict)
-    task: Task | None = None
-    call: Any = None
-    serves: bool = False
+    ready: Any = None  # pending call of `setup`, which returns the process id
+    pid: int | None = None  # of the newest actor that was ready
+    handles: Handles = field(default_factory=dict)  # what that actor holds of the arenas
+    task: Task | None = None  # what the actor is doing; it is called again on a replacement
+    call: Any = None  # pending call of `task`
+    serves: bool = False  # the task ends only when the actor is told to stop
 
     def start(self, holders: Sequence[Handles]) -> None:
         """Start an actor in this role and call its `setup`, without waiting for it."""
@@ -91,6 +81,11 @@ def actor_id(actor: Any) -> str:
     return str(actor._actor_id.hex())
 
 
+def ask_each(roles: Iterable[ActorRole], method: str, *arguments: Any) -> list[Any]:
+    """Call a method of the actor of each role, and return the pending calls."""
+    return [getattr(role.actor, method).remote(*arguments) for role in roles]
+
+
 def answer(late: str, call: Any, check: Check, timeout_s: float = DEADLINE_S) -> Any:
     """Return the result of a Ray call, and wait for it at most `timeout_s` seconds.
 
@@ -109,6 +104,12 @@ def answer(late: str, call: Any, check: Check, timeout_s: float = DEADLINE_S) ->
         except RayError:
             check()
             raise
+
+
+def ask_all(roles: Sequence[ActorRole], check: Check, method: str, *arguments: Any) -> list[Any]:
+    """Call a method of the actor of each role, and return the results. Waits for each as `answer` does."""
+    calls = ask_each(roles, method, *arguments)
+    return [answer(f"{role.name} did not answer", call, check) for role, call in zip(roles, calls, strict=True)]
 
 
 def ended(call: Any, check: Check) -> Any:
@@ -130,11 +131,8 @@ def await_thread(thread: threading.Thread, check: Check, timeout_s: float) -> No
 def result_or_cause(call: Any, others: Sequence[Any], check: Check) -> Any:
     """Return the result of a call that has ended; if a peer's death made it fail, raise that death.
 
-    others: calls that are still open. The death is looked for among their actors.
-    check: called as in `answer`.
-
     Raises what the call raised. If that is a LostPeerError, and Ray reports within DEATH_TOLD_S seconds that an actor
-    of `others` died, raises the RayActorError of that death instead: it is the cause.
+    of `others`, the calls that are still open, died, raises the RayActorError of that death instead: it is the cause.
     """
     try:
         return ended(call, check)
@@ -163,7 +161,7 @@ def _death_among(calls: Sequence[Any]) -> RayActorError | None:
 
 
 @contextmanager
-def held(handles: Handles) -> Iterator[Handles]:
+def hold_arenas(handles: Handles) -> Iterator[Handles]:
     """Hold the same arenas in this process for the block. Yields no handles if their holder is on another machine."""
     try:
         holder = ArenaHolder.adopt([handles])

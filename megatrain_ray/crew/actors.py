@@ -62,17 +62,14 @@ class BatchFeed:
     """
 
     def __init__(self, data: Any) -> None:
-        """Fetch from the actor `data`, which is a Ray handle."""
-        self._data = data
+        self._data = data  # handle of the actor
         self._changed = asyncio.Condition()
         self._is_dead = False
 
     async def batch(self, step: int) -> Batch:
-        """Return the batch of a step."""
         return await self._ask(lambda data: data.batch.remote(step))
 
     async def held_out_batch(self, index: int) -> Batch:
-        """Return a batch of the held-out data, by its number."""
         return await self._ask(lambda data: data.held_out_batch.remote(index))
 
     async def until_it_dies(self) -> None:
@@ -105,47 +102,33 @@ class BatchFeed:
 
 
 class GpuActor(GpuWorker):
-    """Runs a GpuWorker on the actor's event loop.
-
-    The actor starts before there is a plan; `setup` makes it a worker. Only `open_meeting` may be called before it.
-    """
+    """Runs a GpuWorker on the actor's event loop. Only `open_meeting` may be called before `setup`."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         show_own_gpus()
         import_first(modules)
 
     async def open_meeting(self, address: str) -> Rendezvous:
-        """Open the port at which several GPU workers meet, and return its address. Call it on rank 0 only.
-
-        address: of this host, at which the other workers reach it.
-        """
+        """Open the port at which several GPU workers meet, on rank 0. `address`: at which they reach this host."""
         self._meeting = Meeting(address)
         return self._meeting.place
 
     async def setup(
-        self, run_spec: RunSpec, holders: Sequence[Handles], data: Any, after_pids: Sequence[int], seat: RankInfo | None
-    ) -> int:
-        """Become the GPU worker and return the process id.
-
-        holders: handles of the processes that hold the arenas of the host.
-        data: handle of the data actor.
-        after_pids: process ids of earlier GPU workers of this host. It waits until they have ended, since only then
-            their device memory is free.
-        seat: this worker's place among several; None if it is the only one.
-        """
-        for pid in after_pids:
+        self, run_spec: RunSpec, holders: Sequence[Handles], data: Any, after_pids: Sequence[int],
+        rank_info: RankInfo | None,
+    ) -> int:  # fmt: skip
+        """Become the GPU worker and return the process id. `data`: handle of the data actor."""
+        for pid in after_pids:  # earlier GPU workers of this host: their device memory is free once they have ended
             await asyncio.to_thread(wait_gone, pid, DEADLINE_S)
         self._feed = BatchFeed(data)
-        super().__init__(run_spec, holders, self._feed.batch, self._feed.held_out_batch, True, seat)
+        super().__init__(run_spec, holders, self._feed.batch, self._feed.held_out_batch, True, rank_info)
         self._filled = asyncio.Event()
         return os.getpid()
 
     async def until_data_dies(self) -> None:
-        """Wait until a batch is wanted and the data process has died."""
         await self._feed.until_it_dies()
 
     async def take_data(self, data: Any) -> None:
-        """Use another data process instead of the one that died."""
         await self._feed.take(data)
 
     async def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
@@ -153,11 +136,7 @@ class GpuActor(GpuWorker):
         self._filled.set()
 
     async def build(self) -> None:
-        """Build the engine once `fill` has returned.
-
-        May be called earlier: Ray does not keep the order of calls to an async actor.
-        """
-        await self._filled.wait()
+        await self._filled.wait()  # Ray does not keep the order of calls to an async actor
         await super().build()
 
     async def start(self, progress: Progress) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
-from megatrain_ray.crew.actor_role import ActorRole, Check, answer
+from megatrain_ray.crew.actor_role import ActorRole, Check, answer, ask_each
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
@@ -27,38 +27,28 @@ class GpuWorkerGroup:
 
     All GPU workers get the same calls, and the answer of rank 0 stands for all. If one dies during a step, none of them
     can end it, so all are replaced.
-
-    data_arguments: of every data process of this attempt. It begins where the attempt began, and skips to the step that
-        it is asked for. Set them before the data process starts.
-    asked: open calls of ranks above 0, while the driver waits for rank 0.
     """
 
+    # Of every data process of this attempt. It begins where the attempt began, and skips to the step that it is asked
+    # for. Set them before the data process starts.
     data_arguments: Mapping[str, Any]
 
     def __init__(self, run_spec: RunSpec, place: Placement, check: Check, until_all: Until) -> None:
-        """Start nothing yet.
-
-        check: called in every wait, as in `answer`.
-        until_all: Supervisor.until_all.
-        """
+        """Start nothing yet. `check` and `until_all` are those of the Supervisor."""
         self._run_spec = run_spec
         self._place = place
         self._check = check
         self._until_all = until_all
-        plan = run_spec.plan
+        hosts = run_spec.plan.hosts
         self.workers = [
             ActorRole(
-                ProcessKind.GPU,
-                gpu_name(rank),
-                rank // plan.hosts.gpus_per_host,
-                place.take,
-                partial(self._arguments, rank),
+                ProcessKind.GPU, gpu_name(rank), rank // hosts.gpus_per_host, place.take, partial(self._arguments, rank)
             )
-            for rank in range(plan.hosts.num_gpus)
+            for rank in range(hosts.num_gpus)
         ]
         self.data = ActorRole(ProcessKind.DATA, DATA, 0, place.take, lambda holders: self.data_arguments)
-        self._seats: list[RankInfo | None] = [None]
-        self.asked: list[Any] = []
+        self._ranks: list[RankInfo | None] = [None]
+        self.asked: list[Any] = []  # open calls of ranks above 0, while the driver waits for rank 0
 
     @property
     def gpu(self) -> Any:
@@ -67,13 +57,9 @@ class GpuWorkerGroup:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of all GPU workers and return the call of rank 0. The other calls are added to `asked`."""
-        first, *others = self.ask_each(method, *arguments)
+        first, *others = ask_each(self.workers, method, *arguments)
         self.asked += others
         return first
-
-    def ask_each(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of all GPU workers and return all calls, by rank."""
-        return [getattr(worker.actor, method).remote(*arguments) for worker in self.workers]
 
     def start(self, holders: Holders) -> None:
         """Start GPU workers, which attach the arenas once earlier workers have ended. Does not wait for them."""
@@ -83,7 +69,7 @@ class GpuWorkerGroup:
             addresses = self._place.addresses
             meeting = self.gpu.open_meeting.remote(addresses[0])
             place = answer("the GPU workers found no place to meet", meeting, self._check)
-            self._seats = [RankInfo(rank, place, addresses[worker.host]) for rank, worker in enumerate(self.workers)]
+            self._ranks = [RankInfo(rank, place, addresses[worker.host]) for rank, worker in enumerate(self.workers)]
         for worker in self.workers:
             worker.setup(holders(worker.host))
 
@@ -95,25 +81,24 @@ class GpuWorkerGroup:
             "data": self.data.actor,
             # All earlier workers of its host: Ray decides whose GPU it gets.
             "after_pids": [worker.pid for worker in self.workers if worker.host == host and worker.pid is not None],
-            "seat": self._seats[rank],
+            "rank_info": self._ranks[rank],
         }
 
     def wait_ready(self) -> None:
-        """Wait until all GPU workers have started."""
         for worker in self.workers:
             worker.wait_ready(self._check)
 
     def watch(self) -> None:
-        """Watch for deaths. Call it before the first step.
+        """Watch for deaths, from before the first step on.
 
-        A watch is the task of a GPU worker. It ends when the worker died, or when the data process died and a batch is
-        wanted.
+        A pending call of each GPU worker fails if the worker dies, and returns if a batch is due and the data process
+        is dead.
         """
         for worker in self.workers:
             worker.assign(lambda actor: actor.until_data_dies.remote(), serves=False)
 
     def stop_watching(self) -> None:
-        """Stop watching for deaths. Call it at the end of the run, when a process that dies needs no replacement."""
+        """Stop watching for deaths, when a process that dies needs no replacement."""
         self.asked = []
         for worker in self.workers:
             worker.call = None
@@ -125,7 +110,7 @@ class GpuWorkerGroup:
         """
         self.data.start(())
         self.data.wait_ready(self._check)
-        for call in self.ask_each("take_data", self.data.actor):
+        for call in ask_each(self.workers, "take_data", self.data.actor):
             answer("a GPU worker did not take the data process", call, self._check)
         self.watch()
 
@@ -143,8 +128,8 @@ class GpuWorkerGroup:
         self.start(holders)
         self.wait_ready()
         ready()
-        filled = self.ask_each("fill", None, None)  # loads nothing: nothing lives on the device
-        self.all_of(self.ask_each("build"), "did not build its engine")
+        filled = ask_each(self.workers, "fill", None, None)  # loads nothing: nothing lives on the device
+        self.all_of(ask_each(self.workers, "build"), "did not build its engine")
         for call in filled:
             answer("a GPU worker was not filled", call, self._check)
         try:
@@ -159,13 +144,10 @@ class GpuWorkerGroup:
         The first worker of a host sets the signal words, so the others must follow it.
         """
         for worker in self.workers:
-            call = getattr(worker.actor, method).remote(progress())
+            [call] = ask_each([worker], method, progress())
             self._until_all({call: f"the {worker.name} {late}"}, STEP_DEADLINE_S)
 
     def all_of(self, calls: Sequence[Any], late: str) -> None:
-        """Wait for calls of all GPU workers at once.
-
-        So a death is noticed even while another worker waits for the one that died.
-        """
+        """Wait for calls of all GPU workers at once, so a death is noticed even while another waits for the dead."""
         named = zip(self.workers, calls, strict=True)
         self._until_all({call: f"the {worker.name} {late}" for worker, call in named}, STEP_DEADLINE_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.console.logs import say
-from megatrain_ray.crew.actor_role import CHECK_S, ActorRole, Check, answer
+from megatrain_ray.crew.actor_role import CHECK_S, ActorRole, Check, ask_all
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.recovery import ProcessKind
 from megatrain_ray.errors import ConfigError
@@ -24,10 +24,7 @@ SAME_S = 30.0  # seconds within which a file system that hosts share shows them 
 
 
 def owner_role(run_spec: RunSpec, place: Placement, host: int, left: Mapping[str, Sequence[int]]) -> ActorRole:
-    """Return the role of the arena owner of a host.
-
-    left: ids of processes that an earlier attempt left on each Ray node, as `Supervisor.elsewhere` returns them.
-    """
+    """Return the role of the arena owner of a host. `left`: `Supervisor.remote_pids` of an earlier attempt."""
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
         plan = run_spec.plan
@@ -46,10 +43,7 @@ def owner_role(run_spec: RunSpec, place: Placement, host: int, left: Mapping[str
 
 
 def shard_role(run_spec: RunSpec, place: Placement, number: int) -> ActorRole:
-    """Return the role of an optimizer shard.
-
-    number: of the shard, counted over the shards of all hosts.
-    """
+    """Return the role of an optimizer shard. `number`: of the shard, counted over the shards of all hosts."""
 
     def arguments(holders: Sequence[Handles]) -> dict[str, Any]:
         return {"run_spec": run_spec, "index": number, "holders": holders, "after_pid": role.pid, "pinned": True}
@@ -62,33 +56,26 @@ def shard_role(run_spec: RunSpec, place: Placement, number: int) -> ActorRole:
 def check_run_dir(run_spec: RunSpec, place: Placement, owners: Sequence[ActorRole], check: Check) -> None:
     """Raise ConfigError if another host does not see the run directory, into which all hosts save.
 
-    Compares the plan file, again and again for at most SAME_S seconds. `check` is called as in `answer`.
+    Compares the plan file, again and again for at most SAME_S seconds.
     """
     path, deadline_s = RunFiles(Path(run_spec.config.run_dir).absolute()).plan_file, time.monotonic() + SAME_S
-    while others := _hosts_with_another(path, owners, check):
-        if time.monotonic() < deadline_s:
-            time.sleep(CHECK_S)
-            continue
-        raise ConfigError(
-            f"run_dir: {path.parent} on {_host_title(place, others[0])} is not the folder that it is here, and every "
-            "host saves into it; give an absolute path on a file system that all share"
-        )
-
-
-def _hosts_with_another(path: Path, owners: Sequence[ActorRole], check: Check) -> list[int]:
-    """Return the hosts that do not see the same file at `path` as the first host does."""
-    seen = [answer(f"{owner.name} did not answer", owner.actor.digest_of.remote(str(path)), check) for owner in owners]
-    return [host for host, digest in enumerate(seen) if digest != seen[0]]
+    while True:
+        digests = ask_all(owners, check, "digest_of", str(path))
+        different = [host for host, digest in enumerate(digests) if digest != digests[0]]
+        if not different:
+            return
+        if time.monotonic() >= deadline_s:
+            raise ConfigError(
+                f"run_dir: {path.parent} on {_host_title(place, different[0])} is not the folder that it is here, and "
+                "every host saves into it; give an absolute path on a file system that all share"
+            )
+        time.sleep(CHECK_S)
 
 
 def warn_of_memory(owners: Sequence[ActorRole], check: Check) -> None:
-    """Print a warning for every other host on which spill.path is in memory.
-
-    The plan warned already of the driver's own host. `check` is called as in `answer`.
-    """
-    for owner in owners:
-        if text := answer(f"{owner.name} did not answer", owner.actor.memory_warning.remote(), check):
-            say(f"warning: {text}")
+    """Print a warning for every other host on which spill.path is in memory. The plan warned of the driver's own."""
+    for text in filter(None, ask_all(owners, check, "memory_warning")):
+        say(f"warning: {text}")
 
 
 def _host_title(place: Placement, host: int) -> str:

@@ -37,16 +37,16 @@ def is_on_loopback(host: str, port: int) -> bool:
     A cluster that listens on all addresses has a node with another address, and Ray must look for that. Raises OSError
     if nobody listens.
     """
-    _reach(host, port)
+    _connect(host, port)
     if host not in ("localhost", LOOPBACK):
         return False
+    own_address = services.get_node_ip_address()
     try:
-        _reach(services.get_node_ip_address(), port)
+        _connect(own_address, port)
     except OSError:
         return True
-    return bool(services.get_node_ip_address() == LOOPBACK)
+    return bool(own_address == LOOPBACK)
 
 
-def _reach(host: str, port: int) -> None:
-    """Raise OSError if nobody listens."""
+def _connect(host: str, port: int) -> None:
     socket.create_connection((host, port), CONNECT_S).close()

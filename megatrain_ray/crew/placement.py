@@ -12,17 +12,9 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.console.logs import say
+from megatrain_ray.crew import ray_resources
 from megatrain_ray.crew.actor_role import CHECK_S, Check
 from megatrain_ray.crew.actors import GpuActor, waiting
-from megatrain_ray.crew.ray_resources import (
-    check_hosts,
-    check_node,
-    lacking,
-    lacking_hosts,
-    nodes_within,
-    place_here,
-    this_node,
-)
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import LOOPBACK
@@ -40,29 +32,18 @@ SOON_S = 10.0  # seconds within which Ray places what it has room for
 
 @dataclass(frozen=True)
 class CrewSpec:
-    """Describes the actors of a run before its plan is known: their resources and their imports.
+    """Describes the actors of a run before its plan is known: their resources and their imports."""
 
-    num_shards: optimizer shards of each host.
-    num_workers: GPU workers of all hosts.
-    draws: shards draw the model's initial values, for which they import Transformers.
-    compiles: GPU workers compile layers.
-    """
-
-    num_shards: int
+    num_shards: int  # optimizer shards of each host
     device: str
-    num_workers: int = 1
+    num_workers: int = 1  # GPU workers of all hosts
     num_hosts: int = 1
-    draws: bool = False
-    compiles: bool = False
+    draws: bool = False  # shards draw the model's initial values, for which they import Transformers
+    compiles: bool = False  # GPU workers compile layers
 
     @property
     def num_processes(self) -> int:
-        """Return the number of shards, GPU workers, arena owners and the data process together."""
-        return self.num_hosts * (self.num_shards + 1) + self.num_workers + 1
-
-    @property
-    def host_workers(self) -> int:
-        return self.num_workers // self.num_hosts
+        return len(self.bundle_of)
 
     @property
     def num_gpus(self) -> int:
@@ -70,30 +51,28 @@ class CrewSpec:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Return the resource bundles to request from Ray.
+        """Return the resource bundles to request from Ray: on several hosts one for each host.
 
-        On one host: one bundle for GPU workers, arena owner and data process together, and one for each shard. On
-        several hosts: one bundle for each host. The CPUs that Ray reserves only promise room; the plan decides the
-        numbers of threads. They are fractions, so that small machines can run all actors.
+        On one host: one for GPU workers, arena owner and data process together, and one for each shard. The plan
+        decides the numbers of threads; the CPUs are fractions, so that small machines can run all actors.
         """
         gpus = {"GPU": self.num_gpus / self.num_hosts} if self.num_gpus else {}
         if self.num_hosts == 1:
             return [{"CPU": 0.1 * self.num_workers, **gpus}, *({"CPU": 0.1} for _ in range(self.num_shards))]
-        num_cpus = round(0.1 * (self.host_workers + self.num_shards), 4)
+        num_cpus = round(0.1 * (self.num_workers // self.num_hosts + self.num_shards), 4)
         return [{"CPU": num_cpus, **gpus} for _ in range(self.num_hosts)]
 
     @property
     def bundle_of(self) -> Mapping[str, int]:
         """Return the index of the bundle of each process, by the name of the process."""
-        hosts = range(self.num_hosts)
-        of_gpus = {gpu_name(rank): rank // self.host_workers for rank in range(self.num_workers)}
-        numbers = {shard_name(k): k // self.num_shards for k in range(self.num_hosts * self.num_shards)}
-        of_shards = numbers if self.num_hosts > 1 else {name: 1 + k for k, name in enumerate(numbers)}
-        return {owner_name(host): host for host in hosts} | of_shards | of_gpus | {DATA: 0}
+        bundles = {owner_name(host): host for host in range(self.num_hosts)}
+        for k in range(self.num_hosts * self.num_shards):
+            bundles[shard_name(k)] = k // self.num_shards if self.num_hosts > 1 else 1 + k
+        host_workers = self.num_workers // self.num_hosts
+        return {**bundles, **{gpu_name(rank): rank // host_workers for rank in range(self.num_workers)}, DATA: 0}
 
 
 def crew_spec(run_spec: RunSpec) -> CrewSpec:
-    """Return the spec of the processes of a plan."""
     plan = run_spec.plan
     return CrewSpec(
         plan.shards.num_shards,
@@ -123,12 +102,12 @@ class Placement:
         Raises CapacityError naming the resource that this machine's Ray node lacks, or how many nodes are missing.
         """
         self._spec = spec
-        node, bundles = this_node(), spec.bundles
+        node, bundles = ray_resources.this_node(), spec.bundles
         several = spec.num_hosts > 1
-        check_node(bundles[:1] if several else bundles, ray.nodes(), node)
+        ray_resources.check_node(bundles[:1] if several else bundles, ray.nodes(), node)
         if several and not awaits_nodes:
-            check_hosts(bundles, ray.nodes())
-        self._bundles = place_here(bundles, node)
+            ray_resources.check_hosts(bundles, ray.nodes())
+        self._bundles = ray_resources.place_here(bundles, node)
         self._group = placement_group(self._bundles, "STRICT_SPREAD" if several else "STRICT_PACK")
         self._bundle_of = spec.bundle_of
         self._waiting = {name: self._begin(name) for name in self._bundle_of}
@@ -137,24 +116,20 @@ class Placement:
     def wait(self, soon_s: float = SOON_S, timeout_s: float = DEADLINE_S, check: Check = lambda: None) -> None:
         """Wait until the cluster has room for the actors, since others may be using it.
 
-        soon_s: seconds of waiting after which a message is printed.
-        timeout_s: further seconds after which DeadlineError is raised.
-
-        Also raises what `check` raises, as `answer` does.
+        After `soon_s` seconds a message is printed, after `timeout_s` more DeadlineError is raised. Also raises what
+        `check` raises.
         """
         if not self._has_room(soon_s, check):
             say(f"waiting for room in the Ray cluster: {self._lacking}")
             if not self._has_room(timeout_s, check):
-                end = "end what uses it"
-                remedy = end if self._spec.num_hosts == 1 else f"start Ray on another machine, or {end}"
+                remedy = "start Ray on another machine, or end" if self._spec.num_hosts > 1 else "end"
                 raise DeadlineError(
-                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {remedy}"
+                    f"the Ray cluster found no room within {timeout_s:.0f} s: {self._lacking}; {remedy} what uses it"
                 )
         by_bundle = placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = [by_bundle[bundle] for bundle in range(self._spec.num_hosts)]
 
     def _has_room(self, timeout_s: float, check: Check) -> bool:
-        """Return whether the cluster has room within `timeout_s` seconds."""
         deadline_s = time.monotonic() + timeout_s
         while not self._group.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
             check()
@@ -164,12 +139,9 @@ class Placement:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the address of each host at which the others reach it. Valid after `wait`.
-
-        For a run on one host this is the loopback address, at which no other machine reaches it.
-        """
+        """Return the address of each host at which the others reach it. Valid after `wait`."""
         if self._spec.num_hosts == 1:
-            return [LOOPBACK]
+            return [LOOPBACK]  # at which no other machine reaches it
         known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return [known[node] for node in self._nodes]
 
@@ -182,7 +154,7 @@ class Placement:
 
         Raises MegatrainError if the driver's own node is gone, without which the driver can start nothing.
         """
-        alive = {node["NodeID"] for node in nodes_within(DEADLINE_S) if node["Alive"]}
+        alive = {node["NodeID"] for node in ray_resources.nodes_within(DEADLINE_S) if node["Alive"]}
         gone = [str(host) for host, node in enumerate(self._nodes) if node not in alive]
         if gone and self._nodes[0] not in alive:
             raise MegatrainError("Ray's node on this machine died; the same command resumes once Ray is up again")
@@ -192,19 +164,15 @@ class Placement:
     @property
     def _lacking(self) -> str:
         if self._spec.num_hosts > 1:
-            return lacking_hosts(self._spec.bundles, ray.nodes()) or "others use what it asks for"
-        return lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
+            return ray_resources.lacking_hosts(self._spec.bundles, ray.nodes()) or "others use what it asks for"
+        return ray_resources.lacking(self._bundles, ray.available_resources()) or "another machine than this one has it"
 
     def take(self, name: str) -> Any:
         """Return an actor of this name that waits for `setup`: first the one that started early, then new ones."""
-        waiting = self._waiting.pop(name, None)
-        return self._begin(name) if waiting is None else waiting
+        return self._waiting.pop(name, None) or self._begin(name)
 
     def clear(self) -> None:
-        """Kill the actors that nobody took, and give back the resources. Idempotent.
-
-        Call it after the other actors have ended.
-        """
+        """Kill the actors that nobody took, and give back the resources, once the others have ended. Idempotent."""
         while self._waiting:
             ray.kill(self._waiting.popitem()[1])
         remove_placement_group(self._group)
@@ -225,6 +193,5 @@ class Placement:
         return ray.remote(waiting(ShardWorker)).options(**options).remote(TRANSFORMERS if spec.draws else ())
 
     def _place(self, name: str, **options: Any) -> dict[str, Any]:
-        bundle = self._bundle_of[name]
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundle_of[name])
         return {**ONCE, "num_cpus": 0.1, "scheduling_strategy": strategy, **options}

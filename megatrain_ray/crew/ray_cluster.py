@@ -74,10 +74,7 @@ class Daemons:
         return not self._dead
 
     def check(self) -> None:
-        """Raise MegatrainError naming the processes that died.
-
-        Ray itself notices late, and then ends this process or lets it wait.
-        """
+        """Raise MegatrainError naming those that died. Ray notices late, and then ends this process or lets it wait."""
         if dead := self._dead:
             raise MegatrainError(f"a process of the run died (Ray's {', '.join(dead)}); the same command resumes")
 
@@ -100,11 +97,9 @@ def joins_cluster() -> bool:
 def cluster(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     """Connect this process to Ray for the block.
 
-    num_cpus, num_gpus: of an embedded cluster, which begins with `num_cpus` worker processes for actors.
-
     An existing connection stays as it is. Otherwise, inside `ray job submit` or with RAY_ADDRESS set, that cluster is
-    joined. Otherwise an embedded cluster is started; its processes, session folder and shared memory are gone
-    afterwards.
+    joined. Otherwise an embedded cluster is started with that many CPUs (and worker processes for actors) and GPUs; its
+    processes, session folder and shared memory are gone afterwards.
     """
     if ray.is_initialized():
         yield Daemons()
@@ -140,10 +135,9 @@ def _connect(address: str) -> None:
 
 @functools.cache
 def _token() -> str:
-    """Return the authentication token of this process's clusters.
+    """Return the authentication token of this process's clusters, which Ray reads once and keeps.
 
-    Ray reads the token once and keeps it, so a second cluster of this process needs the same one. With a token of our
-    own Ray writes none into the home directory.
+    With a token of our own Ray writes none into the home directory.
     """
     return secrets.token_hex(32)
 
@@ -163,30 +157,22 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}), on_loopback():
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
             _init(
-                f"Ray did not start in {folder}",
-                "/tmp must be writable and have room",
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=True,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder),
-            )
+                f"Ray did not start in {folder}", "/tmp must be writable and have room", address="local",
+                num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=True, logging_level=logging.ERROR, _temp_dir=str(folder),
+            )  # fmt: skip
             roots = _started(before)
             daemons = Daemons.among(roots)
             yield daemons
     finally:
         # Not all new children of this process: one may be a tracker's, which outlives the cluster.
         started = _started(before) if roots is None else _with_children(roots)
-        if ray.is_initialized() and daemons.alive:
-            _end(_helpers(started), 0)  # they never get SIGTERM, and ray.shutdown would wait a second for each
-            _shutdown(started)
-            _end(started, STOP_TIMEOUT_S)
-        else:  # nothing tells them to stop, and ray.shutdown would wait for the dead head
-            _end(started, 0)
-            _shutdown(started)
+        stops = ray.is_initialized() and daemons.alive  # else nothing tells them to, and shutdown would wait for them
+        # Ray's helpers never get SIGTERM, and ray.shutdown would wait a second for each.
+        _end(_helpers(started) if stops else started, 0)
+        with _killing_late(lambda: started, STOP_TIMEOUT_S):
+            ray.shutdown()
+        _end(started, STOP_TIMEOUT_S)
         session.remove()
         remove_left_sessions()
 
@@ -241,11 +227,6 @@ def _init(problem: str, advice: str, **options: Any) -> None:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray's own prints a stack and aborts
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _shutdown(started: list[psutil.Process]) -> None:
-    with _killing_late(lambda: started, STOP_TIMEOUT_S):
-        ray.shutdown()
 
 
 @contextmanager
@@ -338,11 +319,8 @@ def _end(processes: list[psutil.Process], timeout_s: float) -> None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for what the block starts. Values that the user has set win.
-
-    RAY_AUTH_MODE, which Ray sets itself, is restored too.
-    """
-    before = {name: os.environ.get(name) for name in (*values, "RAY_AUTH_MODE")}
+    """Set environment variables for what the block starts. Values that the user has set win."""
+    before = {name: os.environ.get(name) for name in (*values, "RAY_AUTH_MODE")}  # the last is set by Ray
     os.environ.update({name: value for name, value in values.items() if before[name] is None})
     try:
         yield

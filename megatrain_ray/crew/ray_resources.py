@@ -74,10 +74,7 @@ def _able(bundle: Bundle, nodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def nodes_within(timeout_s: float) -> list[dict[str, Any]]:
-    """Return what `ray.nodes` does, which waits without a bound for a head that is stopped.
-
-    Raises DeadlineError if it takes longer than `timeout_s` seconds.
-    """
+    """Return `ray.nodes()`, which has no bound if the head is stopped. Raises DeadlineError after `timeout_s`."""
     found: list[list[dict[str, Any]]] = []
     asking = threading.Thread(target=lambda: found.append(ray.nodes()), name="nodes of Ray", daemon=True)
     asking.start()

@@ -1,18 +1,5 @@
 """Decides what a run does about a process that failed. Supervisor, session and trainer carry the decisions out.
 
-The first row that applies counts:
-
-| what failed | decision |
-|---|---|
-| a process that could not start | give up |
-| a process that is none of the run's actors | give up |
-| a GPU worker or the data process, before the first step | give up |
-| any process, after `max_failures` failures of this start | give up |
-| any process, while the Ray node of another host is gone | restart from the newest save |
-| a GPU worker of a plan that cannot repeat a step | restart from the newest save |
-| a GPU worker | replace all GPU workers, and repeat the steps that have not ended |
-| an optimizer shard, an arena owner or the data process | replace it |
-
 Optimizer shards and arena owners keep their state in shared memory, which outlives them, so a replacement continues
 where they stopped. A replaced data process draws the same batches. One GPU worker cannot end a step without the others.
 """
@@ -54,51 +41,49 @@ class FailureBudget:
 
 @dataclass(frozen=True)
 class Failure:
-    """Describes a process that died or whose device failed, and where the run stands.
+    """Describes a process that died or whose device failed, and where the run stands."""
 
-    name: of the process, for messages.
-    reason: text of the error by which the failure was noticed.
-    could_not_start: the process failed before it did anything.
-    can_step: the engine was built, so there is a state of training to continue from.
-    repeats_steps: the plan allows a step to be repeated (Plan.repeats_steps).
-    lost_hosts: text naming the other hosts whose Ray nodes are gone; empty if there are none.
-    """
-
-    name: str
+    name: str  # of the process, for messages
     kind: ProcessKind
-    reason: str
-    could_not_start: bool = False
-    can_step: bool = True
-    repeats_steps: bool = True
-    lost_hosts: str = ""
+    reason: str  # text of the error by which the failure was noticed
+    could_not_start: bool = False  # the process failed before it did anything
+    can_step: bool = True  # the engine was built, so there is a state of training to continue from
+    repeats_steps: bool = True  # the plan allows a step to be repeated (Plan.repeats_steps)
+    lost_hosts: str = ""  # text naming the other hosts whose Ray nodes are gone
+
+
+# What the decision to end this attempt is raised as. The trainer catches a LostProcessError.
+ERRORS = {RecoveryAction.RESTART: LostProcessError, RecoveryAction.GIVE_UP: MegatrainError}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Says what to do about a failure, and why.
-
-    error: to raise. Set for RESTART (LostProcessError, which the trainer catches) and GIVE_UP.
-    """
-
     action: RecoveryAction
     why: str
-    error: MegatrainError | None = None
+
+    @property
+    def error(self) -> MegatrainError | None:
+        """Return the error to raise, or None if the attempt goes on."""
+        kind = ERRORS.get(self.action)
+        return kind(self.why) if kind else None
 
 
 def decide(failure: Failure, budget: FailureBudget) -> Decision:
-    """Return what to do about the failure of a process. `budget` counts it already."""
+    """Return what to do about the failure of a process: the first case that applies. `budget` counts it already."""
     name = failure.name
     is_needed_for_start = failure.kind in (ProcessKind.GPU, ProcessKind.DATA) and not failure.can_step
     if failure.could_not_start or failure.kind is ProcessKind.UNKNOWN or is_needed_for_start:
-        return _give_up(describe_death(name, failure.reason, could_not_start=failure.could_not_start))
+        died = describe_death(name, failure.reason, could_not_start=failure.could_not_start)
+        return Decision(RecoveryAction.GIVE_UP, died)
     if budget.count > budget.limit:
-        return _give_up(_over_budget(name, budget))
+        return Decision(RecoveryAction.GIVE_UP, _over_budget(name, budget))
     if failure.lost_hosts:
-        return _restart(failure.lost_hosts)
+        return Decision(RecoveryAction.RESTART, failure.lost_hosts)
     if failure.kind is not ProcessKind.GPU:
         return Decision(RecoveryAction.REPLACE_ACTOR, f"{name}: its state outlives it or can be made again")
     if not failure.repeats_steps:
-        return _restart("the GPU worker died with what lives on the device, or an update under way")
+        why = "the GPU worker died with what lives on the device, or an update under way"
+        return Decision(RecoveryAction.RESTART, why)
     return Decision(RecoveryAction.REPLACE_GPU_WORKERS, f"{name}: no GPU worker can end a step without the others")
 
 
@@ -109,7 +94,7 @@ def decide_restart(reason: str, budget: FailureBudget, newest_save: int | None) 
     newest_save: step of the newest save; None if there is none.
     """
     if budget.count > budget.limit:
-        return _give_up(f"{reason}; {_over_budget('a process of the run', budget)}")
+        return Decision(RecoveryAction.GIVE_UP, f"{reason}; {_over_budget('a process of the run', budget)}")
     origin = "nothing is saved: beginning again"
     if newest_save is not None:
         origin = f"going on from the save of step {newest_save}"
@@ -117,21 +102,10 @@ def decide_restart(reason: str, budget: FailureBudget, newest_save: int | None) 
 
 
 def describe_death(name: str, reason: str, *, could_not_start: bool) -> str:
-    """Return the message for a process whose death ends the run.
-
-    reason: of a process that could not start, the text that ends with the error that it raised.
-    """
-    if could_not_start:
+    """Return the message for a process whose death ends the run."""
+    if could_not_start:  # then `reason` ends with the error that it raised
         return f"a process of the run ({name}) could not start: {reason.strip().splitlines()[-1]}"
     return f"a process of the run died ({name}); the same command resumes"
-
-
-def _give_up(message: str) -> Decision:
-    return Decision(RecoveryAction.GIVE_UP, message, MegatrainError(message))
-
-
-def _restart(reason: str) -> Decision:
-    return Decision(RecoveryAction.RESTART, reason, LostProcessError(reason))
 
 
 def _over_budget(name: str, budget: FailureBudget) -> str:

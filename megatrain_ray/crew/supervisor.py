@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.console.logs import say
-from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, ActorRole, actor_id, answer, ended, result_or_cause
+from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, ActorRole, actor_id, ask_all, ended, result_or_cause
 from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
 from megatrain_ray.crew.host_roles import owner_role, shard_role
 from megatrain_ray.crew.placement import Placement, crew_spec
 from megatrain_ray.crew.recovery import Failure, FailureBudget, ProcessKind, RecoveryAction, decide, describe_death
-from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError
+from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError, ShardFailedError
 from megatrain_ray.io.arenas.arena_holder import Handles
-from megatrain_ray.metrics.deaths import DeathRecorder
+from megatrain_ray.metrics.sink import DeathRecorder
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import GPU
 from megatrain_ray.workers.messages import Progress
@@ -29,21 +29,14 @@ RAYS_OWN = "one of Ray's"  # name of a process that is none of the run's actors
 
 
 class Supervisor:
-    """Keeps the actors of a run going: every wait for one of them notices the deaths of all, and makes them good.
-
-    group: the GPU workers and the data process.
-    """
+    """Keeps the actors of a run going: every wait for one of them notices the deaths of all, and makes them good."""
 
     def __init__(
-        self,
-        run_spec: RunSpec,
-        check_cluster: Callable[[], None] = lambda: None,
-        record: Callable[[Mapping[str, int]], None] = lambda pids: None,
-        placement: Placement | None = None,
-        failures: FailureBudget | None = None,
-        faults: DeathRecorder | None = None,
+        self, run_spec: RunSpec, check_cluster: Callable[[], None] = lambda: None,
+        record: Callable[[Mapping[str, int]], None] = lambda pids: None, placement: Placement | None = None,
+        failures: FailureBudget | None = None, faults: DeathRecorder | None = None,
         left: Mapping[str, Sequence[int]] = {},
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Request the actors' resources, if no placement has done so.
 
         check_cluster: called in every wait; raises an error when nothing can go on.
@@ -51,7 +44,7 @@ class Supervisor:
         placement: holds actors that have started already; None: they start now.
         failures: budget of all worker groups of a start; None: this is the only one.
         faults: records deaths and replacements; None: nobody does.
-        left: `elsewhere` of the previous group, whose processes are ending.
+        left: `remote_pids` of the previous group, whose processes are ending.
         """
         self._run_spec = run_spec
         self._check_cluster = check_cluster
@@ -84,7 +77,7 @@ class Supervisor:
         return {role.name: role.pid for role in self._roles if role.pid is not None and not role.host}
 
     @property
-    def elsewhere(self) -> dict[str, list[int]]:
+    def remote_pids(self) -> dict[str, list[int]]:
         """Return the ids of the run's processes on other hosts, by Ray node. The driver cannot see when these end."""
         pids: dict[str, list[int]] = {}
         for role in self._roles:
@@ -107,33 +100,28 @@ class Supervisor:
         for call in done:
             if call in tasks:
                 self._task_ended(tasks[call], call)
-            elif call in self.group.asked:
-                self._answered(call)
+            elif call in self.group.asked and self._succeeded(call):  # of a GPU worker above rank 0
+                self.group.asked.remove(call)
         return [call for call in done if call in calls]
 
-    def _task_ended(self, role: ActorRole, call: Any) -> None:
-        if role.call != call:  # it was of an actor that was just replaced
-            return
+    def _succeeded(self, call: Any) -> bool:
+        """Return whether a call that has ended has a result, and make good a death. Raises other errors."""
         try:
             self.result(call)
         except RayActorError as error:
             self.recover(error)
+            return False
+        return True
+
+    def _task_ended(self, role: ActorRole, call: Any) -> None:
+        if role.call != call or not self._succeeded(call):  # a call that differs was of an actor just replaced
             return
         if role.kind is ProcessKind.GPU:
-            self._lose(self.group.data, "the GPU worker asked it for a batch")
+            self._handle_failure(self.group.data, "the GPU worker asked it for a batch")
         elif role.serves:
             raise MegatrainError(f"{role.name} stopped serving before the run was over")
         else:
             role.task = role.call = None
-
-    def _answered(self, call: Any) -> None:
-        """Handle the end of a call of a GPU worker above rank 0. Raises what the call raised."""
-        try:
-            self.result(call)
-        except RayActorError as error:
-            self.recover(error)
-        else:
-            self.group.asked.remove(call)
 
     def until(self, call: Any, late: str, timeout_s: float) -> Any:
         """Return the result of a call that takes time. Processes that die meanwhile are replaced."""
@@ -141,9 +129,7 @@ class Supervisor:
         return self.result(call)
 
     def until_all(self, calls: Mapping[Any, str], timeout_s: float) -> None:
-        """Wait until several calls have ended, as `until` does.
-
-        calls: {call: beginning of the message if it is late}.
+        """Wait until several calls, {call: beginning of the message if it is late}, have ended, as `until` does.
 
         Raises what the first call to fail raised, or the death of another process that made it fail.
         """
@@ -180,9 +166,8 @@ class Supervisor:
         """Return the shards' answers. A shard that dies gives none, and is replaced."""
         answers = []
         for shard in self._shards:
-            call = getattr(shard.actor, question).remote()
             try:
-                answers.append(answer(f"{shard.name} did not answer", call, self.check))
+                answers += ask_all([shard], self.check, question)
             except RayActorError as error:
                 self.recover(error)
         return answers
@@ -204,15 +189,15 @@ class Supervisor:
         cause = getattr(error, "cause", None)
         if isinstance(error, RayActorError):
             if error.actor_id not in self._gone:
-                self._lose(self._role_of(error.actor_id), str(error), could_not_start=error.actor_init_failed)
+                self._handle_failure(self._role_of(error.actor_id), str(error), could_not_start=error.actor_init_failed)
         elif isinstance(cause, LostDeviceError):
             if self.group.gpu is gpu:
-                self._lose(self.group.workers[0], str(cause))
+                self._handle_failure(self.group.workers[0], str(cause))
         else:
             raise error
 
-    def _lose(self, role: ActorRole | None, reason: str, *, could_not_start: bool = False) -> None:
-        """Record that a process died or its device failed, and do what recovery.py decides.
+    def _handle_failure(self, role: ActorRole | None, reason: str, *, could_not_start: bool = False) -> None:
+        """Record the failure of a process or its device, and carry out what recovery.py decides.
 
         role: None for a process that is none of the run's actors.
         """
@@ -274,19 +259,29 @@ class Supervisor:
     def _role_of(self, died: str | None) -> ActorRole | None:
         return next((role for role in self._roles if role.actor and actor_id(role.actor) == died), None)
 
-    def explain(self, error: RayActorError) -> MegatrainError:
-        """Return the error that tells the user of a death that ends the run."""
+    def explain(self, error: RayError) -> MegatrainError:
+        """Return the error that the user should read when `error` ends the run.
+
+        This is our own error if an actor raised one. The error of a shard's own task comes before those that followed
+        from it.
+        """
+        for failure in (*self._task_errors(), error):
+            cause = failure.cause if isinstance(failure, RayTaskError) else failure
+            if isinstance(cause, MegatrainError) and not isinstance(cause, ShardFailedError):
+                return cause
+            if isinstance(cause, RayActorError):
+                return self._explain_death(cause)
+        return MegatrainError(f"an actor failed: {type(error).__name__}: {error}")
+
+    def _explain_death(self, error: RayActorError) -> MegatrainError:
         role = self._role_of(error.actor_id)
         name = role.name if role else RAYS_OWN
         if error.actor_id not in self._gone:
             self._record_death(name)
         return MegatrainError(describe_death(name, str(error), could_not_start=error.actor_init_failed))
 
-    def failures(self, within_s: float = 2.0) -> Iterator[Exception]:
-        """Yield the errors that tasks raised, after waiting up to `within_s` seconds for one.
-
-        The error of a shard that failed may arrive after the errors that followed from it.
-        """
+    def _task_errors(self, within_s: float = 2.0) -> Iterator[Exception]:
+        """Yield the errors that tasks raised. That of a shard may arrive after those that followed from it."""
         calls = [role.call for role in (*self._owners, *self._shards) if role.call is not None]
         done, _ = ray.wait(calls, num_returns=1, timeout=within_s) if calls else ([], [])
         for call in done:

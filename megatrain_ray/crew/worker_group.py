@@ -15,34 +15,26 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.console.logs import say
-from megatrain_ray.crew.actor_role import (
-    AGAIN,
-    ActorRole,
-    answer,
-    held,
-    result_or_cause,
-)
+from megatrain_ray.crew.actor_role import AGAIN, ActorRole, answer, ask_each, hold_arenas, result_or_cause
 from megatrain_ray.crew.host_roles import check_run_dir, warn_of_memory
 from megatrain_ray.crew.supervisor import Supervisor
 from megatrain_ray.engine.device.deadlines import transfer_deadline_s
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT, SaveAttempt
+from megatrain_ray.engine.weights.frozen_checksums import source_checksums, unread_checksums
+from megatrain_ray.engine.weights.saved_values import names_of
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.run.run_processes import DATA, GPU, gpu_name
-from megatrain_ray.workers.frozen_base_check import base_checksums, checksums_in
+from megatrain_ray.run.run_processes import DATA, GPU
 from megatrain_ray.workers.messages import Progress
 
 log = logging.getLogger(__name__)
 
 
 class WorkerGroup(Supervisor):
-    """Drives all actors of a run from the driver.
+    """Drives all actors of a run from the driver."""
 
-    kernel_names: of the kernels that updates run as; set by `start`.
-    base_checksums: of frozen parts, if saves leave them out; set by `load`.
-    """
-
-    kernel_names: Sequence[str] = ()
+    kernel_names: Sequence[str] = ()  # of the kernels that updates run as; set by `start`
+    # Of each layer's frozen part (None: it has none), if saves leave these out; set by `load`.
     base_checksums: Sequence[int | None] = ()
     _newest_save = NO_ATTEMPT
     _building: Sequence[Any] = ()  # pending calls of GPU workers that build their engines
@@ -58,10 +50,7 @@ class WorkerGroup(Supervisor):
         return self.group.data.actor
 
     def start(self, data_arguments: Mapping[str, Any]) -> None:
-        """Place and start all actors. Weights are not loaded yet.
-
-        data_arguments: of every data process (`GpuWorkerGroup.data_arguments`).
-        """
+        """Place and start all actors. Weights are not loaded yet."""
         self._place.wait(check=self.check)
         self.group.data_arguments = data_arguments
         self.group.data.start(())
@@ -72,7 +61,7 @@ class WorkerGroup(Supervisor):
         if len(self._owners) > 1:
             check_run_dir(self._run_spec, self._place, self._owners, self.check)
             warn_of_memory(self._owners, self.check)
-        with held(self._owners[0].handles) as self._own_handles:  # so far only their owner holds them
+        with hold_arenas(self._owners[0].handles) as self._own_handles:  # so far only their owner holds them
             self._start_others()
         self._own_handles = {}
         self._record(self.pids)
@@ -102,7 +91,7 @@ class WorkerGroup(Supervisor):
         """Print one warning about all threads and memory that are not where the plan put them. Training goes on."""
         if not self._run_spec.plan.shards.homes:
             return
-        calls = self.group.ask_each("home_problems")
+        calls = ask_each(self.group.workers, "home_problems")
         of_gpus = [answer("a GPU worker did not start", call, self.check) for call in calls]
         problems = {problem for found in (*self.ask_shards("home_problems"), *of_gpus) for problem in found}
         if problems:
@@ -121,23 +110,20 @@ class WorkerGroup(Supervisor):
 
         for shard in self._shards:
             shard.assign(task, serves=False)
-        filling = self.group.ask_each("fill", save_folder, manifest)
-        self._building = self.group.ask_each("build")
+        filling = ask_each(self.group.workers, "fill", save_folder, manifest)
+        self._building = ask_each(self.group.workers, "build")
         plan = self._run_spec.plan
         limit_s = transfer_deadline_s(plan.updated_bytes + plan.frozen_bytes)
         self._await_shards([*filling, *self._building], limit_s)
         for call in filling:
             self.until(call, "the layers on the device were not filled", limit_s)
         if not plan.saves.includes_frozen:
-            self.base_checksums = base_checksums(self._run_spec, lambda: self._read_base(limit_s))
+            self.base_checksums = self._find_base_checksums(limit_s)
             if manifest is not None:
-                manifest.check_base(checksums_in(self._run_spec, manifest, self.base_checksums))
+                manifest.check_base(self._base_checksums_by_layers_of(manifest))
 
     def _await_shards(self, calls: list[Any], limit_s: float) -> None:
-        """Wait until the shards have loaded their weights.
-
-        calls: of GPU workers. If one fails, its error is raised at once: shards may load for minutes more.
-        """
+        """Wait until the shards have loaded their weights, or one of `calls` fails: shards may take minutes more."""
         deadline_s = time.monotonic() + limit_s
         while busy := [shard.name for shard in self._shards if shard.call is not None]:
             if time.monotonic() > deadline_s:
@@ -146,9 +132,20 @@ class WorkerGroup(Supervisor):
                 calls.remove(call)
                 result_or_cause(call, calls, self.check)
 
-    def _read_base(self, limit_s: float) -> Sequence[int | None]:
+    def _find_base_checksums(self, limit_s: float) -> Sequence[int | None]:
+        run_spec = self._run_spec
+        if run_spec.plan.hosts.num_hosts > 1:  # no process has all of a layer, so the weights are read again
+            base, layout = run_spec.source.base_weights(), run_spec.structure.layout()
+            return unread_checksums(base, layout, is_split=run_spec.plan.precision.is_split)
         found: Sequence[int | None] = self.until(self.gpu.base_checksums.remote(), "the base was not read", limit_s)
         return found
+
+    def _base_checksums_by_layers_of(self, manifest: Manifest) -> Sequence[int | None]:
+        """Return the checksums by the layers of a save, which may have divided blocks differently."""
+        layers = self._run_spec.structure.layout().layers
+        if names_of(manifest.layers) == [[part.name for part in layer.segments] for layer in layers]:
+            return self.base_checksums
+        return source_checksums(self._run_spec.source.base_weights(), manifest)
 
     def copy_bytes_per_s(self) -> float:
         """Return the rate at which all shards together copy layers aside for a save. Known once weights are loaded."""
@@ -156,9 +153,7 @@ class WorkerGroup(Supervisor):
         return sum(rates) * len(self._shards) / len(rates) if rates else math.inf
 
     def begin(self, progress: Callable[[], Progress]) -> None:
-        """Start the engine, which `load` began to build, and then the shards.
-
-        The engine resets the signal words that the shards obey, so it starts first.
+        """Start the engine, which `load` began to build, and then the shards, which obey the words that it resets.
 
         progress: returns where training stands at that moment.
         """
@@ -177,10 +172,7 @@ class WorkerGroup(Supervisor):
         return self.group.ask("step", step, save)
 
     def evaluate(self, step: int, index: int) -> Any:
-        """Submit a batch of the held-out data, in the same way as a step.
-
-        index: number of the batch.
-        """
+        """Submit batch number `index` of the held-out data, in the same way as a step."""
         return self.group.ask("evaluate", step, index)
 
     def position_after(self, step: int) -> Any:
@@ -205,13 +197,10 @@ class WorkerGroup(Supervisor):
                 self.recover(error)
 
     def spans(self, last: int) -> dict[str, Any]:
-        """Ask all processes for their recorded spans; return the calls by name.
-
-        They are answered once step `last` and its update are over.
-        """
-        gpus = {gpu_name(rank): call for rank, call in enumerate(self.group.ask_each("spans", last))}
-        shards = {shard.name: shard.actor.spans.remote(last) for shard in self._shards}
-        return {**gpus, **shards, DATA: self.data.spans.remote()}
+        """Ask all processes for their spans up to step `last` and its update; return the calls by name."""
+        roles = [*self.group.workers, *self._shards]
+        calls = zip(roles, ask_each(roles, "spans", last), strict=True)
+        return {**{role.name: call for role, call in calls}, DATA: self.data.spans.remote()}
 
     def update_times(self) -> list[tuple[int, float]]:
         """Return for each shard of the first host how many updates it has made, and seconds of its kernel in them."""
@@ -229,7 +218,7 @@ class WorkerGroup(Supervisor):
         """End a run that went well: all actors close what they hold, then the processes end."""
         self.group.stop_watching()
         assert self._progress is not None
-        for closing in self.group.ask_each("close", self._progress().step):
+        for closing in ask_each(self.group.workers, "close", self._progress().step):
             with suppress(RayActorError, LostProcessError):  # everything is saved
                 self.until(closing, "the GPU worker did not close", self._run_spec.plan.update_deadline_s)
         for role in (*self._owners, *self._shards):

@@ -11,15 +11,14 @@ from typing import Any
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.placement import Placement
-from megatrain_ray.crew.recovery import decide_restart
+from megatrain_ray.crew.recovery import RecoveryAction, decide_restart
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.session import Session
-from megatrain_ray.errors import DamagedSaveError, LostProcessError
+from megatrain_ray.errors import DamagedSaveError, LostProcessError, MegatrainError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.machine.environment import hardware, versions
 from megatrain_ray.metrics.sinks import open_sinks
-from megatrain_ray.run.resume import clean_after_end, fall_back, newest_save
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import await_end
 
@@ -28,16 +27,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """Holds the result of a training.
+    """Holds the result of a training."""
 
-    step: updates of the run so far, those of earlier processes included.
-    loss: of the last update; None if none ran.
-    rows, evaluations: of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
-    """
-
-    step: int
-    loss: float | None
+    step: int  # updates of the run so far, those of earlier processes included
+    loss: float | None  # of the last update; None if none ran
     run_dir: Path
+    # Of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
     rows: Sequence[Mapping[str, Any]] = ()
     evaluations: Sequence[Mapping[str, Any]] = ()
 
@@ -52,9 +47,7 @@ def train(job: RunContext, manifest: Manifest | None, placement: Placement | Non
 
 
 def _train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> Trained:
-    """Train, and start again from a save if one turns out to be damaged or a process cannot be replaced.
-
-    After a damaged save an earlier one is used; after a death the newest one.
+    """Train, and start again from an earlier save if one is damaged, or from the newest after a death.
 
     placement: holds actors that have started already; used in the first attempt only.
     """
@@ -72,18 +65,18 @@ def _train(job: RunContext, manifest: Manifest | None, placement: Placement | No
             rows = [row for row in run.rows() if row["step"] > first]
             return Trained(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
         except DamagedSaveError as damage:
-            fall_back(run, step, damage)
+            run.fall_back(step, damage)
         except LostProcessError as death:
             if job.failures.count == num_failures:  # this death has not been counted yet
                 job.failures.count += 1
             decision = decide_restart(str(death), job.failures, max(list_saves(run.saves), default=None))
-            if decision.error:
-                raise decision.error from None
+            if decision.action is RecoveryAction.GIVE_UP:
+                raise MegatrainError(decision.why) from None
             say(decision.why)
         placement = None
         await_end(run.path)  # the memory of two crews would not fit
-        clean_after_end(run)
-        manifest = newest_save(run)
+        run.clean_after_end()
+        manifest = run.newest_save()
         step = manifest.step if manifest else 0
         first = min(first, step)
         run.begin(plan.to_json(), step)

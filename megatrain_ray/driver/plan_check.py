@@ -36,7 +36,7 @@ class PlanCheck:
         self._num_usual = 0
         self._next = MIN_STEPS
         self._pss_bytes: int | None = None
-        self._told: frozenset[str] = frozenset()  # names of the terms that were off at the last comparison
+        self._reported: frozenset[str] = frozenset()  # names of the terms that were off at the last comparison
         self._thread: threading.Thread | None = None
 
     def ended(self, crew: WorkerGroup, row: Mapping[str, Any]) -> None:
@@ -48,8 +48,8 @@ class PlanCheck:
         self._num_usual += 1
         if self._num_usual == 1:
             # A daemon: a driver whose processes have died must still be able to exit.
-            arguments = (dict(crew.pids),)
-            self._thread = threading.Thread(target=self._measure_memory, args=arguments, name="memory", daemon=True)
+            pids = dict(crew.pids)
+            self._thread = threading.Thread(target=self._measure_memory, args=(pids,), name="memory", daemon=True)
             self._thread.start()
         if self._num_usual >= self._next:
             self._next = 2 * self._num_usual
@@ -67,10 +67,7 @@ class PlanCheck:
             self._thread.join(CLOSE_S)
 
     def _measure_memory(self, pids: Mapping[str, int]) -> None:
-        """Look up the host memory of all processes of the run.
-
-        The kernel visits every page that each process maps, which takes 15 to 40 ms per GiB, beside the training.
-        """
+        # The kernel visits every page that each process maps, which takes 15 to 40 ms per GiB.
         try:
             self._pss_bytes = sum(sum(kinds.values()) for kinds in pss_of_run(pids).values())
         except (OSError, KeyError) as error:  # one has just died, or belongs to another user
@@ -93,8 +90,8 @@ class PlanCheck:
             return
         off = frozenset(term.name for term in found.off(prediction))
         text = warning(found, prediction, self._plan.step.update_order, self._run_dir)
-        if text and (at_end or off != self._told):
+        if text and (at_end or off != self._reported):
             say(f"warning: {text}")
         else:
             log.info("%s", found)
-        self._told = off
+        self._reported = off

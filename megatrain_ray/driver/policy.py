@@ -19,39 +19,26 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """Describes where a run stands.
-
-    submitted, completed: updates of the whole run.
-    saved: updates in the newest save; -1: there is none.
-    changed: a step since the newest save was not skipped.
-    saving: a save is being written.
-    missed: the last save that was begun was abandoned.
-    evaluated: the last update after which the held-out data were evaluated; 0: before the first; -1: never.
-    evaluating: an evaluation is under way.
-    """
+    """Describes where a run stands. Numbers of updates are those of the whole run."""
 
     submitted: int
     completed: int
-    saved: int
+    saved: int  # updates in the newest save; -1: there is none
     interrupted: bool
-    changed: bool = True
-    saving: bool = False
-    missed: bool = False
-    evaluated: int = -1
+    changed: bool = True  # a step since the newest save was not skipped
+    saving: bool = False  # a save is being written
+    missed: bool = False  # the last save that was begun was abandoned
+    evaluated: int = -1  # the last update after which the held-out data were evaluated; 0: before the first; -1: never
     evaluating: bool = False
 
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """Decides when to step, save and evaluate.
-
-    save_every: None: never; 0: at the end and when interrupted; N: after every N updates as well.
-    eval_every: 0: never; N: before the first update, after every N, and after the last.
-    """
+    """Decides when to step, save and evaluate."""
 
     steps: int
-    save_every: int | None
-    eval_every: int = 0
+    save_every: int | None  # None: never; 0: at the end and when interrupted; N: after every N updates as well
+    eval_every: int = 0  # 0: never; N: before the first update, after every N, and after the last
 
     @staticmethod
     def of(config: TrainConfig) -> RunPolicy:
@@ -66,7 +53,8 @@ class RunPolicy:
         if seen.submitted >= self.steps or seen.interrupted:
             if under_way or seen.saving:
                 return Action.WAIT
-            return Action.SAVE if self._unsaved(seen) else Action.STOP
+            has_unsaved = max(0, seen.saved) < seen.completed and seen.changed  # other weights than the newest save's
+            return Action.SAVE if self.save_every is not None and has_unsaved else Action.STOP
         if under_way >= STEPS_AHEAD or (seen.saving and self.saves_next(seen)):
             return Action.WAIT
         return Action.STEP
@@ -79,10 +67,9 @@ class RunPolicy:
         return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def is_done_after(self, step: int, evaluated: int) -> bool:
-        """Return whether a run that is not under way is done after `step` updates.
+        """Return whether a run that is not under way is done after `step` updates. `evaluated`: as in Observation.
 
-        evaluated: as in Observation. If the last evaluation is missing, the run was killed during that, or eval_every
-            is new.
+        If the last evaluation is missing, the run was killed during that, or eval_every is new.
         """
         return self.is_done(Observation(step, step, step, interrupted=False, evaluated=evaluated))
 
@@ -91,15 +78,8 @@ class RunPolicy:
         return seen.completed >= self.steps and not self._owes_evaluation(seen)
 
     def _owes_evaluation(self, seen: Observation) -> bool:
-        """Return whether an evaluation after the last submitted step is due and not made.
-
-        An interrupted run still owes it.
-        """
+        """Return whether an evaluation after the last submitted step is due and not made, even if interrupted."""
         step = seen.submitted
         if not self.eval_every or step > self.steps or seen.evaluated >= step:
             return False
         return step % self.eval_every == 0 or step == self.steps
-
-    def _unsaved(self, seen: Observation) -> bool:
-        """Return whether a save would hold other weights than the newest one, or than the run began with."""
-        return self.save_every is not None and max(0, seen.saved) < seen.completed and seen.changed

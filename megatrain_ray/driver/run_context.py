@@ -24,41 +24,33 @@ from megatrain_ray.run.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RunContext:
-    """Holds what all attempts at a run have in common.
-
-    tokens: folders of the tokens of the data's sources.
-    failures: of all attempts together.
-    at_end: called when all steps are made, while every process still lives.
-    left: processes that the previous attempt left on other hosts, as `Supervisor.elsewhere` returns them.
-    """
+    """Holds what all attempts at a run have in common."""
 
     run_spec: RunSpec
-    tokens: tuple[Path, ...]
+    tokens: tuple[Path, ...]  # folders of the tokens of the data's sources
     held_out: HeldOutData | None
     run: RunDir
     interrupts: Interrupts
     daemons: Daemons
     startup: Startup
-    failures: FailureBudget
+    failures: FailureBudget  # of all attempts together
+    # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
-    left: dict[str, list[int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Holds the folders of the tokens of the data's sources, and what is evaluated."""
-
-    tokens: tuple[Path, ...]
-    held_out: HeldOutData | None
+    left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
 
     @property
-    def folders(self) -> tuple[Path, ...]:
-        """Return the folders of all tokens."""
+    def token_folders(self) -> tuple[Path, ...]:
+        """Return the folders of all tokens, held-out ones included."""
         return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
 
 
-def check_inputs(run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, startup: Startup) -> Inputs:
-    """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError."""
+def check_inputs(
+    run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, startup: Startup
+) -> tuple[tuple[Path, ...], HeldOutData | None]:
+    """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError.
+
+    Returns the folders of the tokens of the data's sources, and the held-out data.
+    """
     config = run_spec.config
     check_packages(config)
     with startup.phase("looking for weights and tokenizer"):
@@ -75,11 +67,10 @@ def check_inputs(run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, st
         check_packing(run_spec.source.factory, run_spec.structure)
     if manifest is not None:
         stream.seek(manifest.data)
-    return Inputs(tokens, held_out)
+    return tokens, held_out
 
 
 def _held_out(run_spec: RunSpec, run_dir: Path) -> HeldOutData | None:
-    """Return the held-out data, or None if nothing is evaluated."""
     config, plan, vocab_size = run_spec.config, run_spec.plan, run_spec.structure.vocab_size
     data = config.data.held_out
     if data is None:

@@ -1,49 +1,102 @@
-"""Begins, commits and abandons the saves of one attempt at a run."""
+"""Begins, commits and abandons the saves of one attempt at a run, and checks before whether they will have room."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import secrets
+import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from ray.exceptions import RayActorError, RayTaskError
 
+from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.running_save import RunningSave
-from megatrain_ray.driver.start_processes import SaveRates
 from megatrain_ray.engine.measure.save_cost import predict_stall_s
+from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError, MegatrainError
+from megatrain_ray.io.files.disk_errors import check_room, explained
+from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
+from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.io.saves.save_writer import NonFiniteStateError
+from megatrain_ray.io.saves.save_folder import list_saves, save_room, why_kept, write_part
+from megatrain_ray.io.saves.save_writer import NonFiniteStateError, Piece
+from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import Row, SpanLog
 from megatrain_ray.workers.messages import Progress
 
 log = logging.getLogger(__name__)
 
+PROBE_VALUES = 4 << 20  # 16 MiB
+PROBE_BUFFERS = 16
+ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every: null to train without saves"
+
+
+class SaveRates(NamedTuple):
+    """Holds the rates from which the stall of a save is predicted. That of the disk is 0 if nothing is saved."""
+
+    disk_bytes_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
+
+
+def check_save_room(run_spec: RunSpec, saves: Path, step: int, run: str | None = None) -> None:
+    """Raise CapacityError unless all saves that will exist at the same time have room.
+
+    Call it before the first step after `step`. `run`: the token of the run; other saves are never deleted.
+    """
+    config = run_spec.config
+    every = config.save_every or config.train.steps
+    to_come = 1 + (config.train.steps - 1) // every - step // every
+    # One more than is kept, since the newest is written before the oldest is deleted.
+    num_there = sum(why_kept(saves, saved, run) is None for saved in list_saves(saves))
+    together = min(to_come, max(1, config.save_keep + 1 - num_there))
+    what = "the save" if together == 1 else f"{together} saves"
+    check_room(saves, together * bytes_of_one(run_spec.plan), what, ADVICE)
+
+
+def bytes_of_one(plan: Plan) -> int:
+    """Return the most bytes that one save takes on disk."""
+    return save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
+
+
+def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
+    """Return how many bytes of state a second can be saved in the folder `saves`, by writing at most 256 MiB there."""
+    count = max(1, min(num_bytes // 4, PROBE_VALUES))
+    values = np.random.default_rng(0).standard_normal(count, np.float32)  # random: compresses as little as state does
+    buffers = [values.data.cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
+    piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
+    saves.mkdir(exist_ok=True)
+    remove_abandoned(saves)
+    with explained("write to", saves):
+        probe = OwnedFolder.make(saves / f".probe_{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
+    start_s = time.monotonic()
+    try:
+        asyncio.run(write_part(probe.path, 0, [piece], compression=compression))
+        return len(buffers) * values.nbytes / (time.monotonic() - start_s)
+    finally:
+        probe.remove()
+
 
 class RunSaves:
-    """Tracks the newest save of a run, and the one that is being written.
-
-    step: updates in the newest save; -1: there is none.
-    num_applied: those of them that changed the weights.
-    running: the save that is being written.
-    missed: the last save that was begun was abandoned.
-    rates: from which the stall of a save is predicted; set before the first save.
-    """
+    """Tracks the newest save of a run, and the one that is being written."""
 
     def __init__(self, job: RunContext, crew: WorkerGroup, manifest: Manifest | None, spans: SpanLog) -> None:
         """Prepare to save. `manifest`: of the save that the attempt goes on from; None: there is none."""
         self._job = job
         self._crew = crew
         self._spans = spans
-        self.step = manifest.step if manifest else -1
-        self.num_applied = manifest.optimizer_step if manifest else 0
+        self.step = manifest.step if manifest else -1  # updates in the newest save; -1: there is none
+        self.num_applied = manifest.optimizer_step if manifest else 0  # those of them that changed the weights
         self.running: RunningSave | None = None
-        self.missed = False
-        self.rates = SaveRates()
-        self._has_told_of_waiting = False
+        self.missed = False  # the last save that was begun was abandoned
+        self.rates = SaveRates()  # set before the first save
+        self._has_reported_wait = False
 
     def begin(self, step: int, completed: int, last_row: Mapping[str, Any]) -> None:
         """Begin the save of a step, which may not have run yet. Raises MegatrainError if there is no room for it.
@@ -54,6 +107,7 @@ class RunSaves:
         if completed < step < run_spec.config.train.steps and last_row:
             predicted_s = predict_stall_s(run_spec.plan, last_row["step_s"], *self.rates)
         try:
+            check_room(self._job.run.saves, bytes_of_one(run_spec.plan), f"the save of step {step}", ADVICE)
             self.running = RunningSave(self._job, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault
             raise MegatrainError(f"{error}; {self.safe}, and the same command resumes") from None
@@ -102,18 +156,18 @@ class RunSaves:
             self._abandon(save)
             log.info("step %d is not saved: no step since the newest save changed the weights", save.step)
             return
-        self._job.run.settle()  # a save never exists without the rows before it
+        self._job.run.flush()  # a save never exists without the rows before it
         with self._spans.span(Row.DRIVER, f"commit save {save.step}"):
             timing = save.commit()
         self.step, self.num_applied, self.running = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
         if save.held_up_s and completed < self._job.run_spec.config.train.steps:
-            tell = log.info if self._has_told_of_waiting else say
+            tell = log.info if self._has_reported_wait else say
             tell(
                 f"the next save was due before that of step {save.step} was written ({timing.write_s:.1f} s): training "
                 f"waited {save.held_up_s:.1f} s for it; a larger save_every avoids that"
             )
-            self._has_told_of_waiting = True
+            self._has_reported_wait = True
 
     @property
     def safe(self) -> str:

@@ -76,25 +76,19 @@ class RunningEvaluation:
 def evaluation_row(
     step: int, sources: Sequence[Sequence[HeldOutLoss]], weights: Sequence[float], seconds: float
 ) -> dict[str, Any]:
-    """Return a row of evaluations.jsonl.
-
-    sources: losses of each source's batches.
-    weights: of each source.
+    """Return a row of evaluations.jsonl from the losses of each source's batches.
 
     The loss of a source is the mean over its supervised tokens. Of several sources it is the weighted mean of theirs.
     """
     tokens = [sum(loss.num_supervised for loss in losses) for losses in sources]
     means = [sum(loss.total for loss in losses) / count for losses, count in zip(sources, tokens, strict=True)]
     loss = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / sum(weights)
-    of_sources = {"eval_losses": {str(index): mean for index, mean in enumerate(means)}} if len(means) > 1 else {}
-    return {
-        "step": step,
-        "eval_loss": loss,
-        "perplexity": perplexity(loss),
-        "eval_tokens": sum(tokens),
-        "eval_s": seconds,
-        **of_sources,
-    }
+    row: dict[str, Any] = {
+        "step": step, "eval_loss": loss, "perplexity": perplexity(loss), "eval_tokens": sum(tokens), "eval_s": seconds,
+    }  # fmt: skip
+    if len(means) > 1:
+        row["eval_losses"] = {str(index): mean for index, mean in enumerate(means)}
+    return row
 
 
 def perplexity(loss: float) -> float:

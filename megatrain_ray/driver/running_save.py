@@ -2,87 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
-from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.shards.save_gate import WrittenPart
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.io.files.disk_errors import check_room, explained
-from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
-from megatrain_ray.io.files.partial_folder import remove_abandoned
-from megatrain_ray.io.saves import save_folder
-from megatrain_ray.io.saves.manifest import (
-    FORMAT_VERSION,
-    LayerEntry,
-    Manifest,
-    ParameterEntry,
-    PartManifest,
-    SaveTiming,
-)
-from megatrain_ray.io.saves.save_folder import commit_save, list_saves, prepare_save, prune
-from megatrain_ray.io.saves.save_writer import Piece
-from megatrain_ray.planning.run_spec import RunSpec
+from megatrain_ray.io.saves import manifest as saved
+from megatrain_ray.io.saves.manifest import Manifest, PartManifest, SaveTiming
+from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, prepare_save, prune
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 from megatrain_ray.workers.messages import Progress
 
-PROBE_VALUES = 4 << 20  # 16 MiB
-PROBE_BUFFERS = 16
-ADVICE = "free some, lower save_keep, choose another run_dir, or set save_every: null to train without saves"
 ABANDON_S = 60.0  # seconds to wait for the writers of an abandoned save
-
-
-def check_save_room(run_spec: RunSpec, saves: Path, step: int, run: str | None = None) -> None:
-    """Raise CapacityError unless all saves that will exist at the same time have room.
-
-    Call it before the first step after `step`. `run`: the token of the run; other saves are never deleted.
-    """
-    config = run_spec.config
-    every = config.save_every or config.train.steps
-    to_come = 1 + (config.train.steps - 1) // every - step // every
-    # One more than is kept, since the newest is written before the oldest is deleted.
-    num_there = sum(save_folder.why_kept(saves, saved, run) is None for saved in list_saves(saves))
-    together = min(to_come, max(1, config.save_keep + 1 - num_there))
-    what = "the save" if together == 1 else f"{together} saves"
-    check_room(saves, together * room_of_one(run_spec.plan), what, ADVICE)
-
-
-def room_of_one(plan: Plan) -> int:
-    """Return the most bytes that one save takes on disk."""
-    return save_folder.save_room(plan.save_bytes, len(plan.layers), plan.num_parts)
-
-
-def measure_disk(saves: Path, num_bytes: int, compression: SaveCompression) -> float:
-    """Return how many bytes of state a second can be saved in the folder `saves`, by writing at most 256 MiB there."""
-    count = max(1, min(num_bytes // 4, PROBE_VALUES))
-    values = np.random.default_rng(0).standard_normal(count, np.float32)  # random: compresses as little as state does
-    buffers = [values.data.cast("B")] * min(PROBE_BUFFERS, max(1, num_bytes // values.nbytes))
-    piece = Piece("probe", "probe", 0, len(buffers) * count, buffers)
-    saves.mkdir(exist_ok=True)
-    remove_abandoned(saves)
-    with explained("write to", saves):
-        probe = OwnedFolder.make(saves / f".probe_{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
-    start_s = time.monotonic()
-    try:
-        asyncio.run(save_folder.write_part(probe.path, 0, [piece], compression=compression))
-        return len(buffers) * values.nbytes / (time.monotonic() - start_s)
-    finally:
-        probe.remove()
 
 
 class RunningSave:
@@ -92,9 +32,6 @@ class RunningSave:
     """
 
     def __init__(self, job: RunContext, crew: WorkerGroup, step: int, predicted_stall_s: float) -> None:
-        """Begin to write the save. Raises CapacityError, with nothing written, if there is no room for it."""
-        run = job.run
-        check_room(run.saves, room_of_one(job.run_spec.plan), f"the save of step {step}", ADVICE)
         self.step = step
         self._job = job
         self._crew = crew
@@ -105,7 +42,7 @@ class RunningSave:
         self._progress: Progress | None = None
         self._position: Mapping[str, Any] | None = None  # of the data, after the saved step
         self._position_call: Any = None
-        folder = prepare_save(run.saves, step, run.token)
+        folder = prepare_save(job.run.saves, step, job.run.token)
         self.calls = crew.write_parts(folder, step, job.run_spec.config.save_compress)
 
     def reached(self, progress: Progress) -> None:
@@ -159,7 +96,6 @@ class RunningSave:
 
     def commit(self) -> SaveTiming:
         """Make a complete save exist, and delete saves beyond `save_keep`."""
-        assert self._progress is not None and self._position is not None
         parts = tuple(sorted((written.part for written in self._parts), key=lambda part: part.part))
         timing = SaveTiming(
             predicted_stall_s=self._predicted_stall_s,
@@ -167,59 +103,51 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        run_spec, run, crew = self._job.run_spec, self._job.run, self._crew
-        manifest = _manifest(run_spec, self._progress, self._position, parts, timing, crew.base_checksums)
-        commit_save(run.saves, self.step, replace(manifest, run=run.token))
-        prune(run.saves, run_spec.config.save_keep, run.token)
+        run, keep = self._job.run, self._job.run_spec.config.save_keep
+        commit_save(run.saves, self.step, self._manifest(parts, timing))
+        prune(run.saves, keep, run.token)
         return timing
+
+    def _manifest(self, parts: tuple[PartManifest, ...], timing: SaveTiming) -> Manifest:
+        assert self._progress is not None and self._position is not None
+        run_spec = self._job.run_spec
+        precision, generation = run_spec.plan.precision, run_spec.source.generation_config
+        layers = run_spec.structure.layout(run_spec.plan.num_fragments).layers
+        checksums = self._crew.base_checksums or [None] * len(layers)
+        kinds = {"working" if precision.is_split else "master": precision.working_dtype, **dict(precision.state_kinds)}
+        return Manifest(
+            version=saved.FORMAT_VERSION,
+            run=self._job.run.token,
+            step=self._progress.step,
+            optimizer_step=self._progress.adam_step,
+            num_skipped=self._progress.num_skipped,
+            precision=precision.compute,
+            itemsize={kind: dtype.itemsize for kind, dtype in kinds.items()},
+            layers=tuple(map(_layer, layers, checksums)),
+            data=dict(self._position),
+            model=dict(run_spec.source.config),
+            config=config_to_dict(run_spec.config),
+            parts=parts,
+            generation_config=dict(generation) if generation else None,
+            timing=timing,
+            moments=precision.moments,
+        )
 
     def abandon(self) -> None:
         """Delete what was written of the save. Updates do not wait for it any more."""
         self._crew.abandon_save()
         if self.calls:
             ray.wait(self.calls, num_returns=len(self.calls), timeout=ABANDON_S)
-        save_folder.abandon_save(self._job.run.saves, self.step)
+        abandon_save(self._job.run.saves, self.step)
 
 
-def _manifest(
-    run_spec: RunSpec, progress: Progress, position: Mapping[str, Any], parts: tuple[PartManifest, ...],
-    timing: SaveTiming, checksums: Sequence[int | None],
-) -> Manifest:  # fmt: skip
-    """Return the manifest of a save.
-
-    checksums: of each layer's frozen part if the save leaves that out, else empty.
-    """
-    precision = run_spec.plan.precision
-    working = "working" if precision.is_split else "master"
-    layout = run_spec.structure.layout(run_spec.plan.num_fragments)
-    return Manifest(
-        version=FORMAT_VERSION,
-        step=progress.step,
-        optimizer_step=progress.adam_step,
-        num_skipped=progress.num_skipped,
-        precision=precision.compute,
-        itemsize={
-            working: precision.working_dtype.itemsize,
-            **{kind: dtype.itemsize for kind, dtype in precision.state_kinds},
-        },
-        layers=tuple(map(_layer, layout.layers, checksums or [None] * len(layout.layers))),
-        data=dict(position),
-        model=dict(run_spec.source.config),
-        config=config_to_dict(run_spec.config),
-        parts=parts,
-        generation_config=dict(generation) if (generation := run_spec.source.generation_config) else None,
-        timing=timing,
-        moments=precision.moments,
-    )
+def _layer(flat: FlatLayout, base_crc32: int | None) -> saved.LayerEntry:
+    size, num_frozen = flat.logical_size, flat.logical_size - flat.num_trained
+    return saved.LayerEntry(flat.name, size, tuple(_parameters(flat)), num_frozen, flat.num_muon, base_crc32)
 
 
-def _layer(flat: FlatLayout, base_crc32: int | None) -> LayerEntry:
-    num_frozen = flat.logical_size - flat.num_trained
-    return LayerEntry(flat.name, flat.logical_size, tuple(_parameters(flat)), num_frozen, flat.num_muon, base_crc32)
-
-
-def _parameters(flat: FlatLayout) -> Iterator[ParameterEntry]:
+def _parameters(flat: FlatLayout) -> Iterator[saved.ParameterEntry]:
     position = 0
     for segment in flat.segments:
-        yield ParameterEntry(segment.name, segment.shape, position, segment.tied_to)
+        yield saved.ParameterEntry(segment.name, segment.shape, position, segment.tied_to)
         position += segment.numel

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from megatrain_ray.console.logs import say
 from megatrain_ray.console.progress import ProgressView, describe_split, make_progress
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.driver.failures import may_be_of_a_node, understood
 from megatrain_ray.driver.plan_check import PlanCheck
 from megatrain_ray.driver.policy import Action, Observation, RunPolicy
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.run_saves import RunSaves
 from megatrain_ray.driver.running_evaluation import RunningEvaluation
-from megatrain_ray.driver.stall_watch import StallWatch
 from megatrain_ray.driver.start_processes import start_processes
 from megatrain_ray.driver.tracing import Tracing
-from megatrain_ray.errors import InterruptedRunError, MegatrainError
+from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
+from megatrain_ray.errors import DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.metrics.deaths import DeathRecorder
-from megatrain_ray.metrics.sinks import MetricSinks
+from megatrain_ray.metrics.sink import DeathRecorder, MetricSinks
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import forget, record
 from megatrain_ray.spans import Row
@@ -35,6 +35,33 @@ log = logging.getLogger(__name__)
 
 NOTICE_S = 10.0  # seconds within which Ray notices that a node is gone, after it has missed a process there
 POLL_S = 0.2  # seconds between two checks whether the run was interrupted
+SILENCE_S = 60.0  # seconds in which nothing ends, after which the driver prints what it waits for
+
+
+class StallWatch:
+    """Measures how long nothing has ended."""
+
+    def __init__(self, current_phase: Callable[[], str]) -> None:
+        """Begin to measure. `current_phase`: returns what the GPU worker is doing."""
+        self._current_phase = current_phase
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to measure anew, since something has ended."""
+        self._since_s = self._reported_s = time.monotonic()
+
+    def check(self, awaited: str, more_s: float) -> None:
+        """Print what is awaited if nothing has ended for SILENCE_S seconds, and again after as long.
+
+        Raises DeadlineError if nothing has ended for STEP_DEADLINE_S + `more_s` seconds.
+        """
+        now_s = time.monotonic()
+        if now_s - self._reported_s > SILENCE_S:
+            self._reported_s = now_s
+            say(f"still waiting for {awaited}: {self._current_phase()}")
+        limit_s = STEP_DEADLINE_S + more_s
+        if now_s - self._since_s > limit_s:
+            raise DeadlineError(f"{awaited} did not end within {limit_s:.0f} s: {self._current_phase()}")
 
 
 class Session:
@@ -45,9 +72,8 @@ class Session:
     def __init__(
         self, job: RunContext, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
     ) -> None:
-        """Prepare an attempt.
+        """Prepare an attempt that goes on from the save of `manifest`; None: from the start.
 
-        manifest: of the save to go on from; None: from the start.
         placement: holds actors that have started already. They end with the session.
         """
         self._job = job
@@ -88,12 +114,14 @@ class Session:
                 crew.stop()
         except RayError as error:
             log.error("after step %d", self._progress.step, exc_info=error)
-            crew.check(NOTICE_S if may_be_of_a_node(error) else 0.0)
-            raise understood(error, crew) from error
+            # A lost process or device may have died with its node. Any other error already says what is wrong.
+            lost = isinstance(error, RayActorError) or isinstance(getattr(error, "cause", None), LostDeviceError)
+            crew.check(NOTICE_S if lost else 0.0)
+            raise crew.explain(error) from error
         finally:
             crew.kill()
             self._job.left.clear()
-            self._job.left.update(crew.elsewhere)
+            self._job.left.update(crew.remote_pids)
             self._tracing.close()
             self._plan_check.close()
         forget(self._job.run.path)
@@ -238,10 +266,7 @@ class Session:
         return self._progress.step - self._last_applied >= self._config.max_skipped
 
     def _check_diverged(self) -> None:
-        """Raise MegatrainError if training has diverged.
-
-        By then the run has ended as if it were interrupted: updates since the newest save are saved.
-        """
+        """Raise MegatrainError if training has diverged, once the run has saved as if it were interrupted."""
         if self._has_diverged:
             raise MegatrainError(
                 f"the last {self._progress.step - self._last_applied} steps were skipped, each for a gradient norm "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
@@ -15,7 +15,7 @@ from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_c
 from megatrain_ray.crew.ray_resources import check_device
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
-from megatrain_ray.driver.running_save import check_save_room, measure_disk
+from megatrain_ray.driver.run_saves import SaveRates, check_save_room, measure_disk
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.saves.manifest import Manifest
@@ -26,13 +26,6 @@ from megatrain_ray.spans import traced_steps
 from megatrain_ray.units import format_count
 from megatrain_ray.workers.early_imports import TRANSFORMERS, importing
 from megatrain_ray.workers.messages import Progress
-
-
-class SaveRates(NamedTuple):
-    """Holds the rates from which the stall of a save is predicted. That of the disk is 0 if nothing is saved."""
-
-    disk_bytes_per_s: float = 0.0
-    copy_bytes_per_s: float = 0.0
 
 
 def start_processes(
@@ -64,10 +57,7 @@ def start_processes(
 
 
 def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any]:
-    """Return the arguments of a data process.
-
-    It begins where this attempt began, and skips from there to the batch that it is asked for.
-    """
+    """Return the arguments of a data process. It skips from where this attempt began to the requested batch."""
     config, plan = job.run_spec.config, job.run_spec.plan
     return {
         "data": config.data,
@@ -100,10 +90,7 @@ def _warn_of_stop(job: RunContext, disk_bytes_per_s: float) -> None:
 
 @contextmanager
 def ray_processes(config: TrainConfig, machine: Machine, startup: Startup) -> Iterator[tuple[Daemons, Placement]]:
-    """Start Ray, and processes for the run, which begin to import what they need.
-
-    The driver imports Transformers while Ray starts.
-    """
+    """Start Ray, and processes for the run, which import what they need. The driver imports Transformers meanwhile."""
     hardware = config.hardware
     spec = CrewSpec(
         num_shards=machine.shards(hardware.num_shards),

@@ -24,10 +24,7 @@ class Tracing:
     """Collects the spans of a run and writes its timeline. No error in it ends the run."""
 
     def __init__(self, run_spec: RunSpec, run_dir: Path, completed: int) -> None:
-        """Prepare to trace the steps that log.trace names.
-
-        completed: updates made before. Steps among them are not traced again.
-        """
+        """Prepare to trace the steps that log.trace names, except the first `completed` ones of the run."""
         steps = traced_steps(run_spec.config.log.trace)
         self._steps = range(max(steps.start, completed + 1), steps.stop)
         self._run_spec = run_spec
@@ -43,10 +40,7 @@ class Tracing:
         self._watch(step)
 
     def finish(self, crew: WorkerGroup, completed: int) -> None:
-        """Write the spans of traced steps that were cut short, and wait for the file.
-
-        Call it after the last step, while the processes still live.
-        """
+        """Write the spans of traced steps that were cut short, and wait for the file, while processes still live."""
         if self._thread is None and completed in self._steps:
             self._collect(crew, completed)
         if self._thread is not None:
@@ -74,8 +68,7 @@ class Tracing:
     def _write(self, calls: dict[str, Any], last: int) -> None:
         try:
             found = [self._answer(name, call) for name, call in calls.items()]
-            processes = [process for process in found if process is not None]
-            processes.append(TracedProcess("driver", self.spans.take()))
+            processes = [*filter(None, found), TracedProcess("driver", self.spans.take())]
             path = trace_path(self._run_dir, self._steps[0], last)
             path = write_trace(path, processes, [layer.name for layer in self._run_spec.plan.layers])
         except Exception as error:

@@ -36,11 +36,9 @@ GAUGES = {
 # Column of a row, and the tier that it counts bytes of.
 HELD = {"hbm_peak_bytes": Tier.HBM, "host_bytes": Tier.HOST, "spill_bytes": Tier.NVME}
 SPEEDS = ("tokens_per_s", "model_tflops")
-COUNTED = {
-    Count.DEATHS: "Processes of the run that died, by kind",
-    Count.REPLACEMENTS: "Of these the ones that were replaced",
-}
-DISK_COUNTERS = {
+BY_KIND = {  # counters with the tag `kind`, of a process
+    Count.DEATHS: ("megatrain_deaths", "Processes of the run that died, by kind"),
+    Count.REPLACEMENTS: ("megatrain_replacements", "Of these the ones that were replaced"),
     "read": ("megatrain_disk_read_bytes", "Bytes read of what spills, by kind of process"),
     "written": ("megatrain_disk_written_bytes", "Bytes written of what spills, by kind of process"),
 }
@@ -51,13 +49,7 @@ class RaySink(MetricSink):
     """Records metrics as Ray series with the tag `run`. Counters begin at 0 with each start of the run."""
 
     def __init__(self, run: str, steps: int, plan: Plan | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the series of a run.
-
-        run: name of the run.
-        steps: number of steps that the run is to make.
-        plan: plan of the run; None if it cannot be read.
-        clock: returns seconds.
-        """
+        """Create the series of the run named `run`, which is to make `steps` steps. `plan`: None if it is not known."""
         self._tags = {"run": run}
         self._clock = clock
         self._kept_s = clock()
@@ -78,10 +70,7 @@ class RaySink(MetricSink):
         planned = self._make(Gauge, "megatrain_planned_tier_bytes", "Bytes that the plan counts on, by tier", "tier")
         for tier in Tier:
             self._set(planned, plan.total_bytes(tier) if plan else 0, tier.value)
-        self._disk = {way: self._make(Counter, *described, "kind") for way, described in DISK_COUNTERS.items()}
-        self._counted = {
-            what: self._make(Counter, f"megatrain_{what.value}", text, "kind") for what, text in COUNTED.items()
-        }
+        self._by_kind = {key: self._make(Counter, *described, "kind") for key, described in BY_KIND.items()}
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for key, gauge in self._gauges.items():
@@ -100,18 +89,17 @@ class RaySink(MetricSink):
         self._duration.observe(numbers["step_s"])
         if numbers.get("skipped"):
             self._skipped.inc(1)
-        for key, waited_s in numbers.items():
-            if key.startswith(EXPOSED) and waited_s > 0:  # Ray refuses to add 0
-                self._exposed.inc(waited_s, {"cause": key.removeprefix(EXPOSED)})
-        for key, num_bytes in numbers.items():
-            if key.startswith(DISK) and num_bytes > 0:
+        for key, number in numbers.items():
+            if number <= 0:  # Ray refuses to add 0
+                continue
+            if key.startswith(EXPOSED):
+                self._exposed.inc(number, {"cause": key.removeprefix(EXPOSED)})
+            elif key.startswith(DISK):
                 moved, _, way = key.removeprefix(DISK).rpartition("_")
-                kind = SHARD if moved == "shards" else GPU
-                self._disk[way].inc(num_bytes, {"kind": kind})
+                self._by_kind[way].inc(number, {"kind": SHARD if moved == "shards" else GPU})
 
-    def count(self, what: Count, amount: float, kind: str) -> None:
-        if amount > 0:
-            self._counted[what].inc(amount, {"kind": kind})
+    def count(self, what: Count, kind: str) -> None:
+        self._by_kind[what].inc(1, {"kind": kind})
 
     def keep(self) -> None:
         if self._clock() - self._kept_s >= KEEP_S:

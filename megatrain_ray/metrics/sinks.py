@@ -1,8 +1,7 @@
-"""Writes rows of metrics to sinks besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Ray (ray_sink.py)."""
+"""Implements the sinks besides metrics.jsonl and opens those of a run: TensorBoard, Weights & Biases, MLflow, Ray."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import uuid
@@ -18,7 +17,7 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.io.files.atomic_file import write_atomically
-from megatrain_ray.metrics.sink import Count, End, MetricSink
+from megatrain_ray.metrics.sink import End, MetricSink, MetricSinks
 from megatrain_ray.run.run_files import RunFiles
 
 ID_NAME = "tracker_id"  # file in the run directory
@@ -32,11 +31,7 @@ class TensorBoardSink(MetricSink):
     """Writes event files to a folder."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Open the folder.
-
-        first_step: step of the first row to come. Earlier events from this step on are no longer shown: the run went
-            back.
-        """
+        """Open the folder. Events from `first_step` on, that of the first row to come, are no longer shown."""
         from torch.utils.tensorboard import SummaryWriter  # takes 1.5 s to import
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
@@ -56,13 +51,9 @@ class WandbSink(MetricSink):
         import wandb
 
         self._run = wandb.init(
-            project=project,
-            name=run_dir.name,
-            id=_identity(run_dir),
-            resume="allow",
-            dir=str(run_dir),
+            project=project, name=run_dir.name, id=_identity(run_dir), resume="allow", dir=str(run_dir),
             config=config_to_dict(config),
-        )
+        )  # fmt: skip
         self._run.define_metric("*", step_metric="step")  # a resumed run may go back in steps, wandb's own count cannot
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -108,32 +99,6 @@ class MlflowSink(MetricSink):
         if self._sent:
             self._sent.wait()
         self._client.set_terminated(self._run, status=end.name)
-
-
-class MetricSinks:
-    """Passes rows and counts to all sinks of a run. A sink that fails is removed with a warning."""
-
-    def __init__(self, sinks: Mapping[str, MetricSink]) -> None:
-        self._sinks = dict(sinks)
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Pass a row of metrics.jsonl to all sinks."""
-        numbers = dict(_numbers(row))
-        self._call(lambda sink: sink.write(row["step"], numbers))
-
-    def count(self, what: Count, amount: float, kind: str) -> None:
-        self._call(lambda sink: sink.count(what, amount, kind))
-
-    def keep(self) -> None:
-        self._call(lambda sink: sink.keep())
-
-    def _call(self, method: Callable[[MetricSink], None]) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                method(sink)
-            except Exception as error:  # a failing tracker must not end a training
-                del self._sinks[name]
-                say(f"warning: {name} takes no more metrics ({type(error).__name__}: {error}); metrics.jsonl does")
 
 
 def check_packages(config: TrainConfig) -> None:
@@ -197,20 +162,8 @@ def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tup
         yield "log.prometheus", "Ray's metrics", lambda: RaySink(run_dir.name, config.train.steps, plan)
 
 
-def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a row with their names; nested names are joined by a slash."""
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
-            yield f"{prefix}{name}", float(value)
-
-
 def _identity(run_dir: Path) -> str:
-    """Return the id of the run, which is created once and kept in the run directory.
-
-    It stays the same if the folder is renamed or moved.
-    """
+    """Return the id of the run, which is created once and kept in the run directory, whatever becomes of its name."""
     file = run_dir / ID_NAME
     if not file.exists():
         write_atomically(file, f"{uuid.uuid4().hex}\n")

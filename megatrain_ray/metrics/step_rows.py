@@ -16,20 +16,12 @@ EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data"
 
 
 class StepRows:
-    """Makes the rows of one run.
+    """Makes the rows of one run. A step lasts from `start_clock`, or from the previous row, to its own row."""
 
-    A step lasts from `start_clock`, or from the previous row, to its own row.
-
-    newest: when the step of the newest row began and ended.
-    """
-
-    newest: BusyInterval
+    newest: BusyInterval  # when the step of the newest row began and ended
 
     def __init__(self, run_spec: RunSpec, host_bytes: int) -> None:
-        """Create the rows of a run, and start the clock.
-
-        host_bytes: bytes of all arenas.
-        """
+        """Create the rows of a run, and start the clock. `host_bytes`: bytes of all arenas."""
         self._train = run_spec.config.train
         self._is_aliased = run_spec.is_aliased
         self._flops = FlopCount.of(run_spec.structure, run_spec.source)
@@ -45,19 +37,12 @@ class StepRows:
         if self._is_aliased:  # many layers' updates hit the same weights, which must not grow
             return 0.0
         return learning_rate(
-            step,
-            peak=train.lr,
-            min_lr=train.min_lr,
-            steps=train.steps,
-            warmup_steps=train.warmup_steps,
+            step, peak=train.lr, min_lr=train.min_lr, steps=train.steps, warmup_steps=train.warmup_steps,
             schedule=train.schedule,
-        )
+        )  # fmt: skip
 
     def row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
-        """Return the row of the step that ends now.
-
-        data_s: seconds that the step waited for its batch.
-        """
+        """Return the row of the step that ends now. `data_s`: seconds that the step waited for its batch."""
         now_s = time.perf_counter()
         self.newest = BusyInterval(self._start_s, now_s)
         step_s, self._start_s = now_s - self._start_s, now_s
@@ -84,9 +69,6 @@ class StepRows:
 
 
 def _exposed_s(report: StepReport, step_s: float, data_s: float) -> dict[str, float]:
-    """Return exposed seconds by cause.
-
-    Time that is neither in the engine's step nor a wait for data counts as Python's.
-    """
+    """Return exposed seconds by cause. Python's are those neither in the engine's step nor a wait for data."""
     python_s = max(0.0, step_s - data_s - report.step_s)
     return dict.fromkeys(EXPOSED_CAUSES, 0.0) | report.exposed_s | {"data": data_s, "python": python_s}

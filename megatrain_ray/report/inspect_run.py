@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.accounting.busy_share import busy_share
-from megatrain_ray.accounting.trace_file import find_traces, read_trace
+from megatrain_ray.accounting.trace_file import busy_share, find_traces, read_trace
 from megatrain_ray.config.yaml_file import dump_config
 from megatrain_ray.console.progress import describe_evaluation, describe_split
 from megatrain_ray.console.text_charts import draw

@@ -14,16 +14,32 @@ from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_config, resume_diff
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.console.logs import say
+from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_template
 from megatrain_ray.io.files.atomic_file import left_by_kills, sync, write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder, has_mark, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, remove_abandoned
-from megatrain_ray.io.saves.save_folder import clean_unfinished, in_the_way, list_saves, load_manifest, why_kept
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import (
+    clean_unfinished,
+    in_the_way,
+    list_saves,
+    load_manifest,
+    set_aside,
+    why_kept,
+)
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
-from megatrain_ray.run.json_rows import append_row
-from megatrain_ray.run.run_files import REPORT_NAME, RunFiles, hash_file, other_settings, read_damaged, read_steps
+from megatrain_ray.run.run_files import (
+    REPORT_NAME,
+    RunFiles,
+    append_row,
+    hash_file,
+    other_settings,
+    read_damaged,
+    read_steps,
+)
 from megatrain_ray.run.run_history import HISTORY_NAME
 from megatrain_ray.run.run_lock import PRIVATE, hold_lock
 from megatrain_ray.run.run_model import MODEL_NAME
@@ -40,10 +56,7 @@ FOLDERS = ("plans", "saves", "tokenizer", "inputs")
 
 
 class RunDir(RunFiles):
-    """Represents a run directory in use: the lock is held, and `config` is resolved and may run in it.
-
-    token: of the run.
-    """
+    """Represents a run directory in use: the lock is held, and `config` is resolved and may run in it."""
 
     def __init__(self, path: Path, config: TrainConfig, token: str) -> None:
         """Use `open` instead."""
@@ -74,28 +87,64 @@ class RunDir(RunFiles):
                 raise ConfigError(f"run_dir: {left[0]}; move it away, and start again")
             yield RunDir(files.path, config.resolve(earlier), token)
 
-    def kept_saves(self) -> list[str]:
-        """Return a text for each save that `save_keep` does not count and that is never deleted, with the reason."""
-        reasons = (why_kept(self.saves, step, self.token) for step in list_saves(self.saves))
-        return [reason for reason in reasons if reason]
+    def newest_save(self) -> Manifest | None:
+        """Return the manifest of the newest save that can be read; None if there is no save.
+
+        Raises DamagedSaveError if there are saves and none of them can be read, ConfigError for a save of another run.
+        """
+        for step in reversed(list_saves(self.saves)):
+            try:
+                manifest = load_manifest(self.saves, step)
+            except DamagedSaveError as damage:
+                self.fall_back(step, damage)
+            else:
+                self.check_save(step, manifest)
+                return manifest
+        return None
+
+    def fall_back(self, step: int, damage: DamagedSaveError) -> None:
+        """Set a damaged save aside, to go on from the one before. Raises DamagedSaveError if there is none."""
+        earlier = [saved for saved in list_saves(self.saves) if saved < step]
+        if not earlier:
+            raise DamagedSaveError(
+                f"{damage}; there is no earlier save to go back to: repair it, or delete {self.saves} to start from "
+                "step 0"
+            )
+        aside = set_aside(self.saves, step)
+        say(f"warning: {damage}; it is kept as {aside.name}, training goes on from the save of step {earlier[-1]}")
+
+    def clean_after_end(self) -> None:
+        """Delete unfinished saves. Call it when every process has ended, so that nobody writes them."""
+        with suppress(MegatrainError, OSError):  # the error that ended the run must be reported
+            clean_unfinished(self.saves, self.token)
+
+    def tell_of_resume(self, step: int) -> None:
+        """Print what going on from the save of a step means."""
+        num_again = sum(row["step"] > step for row in self.rows())
+        again = f"; {num_again} steps that were not saved are made again" if num_again else ""
+        say(f"resuming from the save of step {step}{again}")
+        if missing := self.missing_rows(step):
+            say(
+                f"warning: metrics.jsonl has no rows of {len(missing)} of the {step} steps up to that save, the first "
+                f"of them step {missing[0]}: they were deleted; training is not changed by it"
+            )
+        for saved in list_saves(self.saves):
+            if reason := why_kept(self.saves, saved, self.token):
+                say(f"note: {reason}; save_keep does not count it")
+        before, now = self.read_config().train, self.config.train
+        if before.steps != now.steps and now.schedule != "constant":
+            schedule = f"the schedule of {now.steps} steps"
+            say(f"train.steps was {before.steps}: from here on the learning rate follows {schedule}")
 
     def missing_rows(self, step: int) -> list[int]:
-        """Return those of the first `step` updates that have no row of metrics.
-
-        Rows are written before a save is, so rows up to a save are missing only if somebody deleted them.
-        """
+        """Return those of the first `step` updates without a row of metrics. Before a save, somebody deleted them."""
         there = {row["step"] for row in self.rows()}
         return [number for number in range(1, step + 1) if number not in there]
 
     def clean(self) -> list[Path]:
-        """Delete what a dead run left unfinished, and return what was deleted.
-
-        That is saves, replaced files, and exports into this folder.
-        """
-        names = [file.name for file in (self.config_file, self.plan_file, self.metrics_file, self.evaluations_file)]
-        names += [MODEL_NAME, PROCESSES_NAME, REPORT_NAME]
+        """Delete the saves, replaced files and exports that a dead run left unfinished, and return their paths."""
         traces = [file.name.split(".", 1)[1].rsplit(".", 2)[0] for file in self.path.glob(".trace_steps_*.new")]
-        left = left_by_kills(self.path, [*names, *traces]) if has_mark(self.path, FolderKind.RUN) else []
+        left = left_by_kills(self.path, [*FILES, *traces]) if has_mark(self.path, FolderKind.RUN) else []
         for file in left:
             file.unlink()
         unfinished = clean_unfinished(self.saves, self.token)
@@ -132,18 +181,15 @@ class RunDir(RunFiles):
 
     def _keep_plan(self, plan_json: str) -> None:
         """Keep the plan of an earlier start if the new one differs: rows and measurements of that start refer to it."""
-        if not (self.plan_file.exists() and self.has_begun):
-            return
-        earlier = read_damaged(self.plan_file)
-        if earlier != plan_json:
+        if self.plan_file.exists() and self.has_begun and (earlier := read_damaged(self.plan_file)) != plan_json:
             file = self.earlier_plan(hash_file(self.plan_file))
             file.parent.mkdir(exist_ok=True)
             write_atomically(file, earlier)
 
     def keep_tokenizer(self) -> None:
-        """Copy the tokenizer's files into the directory, with the chat template that is used.
+        """Copy the tokenizer's files and the chat template that is used, unless the run has begun with others.
 
-        Once the run has begun they stay as they are. Raises ConfigError, MegatrainError.
+        Raises ConfigError, MegatrainError.
         """
         if self.has_begun and self.tokenizer.exists():
             return
@@ -175,7 +221,7 @@ class RunDir(RunFiles):
         with explained("write", self.evaluations_file):
             append_row(self.evaluations_file, row)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Flush the rows to disk. Raises MegatrainError."""
         for file in (self.metrics_file, self.evaluations_file):
             if file == self.metrics_file or file.exists():
@@ -183,11 +229,8 @@ class RunDir(RunFiles):
                     sync(file)
 
     def _cut(self, step: int) -> None:
-        """Delete the rows after `step`, since training goes on from there and writes them again.
-
-        With `step` 0 all evaluations go: a start that made no step may have had other settings.
-        """
-        last_evaluated = step if step else -1
+        """Delete the rows after `step`, since training goes on from there and writes them again."""
+        last_evaluated = step if step else -1  # a start that made no step may have had other settings
         for file, last in ((self.metrics_file, step), (self.evaluations_file, last_evaluated)):
             if file.exists():
                 kept = [json.dumps(row) + "\n" for row in read_steps(file) if row["step"] <= last]
@@ -201,17 +244,13 @@ def _check_free(path: Path) -> None:
     found = [name for name in FILES if os.path.lexists(path / name)]
     if MARK_NAME in found and not (path / MARK_NAME).lstat().st_size:
         found.remove(MARK_NAME)  # a start was killed before it wrote the mark
-    found += [name for name in FOLDERS if _is_taken(path / name)]
+    # Folders that an earlier start made have a mark, and may be used again.
+    found += [name for name in FOLDERS if not is_free(path / name) and not has_mark(path / name, FolderKind.RUN_PART)]
     if found:
         raise ConfigError(
             f"run_dir: {path} holds {found[0]}, and no run that has begun: nothing there is overwritten; move it away, "
             "or choose another run_dir"
         )
-
-
-def _is_taken(folder: Path) -> bool:
-    """Return whether something lies in a folder that no start of a run made."""
-    return not is_free(folder) and not has_mark(folder, FolderKind.RUN_PART)
 
 
 def _token(files: RunFiles) -> str:

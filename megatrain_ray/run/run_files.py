@@ -21,7 +21,11 @@ lock           held while the run is in use
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -33,9 +37,10 @@ from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, read_mark
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
-from megatrain_ray.run.json_rows import Row, parse_rows
 
 REPORT_NAME = "report.html"
+
+Row = dict[str, Any]
 
 
 class RunFiles:
@@ -53,15 +58,9 @@ class RunFiles:
         self.logs = path / "logs"
 
     def read_plan(self, sha256: str | None = None) -> Plan | None:
-        """Return the plan of the newest start, or that of any start by its hash.
-
-        None if there is no such plan, or this version cannot read it.
-        """
-        candidates = [self.plan_file]
-        if sha256 is not None:
-            candidates.append(self.earlier_plan(sha256))
+        """Return the plan of the newest start, or that of any start by its hash; None if it cannot be read."""
         try:
-            for file in candidates:
+            for file in (self.plan_file, *([self.earlier_plan(sha256)] if sha256 else [])):
                 if file.exists() and sha256 in (None, hash_file(file)):
                     return Plan.from_json(read_damaged(file))
         except (OSError, ValidationError):
@@ -69,14 +68,10 @@ class RunFiles:
         return None
 
     def earlier_plan(self, sha256: str) -> Path:
-        """Return the file that keeps the plan of an earlier start."""
         return self.path / "plans" / f"{sha256[:12]}.json"
 
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Return the files of the tokenizer that the run was started with, and of the chat template if there is one.
-
-        With `bytes` there is at most the chat template.
-        """
+        """Return the files of the tokenizer that the run was started with, and of the chat template if there is one."""
         files = self.tokenizer.iterdir() if self.tokenizer.is_dir() else ()
         return tuple(sorted(file for file in files if file.name != MARK_NAME))
 
@@ -95,10 +90,7 @@ class RunFiles:
         return bool(list_saves(self.saves)) or bool(self.rows())
 
     def read_config(self) -> TrainConfig:
-        """Return the configuration of the run.
-
-        Raises ConfigError if there is no run, or its configuration is not valid in this version.
-        """
+        """Return the configuration of the run. Raises ConfigError if there is none, or none valid in this version."""
         if not self.holds_run:
             raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
         return load_config(self.config_file)
@@ -149,10 +141,7 @@ def read_steps(file: Path) -> list[Row]:
 
 
 def other_settings(manifest: Manifest, config: TrainConfig) -> str:
-    """Return a text with the first setting in which a save differs from the run though a run may not change it.
-
-    Empty if there is none.
-    """
+    """Return a text with the first setting that differs in a save and that a resumed run may not change; else empty."""
     try:
         found = resume_diff(TrainConfig.model_validate(manifest.config), config)
     except ConfigError as error:
@@ -167,3 +156,29 @@ def read_damaged(file: Path) -> str:
 
 def hash_file(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def parse_rows(text: str, is_row: Callable[[Row], bool]) -> list[Row]:
+    """Return the rows of a file with one JSON object per line. A line that is none is left out: a kill can tear it."""
+    rows = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and is_row(row):
+            rows.append(row)
+    return rows
+
+
+def append_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Add a row; non-finite numbers become null. Raises OSError."""
+    line = json.dumps(_finite(row), allow_nan=False) + "\n"
+    with file.open("a", encoding="utf-8") as rows:
+        rows.write(line)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

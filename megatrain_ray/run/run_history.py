@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import InterruptedRunError
-from megatrain_ray.run.json_rows import append_row, parse_rows
+from megatrain_ray.run.run_files import append_row, parse_rows
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +23,12 @@ HISTORY_NAME = "history.jsonl"
 
 
 class What(Enum):
-    """Names what a row reports.
-
-    MEMORY: how much host memory the run takes; DIED: a process of the run died; REPLACED: another one took its place.
-    """
+    """Names what a row reports."""
 
     START = "start"
-    MEMORY = "memory"
-    DIED = "died"
-    REPLACED = "replaced"
+    MEMORY = "memory"  # how much host memory the run takes
+    DIED = "died"  # a process of the run died
+    REPLACED = "replaced"  # another one took its place
     END = "end"
 
 
@@ -43,10 +40,7 @@ class History:
         self._clock = clock
 
     def begin(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> None:
-        """Write that a run of `steps` updates was started after `step` of them.
-
-        surroundings: further values of the row.
-        """
+        """Write that a run of `steps` updates was started after `step` of them, with further values."""
         self._append(What.START, step=step, steps=steps, plan_sha256=plan_sha256, pid=os.getpid(), **surroundings)
 
     @contextmanager
@@ -68,10 +62,7 @@ class History:
         self._append(What.MEMORY, pss_bytes=pss_bytes)
 
     def died(self, process: str, step: int) -> None:
-        """Write that a process died.
-
-        step: updates that were made by then.
-        """
+        """Write that a process died when `step` updates were made."""
         self._append(What.DIED, process=process, step=step)
 
     def replaced(self, process: str, step: int, took_s: float) -> None:

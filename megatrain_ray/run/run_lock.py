@@ -12,7 +12,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
@@ -80,30 +80,28 @@ def _open_and_lock(lock: Path) -> int:
     """Return a locked file descriptor, after writing this process and its machine or container into the file."""
     has_waited = False
     while True:
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(file)
-            os.close(file)
-            if not has_waited:  # the holder may be a process that only looks
+        with ExitStack() as closing:
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            closing.callback(os.close, file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if has_waited:
+                    raise ConfigError(
+                        f"run_dir: {lock.parent} is in use by process {_holder(file)}; wait for it, or choose another "
+                        "run_dir"
+                    ) from None
                 has_waited = True
-                time.sleep(GLANCE_S)
+                time.sleep(GLANCE_S)  # the holder may be a process that only looks
                 continue
-            raise ConfigError(
-                f"run_dir: {lock.parent} is in use by process {holder}; wait for it, or choose another run_dir"
-            ) from None
-        except OSError:
-            os.close(file)
-            raise
-        if _is_current(file, lock):
+            if not _is_current(file, lock):  # its owner removed the file before we locked it
+                continue
             if not LOCK_LINE.fullmatch(os.pread(file, 512, 0)):
-                os.close(file)
                 raise ConfigError(f"run_dir: {lock} is no lock of a run: move it away, or choose another run_dir")
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
+            closing.pop_all()
             return file
-        os.close(file)  # its owner removed the file before we locked it
 
 
 def _holder(file: int) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 from megatrain_ray.config.yaml_file import leaves
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
-from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
@@ -50,23 +49,16 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
         )
 
 
-def _parameter(spec: ParameterSpec, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a parameter, joined with that of earlier parts of the same whole parameter.
-
-    before: the description of those parts; else empty.
-    """
-    frozen = {} if spec.group.trained else {"frozen": True}  # not in what earlier versions wrote
-    return {"shape": joined_shape(before.get("shape"), spec.shape), "tied_to": spec.tied_to, **frozen}
-
-
 def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str, Any]:
     """Return the description of a model, with the types that JSON keeps."""
     layers: dict[str, dict[str, Any]] = {}
     for name, layer in zip(structure.undivided_names, structure.layers, strict=True):
-        of_layer = layers.setdefault(name, {})
-        for p in layer.parameters:
-            whole = whole_name(p.name)
-            of_layer[whole] = _parameter(p, of_layer.get(whole, {}))
+        described_layer = layers.setdefault(name, {})
+        for spec in layer.parameters:
+            whole = whole_name(spec.name)
+            shape = joined_shape(described_layer.get(whole, {}).get("shape"), spec.shape)  # of the parts so far
+            frozen = {} if spec.group.trained else {"frozen": True}  # not in what earlier versions wrote
+            described_layer[whole] = {"shape": shape, "tied_to": spec.tied_to, **frozen}
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT}
     described: dict[str, Any] = json.loads(json.dumps({"config": relevant, "layers": layers}))
     return described

@@ -53,10 +53,7 @@ class _RecordedProcess:
 
 
 def record(path: Path, pids: Mapping[str, int]) -> None:
-    """Write the processes of the run, {role: pid}, into directory `path`, in place of what was recorded there.
-
-    Raises MegatrainError if the file cannot be written.
-    """
+    """Write the processes of the run, {role: pid}, in place of what was recorded in directory `path`."""
     started = {role: start_ticks(pid) for role, pid in pids.items()}
     processes = [_RecordedProcess(role, pids[role], ticks) for role, ticks in started.items() if ticks is not None]
     values = {"place": asdict(PidNamespace.current()), "processes": [asdict(process) for process in processes]}

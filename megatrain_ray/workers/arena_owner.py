@@ -22,18 +22,11 @@ class ArenaOwner:
     """Holds the file descriptors of a host's arenas and spill files. It maps none of them."""
 
     def __init__(
-        self,
-        sizes: Mapping[str, int],
-        holders: Sequence[Handles] = (),
-        files: Mapping[str, SpillFile] = {},
-        left: Sequence[int] = (),
-        other: OtherHost | None = None,
-    ) -> None:
-        """Create arenas and spill files, or if an owner died, hold those that other processes still hold.
+        self, sizes: Mapping[str, int], holders: Sequence[Handles] = (), files: Mapping[str, SpillFile] = {},
+        left: Sequence[int] = (), other: OtherHost | None = None,
+    ) -> None:  # fmt: skip
+        """Create arenas of these sizes in bytes and spill files, or hold those that other `holders` still hold.
 
-        sizes: bytes of each arena to create.
-        holders: processes that still hold them.
-        files: spill files to create.
         left: processes of an earlier attempt, which must end first, since their memory must be free.
         other: this host; None on the driver's.
 

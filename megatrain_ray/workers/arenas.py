@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_shards import shard_layout, spill_layout
 from megatrain_ray.engine.spill.disk_weights import DiskWeights, ShardFile
 from megatrain_ray.engine.spill.spill_table import SpillTable
-from megatrain_ray.io.arenas.arena_holder import ArenaHolder
+from megatrain_ray.io.arenas.arena_holder import Arena, ArenaHolder
 from megatrain_ray.io.storage.blob_store import BlobStore, aligned
 from megatrain_ray.io.storage.disk_io import SpillFile
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
@@ -28,6 +28,7 @@ WORKING = "working"
 SLAB = "slab"
 WORDS = "words"
 COUNTERS = "counters"
+SHARED = (WORKING, SLAB, WORDS, COUNTERS)  # mapped by the GPU workers and all shards of a host
 
 
 def state_arena(shard: int) -> str:
@@ -43,14 +44,11 @@ def spill_file(shard: int) -> str:
 
 
 def activations_file(host_rank: int) -> str:
-    """Return the name of a GPU worker's file of activations on disk. Each worker of a host has one."""
     return f"spill-activations-{host_rank}"
 
 
 def arena_sizes(plan: Plan, layout: ModelLayout) -> dict[str, int]:
-    """Return the bytes of every arena of a host, by name.
-
-    layout: of that host.
+    """Return the bytes of every arena of a host, by name. `layout`: of that host.
 
     Four arenas are mapped by all processes of the host. Each shard has two more, which only it maps, except that the
     GPU worker reads the shard's momenta if Muon trains something.
@@ -77,13 +75,24 @@ def words_bytes(plan: Plan) -> int:
 
 
 def words_in(buffer: memoryview, plan: Plan, host: int = 0) -> SharedUpdateState:
-    """Return the signal words of a host.
-
-    buffer: shared memory of at least `words_bytes` bytes.
-    """
+    """Return the signal words of a host, in shared memory of at least `words_bytes` bytes."""
     return SharedUpdateState(
         buffer, len(plan.layers), len(plan.updated_layers), plan.hosts.gpus_per_host, host * plan.shards.num_shards
     )
+
+
+def counters_in(buffer: memoryview, plan: Plan) -> WorkCounters:
+    return WorkCounters(buffer, plan.shards.num_shards, plan.hosts.gpus_per_host)
+
+
+def tensor_of(arena: Arena) -> torch.Tensor:
+    """Return the memory of an arena as a 1-D tensor of uint8."""
+    return torch.frombuffer(arena.buffer, dtype=torch.uint8)
+
+
+def working_copies(arena: Arena, size: int, precision: Precision) -> torch.Tensor:
+    """Return the first `size` elements of WORKING, 1-D."""
+    return tensor_of(arena)[: size * precision.working_dtype.itemsize].view(precision.working_dtype)
 
 
 def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str, SpillFile]:
@@ -98,10 +107,7 @@ def spill_files(plan: Plan, layout: ModelLayout, folder: str | None) -> dict[str
 
 
 def spill_memory(arena: torch.Tensor, plan: Plan, part: ShardLayout) -> torch.Tensor:
-    """Return the memory in a shard's arena through which spilled state passes. It follows the state that stays there.
-
-    arena: 1-D uint8.
-    """
+    """Return the memory in a shard's arena (1-D uint8) through which spilled state passes, after the rest."""
     first = _first_slot(part, plan)
     return arena[first : first + spill_layout(plan, part).memory_bytes]
 
@@ -112,10 +118,7 @@ def _first_slot(part: ShardLayout, plan: Plan) -> int:
 
 
 def state_views(arena: torch.Tensor, part: ShardLayout, precision: Precision) -> dict[str, torch.Tensor]:
-    """Return a view of each kind of a shard's state. They follow one another in its arena.
-
-    arena: 1-D uint8.
-    """
+    """Return a view of each kind of a shard's state. They follow one another in its arena, 1-D uint8."""
     views, start = {}, 0
     for kind, dtype in precision.state_kinds:
         stop = start + part.size_of(kind) * dtype.itemsize
@@ -129,8 +132,7 @@ def open_disk_weights(
 ) -> DiskWeights | None:
     """Open the working copies that are on disk; return None if there are none.
 
-    holder: of the run's arenas and files; must stay open as long as the weights are read.
-    meter: counts the bytes that are read.
+    holder: must stay open as long as the weights are read.
     """
     if not plan.weights_on_disk:
         return None
@@ -139,8 +141,7 @@ def open_disk_weights(
         part = shard_layout(plan, layout, k)
         on_disk = spill_layout(plan, part)
         if on_disk.layers:
-            arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
-            table = SpillTable(on_disk, spill_memory(arena, plan, part))
+            table = SpillTable(on_disk, spill_memory(tensor_of(holder.map(state_arena(k))), plan, part))
             store, name = holder.spill(spill_file(k), plan.disk.io)
             store = table.packing(store) if plan.disk.packed else store
             files.append(ShardFile(on_disk, table, MeasuredStore(store, meter), name))
@@ -148,11 +149,7 @@ def open_disk_weights(
 
 
 def open_activations(plan: Plan, holder: ArenaHolder, meter: DiskMeter, host_rank: int) -> tuple[BlobStore, str] | None:
-    """Return store and name of the file in which a GPU worker keeps activations, or None if none go to disk.
-
-    host_rank: of the worker among those of its host.
-    meter: counts the bytes that move.
-    """
+    """Return store and name of the file in which a GPU worker keeps activations, or None if none go to disk."""
     if not plan.disk_activations:
         return None
     store, name = holder.spill(activations_file(host_rank), plan.disk.io)
@@ -164,7 +161,6 @@ def find_momenta(plan: Plan, layout: ModelLayout, holder: ArenaHolder) -> tuple[
     parts, tensors = [], []
     for k in range(plan.shards.num_shards if plan.num_muon else 0):
         part = shard_layout(plan, layout, k)
-        arena = torch.frombuffer(holder.map(state_arena(k)).buffer, dtype=torch.uint8)
         parts.append(part)
-        tensors.append(state_views(arena, part, plan.precision)["m"])
+        tensors.append(state_views(tensor_of(holder.map(state_arena(k))), part, plan.precision)["m"])
     return parts, tensors

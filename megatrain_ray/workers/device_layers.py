@@ -32,10 +32,7 @@ class DeviceLayers:
         self.gate = DeviceGate(self.shard, words, plan.shards.num_shards, self._spare, plan.update_deadline_s)
 
     def fill(self, save_folder: Path | None, manifest: Manifest | None) -> None:
-        """Fill the layers from a save, or without one from the model's source.
-
-        What a save leaves out is loaded from where the run began. Raises what either source raises.
-        """
+        """Fill the layers from a save. What it leaves out, or without a save all, comes from the model's source."""
         source, plan = self._run_spec.source, self._run_spec.plan
         if save_folder is None or manifest is None:
             self.shard.load(source.weights(), plan.compute.num_threads)

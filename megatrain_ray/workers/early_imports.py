@@ -1,7 +1,4 @@
-"""Imports modules that take seconds before they are needed.
-
-Actors do so while they wait for a plan, and the driver while Ray starts.
-"""
+"""Imports slow modules before they are needed: actors while they wait for a plan, the driver while Ray starts."""
 
 from __future__ import annotations
 
@@ -57,8 +54,13 @@ def importing(modules: Sequence[str]) -> Iterator[None]:
     DeadlineError if the modules are not imported DEADLINE_S seconds after the end of the block.
     """
     stopped = threading.Event()
+
+    def work() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the main thread decides when it handles one
+        import_all(modules, stopped)
+
     # A daemon: a process whose file system hangs must still be able to exit.
-    thread = threading.Thread(target=_import_unsignalled, args=(modules, stopped), name="imports", daemon=True)
+    thread = threading.Thread(target=work, name="imports", daemon=True)
     thread.start()
     try:
         yield
@@ -69,9 +71,3 @@ def importing(modules: Sequence[str]) -> Iterator[None]:
         thread.join(DEADLINE_S)
     if thread.is_alive():
         raise DeadlineError(f"{', '.join(modules)} were not imported within {DEADLINE_S:.0f} s: is their disk stuck?")
-
-
-def _import_unsignalled(modules: Sequence[str], stopped: threading.Event) -> None:
-    # The main thread decides when it handles a SIGTERM.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    import_all(modules, stopped)

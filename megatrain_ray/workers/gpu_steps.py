@@ -47,15 +47,12 @@ class GpuSteps:
         self._work = work
         self._progress = progress
         self._turn = asyncio.Condition()
-        self._evaluated = (0, 0)  # step after which the newest evaluation runs, and its finished batches
+        self._num_evaluated: dict[int, int] = {}  # {step after which the newest evaluation runs: its finished batches}
         self.waits_for = ""  # name of the batch that the data process is awaited for
         self._next_batch = asyncio.ensure_future(fetch_batch(progress.step + 1))
 
     async def step(self, step: int, save: bool) -> StepResult:
-        """Run one step.
-
-        save: a save wants the state after this step.
-        """
+        """Run one step. `save`: a save wants the state after it."""
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step - 1)
             await self._trace(step in traced_steps(self._run_spec.config.log.trace))
@@ -83,9 +80,9 @@ class GpuSteps:
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""
-        of_all = micro_batches_of(batch, self._run_spec.plan.step.micro_batch_size)
-        count = len(of_all) // self._run_spec.plan.hosts.num_gpus
-        return of_all[self._rank * count : (self._rank + 1) * count]
+        everything = micro_batches_of(batch, self._run_spec.plan.step.micro_batch_size)
+        count = len(everything) // self._run_spec.plan.hosts.num_gpus
+        return everything[self._rank * count : (self._rank + 1) * count]
 
     async def _trace(self, on: bool) -> None:
         """Begin or end the recording of spans, between two steps."""
@@ -107,21 +104,16 @@ class GpuSteps:
         """
         fetching = asyncio.ensure_future(self._fetch_held_out(index))  # while the previous batch is evaluated
         async with self._turn:
-            await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated(step) == index)
+            await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated.get(step, 0) == index)
             batch = await self._take_batch(fetching, f"held-out batch {index}")
             with memory_explained(self._run_spec.plan, f"evaluating after step {step}"):
                 total = await self._engine.evaluate(self._micro_batches(batch), step)
             self._engine.device.timeline.clear()
             self._rows.start_clock()
             self._work.leave_out_evaluation()
-            self._evaluated = step, index + 1
+            self._num_evaluated = {step: index + 1}
             self._turn.notify_all()
             return HeldOutLoss(total, batch.num_supervised)
-
-    def _num_evaluated(self, step: int) -> int:
-        """Return how many held-out batches have been evaluated after that step."""
-        newest, count = self._evaluated
-        return count if newest == step else 0
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name

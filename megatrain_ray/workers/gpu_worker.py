@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from megatrain_ray.accounting.work_counters import WorkColumns, WorkCounters
+from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.device.rank_group import RankGroup
@@ -30,22 +31,12 @@ from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.model.optimizer_settings import muon_of
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import RecordedSpans
-from megatrain_ray.workers.arenas import (
-    COUNTERS,
-    SLAB,
-    WORDS,
-    WORKING,
-    activations_file,
-    find_momenta,
-    open_activations,
-    open_disk_weights,
-    words_bytes,
-    words_in,
-)
+from megatrain_ray.workers import arenas
+from megatrain_ray.workers.arenas import COUNTERS, SHARED, SLAB, WORDS, WORKING
 from megatrain_ray.workers.device_layers import DeviceLayers
 from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, objective_of
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, RankInfo, StepResult
-from megatrain_ray.workers.numa_binding import settle_gpu_worker
+from megatrain_ray.workers.numa_binding import bind_gpu_worker
 from megatrain_ray.workers.open_device import check_free, make_device, memory_explained
 
 
@@ -58,32 +49,32 @@ class GpuWorker:
 
     def __init__(
         self, run_spec: RunSpec, holders: Sequence[Handles], fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
-        pinned: bool = False, seat: RankInfo | None = None,
+        pinned: bool = False, rank_info: RankInfo | None = None,
     ) -> None:  # fmt: skip
         """Attach the arenas of the host and open the device.
 
         holders: processes that hold the arenas; at least one of them is alive.
         pinned: this worker has the process to itself, and keeps it on the CPUs of its home if the plan gives it one.
-        seat: None if this is the only worker.
+        rank_info: None if this is the only worker.
         """
         self._run_spec = run_spec
         plan = run_spec.plan
-        self._seat = seat
-        self._rank = seat.rank if seat else 0
+        self._rank_info = rank_info
+        self._rank = rank_info.rank if rank_info else 0
         host, self._host_rank = divmod(self._rank, plan.hosts.gpus_per_host)
         self._layout = run_spec.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._fetch_batch = fetch_batch
         self._fetch_held_out = fetch_held_out
         self._holder = ArenaHolder.adopt(holders)
-        self._arenas = {name: self._holder.map(name) for name in (WORKING, SLAB, WORDS, COUNTERS)}
+        self._arenas = {name: self._holder.map(name) for name in SHARED}
         # Must precede the start of any thread, and the registration of the slab, which touches its pages.
-        self._home_problems = settle_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
-        self._words = words_in(self._arenas[WORDS].buffer, plan, host)
+        self._home_problems = bind_gpu_worker(plan, self._arenas, self._host_rank, pinned=pinned)
+        self._words = arenas.words_in(self._arenas[WORDS].buffer, plan, host)
         # Only the first worker of each host signals updates of layers on the device. The others get words of their own,
         # which nobody else reads.
         self._device_words = self._words
         if self._host_rank:
-            self._device_words = words_in(memoryview(mmap.mmap(-1, words_bytes(plan))), plan)
+            self._device_words = arenas.words_in(memoryview(mmap.mmap(-1, arenas.words_bytes(plan))), plan)
         self._device_layers: DeviceLayers | None = None
         with memory_explained(plan, "opening the device"):
             self._device = make_device(plan, deterministic=run_spec.config.train.deterministic)
@@ -92,7 +83,7 @@ class GpuWorker:
                 self._device_layers = DeviceLayers(run_spec, self._layout, self._device, self._device_words)
                 if self._rank:  # only rank 0 saves them: updates of other ranks wait for no save
                     self._device_layers.abandon_save(EVERY_ATTEMPT)
-        self._counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.shards.num_shards, plan.hosts.gpus_per_host)
+        self._counters = arenas.counters_in(self._arenas[COUNTERS].buffer, plan)
         own = self._counters.gpus[self._host_rank]
         self._weights_meter, self._activations_meter = DiskMeter(own["weights"]), DiskMeter(own["activations"])
         self._host: SharedHost | None = None
@@ -101,7 +92,6 @@ class GpuWorker:
         self._steps: GpuSteps | None = None
 
     def handles(self) -> dict[str, ArenaHandle]:
-        """Return the handles of all arenas of the host, which this process also keeps alive."""
         return self._holder.handles
 
     def home_problems(self) -> tuple[str, ...]:
@@ -118,15 +108,13 @@ class GpuWorker:
         return await asyncio.to_thread(self._device_layers.write_part, save_folder, attempt, compression)
 
     async def abandon_save(self, attempt: SaveAttempt) -> None:
-        """Abandon a save: updates on the device do not wait for it any more."""
         if self._device_layers is not None:
             self._device_layers.abandon_save(attempt)
 
     async def base_checksums(self) -> tuple[int | None, ...]:
         """Return the checksum of each layer's frozen part, once weights are loaded."""
-        return await asyncio.to_thread(
-            frozen_checksums, self._layout, self._working_of, self._run_spec.plan.compute.num_threads
-        )
+        num_threads = self._run_spec.plan.compute.num_threads
+        return await asyncio.to_thread(frozen_checksums, self._layout, self._working_of, num_threads)
 
     def _working_of(self, layer: int) -> torch.Tensor:
         if self._device_layers is not None and layer in self._device_layers.shard.layers:
@@ -136,9 +124,7 @@ class GpuWorker:
     def _working(self) -> torch.Tensor:
         """Return the working copies in host memory, 1-D."""
         size = self._layout.size_among(self._run_spec.plan.weights_on_host)
-        num_bytes = size * self._run_spec.plan.precision.working_dtype.itemsize
-        working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)[:num_bytes]
-        return working.view(self._run_spec.plan.precision.working_dtype)
+        return arenas.working_copies(self._arenas[WORKING], size, self._run_spec.plan.precision)
 
     async def build(self) -> None:
         """Build the engine and compile what steps need, once the layers on the device are filled.
@@ -146,19 +132,19 @@ class GpuWorker:
         Reads nothing of the layers on the host, so shards may still be loading them.
         """
         plan, structure, layout = self._run_spec.plan, self._run_spec.structure, self._layout
-        slab = torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
-        slab = slab[: held_slab_bytes(plan, layout) + plan.gradients.direction_slab_bytes]
+        slab_bytes = held_slab_bytes(plan, layout) + plan.gradients.direction_slab_bytes
+        slab = arenas.tensor_of(self._arenas[SLAB])[:slab_bytes]
         if plan.compute.compiled_loss:
             keep_compiled_graphs()
         device = self._device
         device.pin(slab)
-        self._momenta = find_momenta(plan, layout, self._holder)
-        self._disk = open_disk_weights(plan, layout, self._holder, self._weights_meter, device.spans)
+        self._momenta = arenas.find_momenta(plan, layout, self._holder)
+        self._disk = arenas.open_disk_weights(plan, layout, self._holder, self._weights_meter, device.spans)
         momenta = Momenta(*self._momenta)
         host = SharedHost(plan, layout, self._working(), slab, self._words, momenta, self._disk, self._rank)
         self._host = host
-        if self._seat:
-            self._group = await asyncio.to_thread(self._meet, self._seat)
+        if self._rank_info:
+            self._group = await asyncio.to_thread(self._meet, self._rank_info)
         layers = self._device_layers
         with memory_explained(plan, "building the engine"):
             self._engine = build_engine(
@@ -166,36 +152,26 @@ class GpuWorker:
                 muon=muon_of(self._run_spec.config.train),
                 device_shard=layers.shard if layers else None,
                 gate=layers.gate if layers else None,
-                spill=open_activations(plan, self._holder, self._activations_meter, self._host_rank),
+                spill=arenas.open_activations(plan, self._holder, self._activations_meter, self._host_rank),
                 ranks=self._group,
             )  # fmt: skip
             config = self._run_spec.config
-            coming = WarmUpShapes(
-                objective_of(self._run_spec), packed=config.data.packing, evaluates=config.eval_every > 0
-            )
-            await self._engine.run_warm_up(coming)
+            objective = objective_of(self._run_spec)
+            shapes = WarmUpShapes(objective, packed=config.data.packing, evaluates=config.eval_every > 0)
+            await self._engine.run_warm_up(shapes)
 
-    def _meet(self, seat: RankInfo) -> RankGroup:
-        """Join the other GPU workers, and bound every later exchange with them.
-
-        The bound includes that of an update, since one worker may wait for the disk of a save while the others wait for
-        it.
-        """
+    def _meet(self, info: RankInfo) -> RankGroup:
+        """Join the other GPU workers, and bound every later exchange with them."""
         plan = self._run_spec.plan
-        timeout_s = STEP_DEADLINE_S + plan.update_deadline_s
+        timeout_s = STEP_DEADLINE_S + plan.update_deadline_s  # one of them may wait for the disk of a save
         return RankGroup(
-            self._device.torch_device, seat.place, seat.rank, plan.hosts.num_gpus, timeout_s, seat.address,
+            self._device.torch_device, info.place, info.rank, plan.hosts.num_gpus, timeout_s, info.address,
             gathers=plan.slots.gathered,
         )  # fmt: skip
 
     async def start(self, progress: Progress) -> None:
-        """Get ready for the first step, after `build`.
-
-        progress: where the weights in the arenas stand.
-
-        The first worker of each host resets the signal words, so it must start before the others.
-        """
-        if self._host_rank == 0:
+        """Get ready for the first step, after `build`. `progress`: where the weights in the arenas stand."""
+        if self._host_rank == 0:  # so it must start before the other workers of its host
             self._words.reset(progress.step, self._run_spec.plan.updated_layers)
         self._begin(progress)
 
@@ -207,8 +183,8 @@ class GpuWorker:
         """
         assert self._engine is not None  # build came first
         words, step = self._words, progress.step
-        waits = [layer for of_shard in self._run_spec.plan.updated_layers for layer in of_shard]
-        if words.updates.committed != step or not all(words.gradients.has_landed(layer, step) for layer in waits):
+        updated = chain.from_iterable(self._run_spec.plan.updated_layers)
+        if words.updates.committed != step or not all(words.gradients.has_landed(layer, step) for layer in updated):
             raise LostProcessError(
                 f"update {words.updates.committed} had begun when the GPU worker died, and step {step} was the last "
                 "that ended"
@@ -222,12 +198,12 @@ class GpuWorker:
         if self._device_words is not self._words:
             self._device_words.reset(progress.step, self._run_spec.plan.updated_layers)
         # Not before the shards have filled them, so that each page is on the NUMA node of the shard that updates it.
-        windows = [] if self._disk is None else [self._disk.memory]
-        for filled in (self._working(), *self._momenta[1], *windows):
+        staging = [] if self._disk is None else [self._disk.memory]
+        for filled in (self._working(), *self._momenta[1], *staging):
             self._device.pin(filled.view(torch.uint8))
         assert self._engine is not None  # build came first
         handles = self._holder.handles
-        file = handles.get(activations_file(self._host_rank))
+        file = handles.get(arenas.activations_file(self._host_rank))
         uses_disk = self._run_spec.plan.total_bytes(Tier.NVME) > 0
         work = WorkColumns(self._counters, self._host_rank, file.fd if file else None, uses_disk=uses_disk)
         rows = StepRows(self._run_spec, sum(handle.nbytes for handle in handles.values() if not handle.path))
@@ -236,15 +212,12 @@ class GpuWorker:
         )
 
     async def step(self, step: int, save: bool) -> StepResult:
-        """Run one step, as `GpuSteps.step` does."""
         return await self._started.step(step, save)
 
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
-        """Return the loss of a batch of the held-out data, as `GpuSteps.evaluate` does."""
         return await self._started.evaluate(step, index)
 
     async def spans(self, last: int) -> RecordedSpans:
-        """Return the spans of the traced steps, once step `last` is over."""
         return await self._started.spans(last)
 
     @property
@@ -259,18 +232,12 @@ class GpuWorker:
         return self._engine.current_phase if self._engine else "building the engine"
 
     async def close(self, last: int = 0) -> None:
-        """Wait until step `last` and its update are over, then stop all background work.
-
-        The step may be over on rank 0, which answers for all, before it is over here.
-        """
+        """Wait until step `last` and its update are over on this rank too, then stop all background work."""
         await self._started.finish(last)
         await self.abandon()
 
     async def abandon(self) -> None:
-        """Stop all background work and release host memory.
-
-        Call it directly after a failure, in a process that goes on.
-        """
+        """Stop all background work and release host memory. Call it directly after a failure."""
         if self._host:
             await self._host.close()
         if self._device_layers:

@@ -10,14 +10,10 @@ from megatrain_ray.engine.device.rank_group import Rendezvous
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts how far training has come.
+    """Counts how far training has come."""
 
-    step: completed updates, skipped ones included.
-    adam_step: those that AdamW counted, that is all that were not skipped.
-    """
-
-    step: int
-    adam_step: int
+    step: int  # completed updates, skipped ones included
+    adam_step: int  # those that AdamW counted, that is all that were not skipped
 
     @property
     def num_skipped(self) -> int:
@@ -26,24 +22,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Describes one of several GPU workers.
-
-    place: where rank 0 listens for the others.
-    address: of the worker's own host.
-    """
+    """Describes one of several GPU workers."""
 
     rank: int
-    place: Rendezvous
-    address: str
+    place: Rendezvous  # where rank 0 listens for the others
+    address: str  # of the worker's own host
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds the result of one step.
-
-    row: of metrics.jsonl.
-    progress: after the step.
-    """
+    """Holds the row of metrics.jsonl of a step, and where training stands after it."""
 
     row: dict[str, Any]
     progress: Progress

@@ -25,7 +25,7 @@ from megatrain_ray.workers.arenas import SLAB, WORKING, journal_arena, state_are
 TASKS = Path("/proc/self/task")
 
 
-class Stretch(NamedTuple):
+class ArenaRange(NamedTuple):
     """Names the bytes `start` to `stop` of an arena, in whole huge pages."""
 
     arena: str
@@ -33,16 +33,14 @@ class Stretch(NamedTuple):
     stop: int
 
 
-def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> Iterator[Stretch]:
-    """Yield the stretches that a shard owns.
-
-    sizes: of arenas, in bytes.
+def shard_ranges(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> Iterator[ArenaRange]:
+    """Yield the ranges that a shard owns. `sizes`: of arenas, in bytes.
 
     A huge page that two shards share belongs to the owner of its first byte, so that no page is bound to two nodes.
     Cuts are 2 MiB apart, but a layer may begin between two of them.
     """
     for name in (state_arena(part.index), journal_arena(part.index)):
-        yield Stretch(name, 0, mapped_bytes(sizes[name]))
+        yield ArenaRange(name, 0, mapped_bytes(sizes[name]))
     item = plan.precision.working_dtype.itemsize
     for layer in sorted(plan.weights_on_host):
         share = part.model.shares[layer]
@@ -50,10 +48,10 @@ def shard_stretches(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> 
             first = part.working_starts[layer] + share.position(span.start)
             start, stop = (round_up(edge * item, HUGE_PAGE) for edge in (first, first + span.size))
             if start < stop:
-                yield Stretch(WORKING, start, stop)
+                yield ArenaRange(WORKING, start, stop)
 
 
-def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
+def bind_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, pinned: bool) -> tuple[str, ...]:
     """Bind a shard's memory to its home (CPUs and NUMA nodes), and with `pinned` all threads of this process.
 
     Nothing of that memory may have been touched. Returns what the kernel refused.
@@ -62,12 +60,12 @@ def settle_shard(plan: Plan, part: ShardLayout, arenas: Mapping[str, Arena], *, 
         return ()
     sizes = {name: arena.handle.nbytes for name, arena in arenas.items()}
     home = plan.shards.homes[part.index]
-    problem = pin_process(home.cpu_set) if pinned else ""
-    problems = problem, _take(home.memory, arenas, shard_stretches(plan, part, sizes))
-    return tuple(filter(None, problems))
+    unpinned = pin_process(home.cpu_set) if pinned else ""
+    unbound = _bind(home.memory, arenas, shard_ranges(plan, part, sizes))
+    return tuple(filter(None, (unpinned, unbound)))
 
 
-def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
+def bind_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *, pinned: bool) -> tuple[str, ...]:
     """Bind the slab to its NUMA nodes, and with `pinned` all threads of this process to their home. Return what failed.
 
     Ray decides which GPU a worker gets, so the GPU is looked up here; on the CPU device it is that of `host_rank`. Host
@@ -78,9 +76,9 @@ def settle_gpu_worker(plan: Plan, arenas: Mapping[str, Arena], host_rank: int, *
     home, problem = _home_here(plan, host_rank)
     if home and pinned:
         problem += pin_process(home.cpu_set)
-    of_slab = [] if host_rank else [Stretch(SLAB, 0, arenas[SLAB].buffer.nbytes)]
-    problems = problem, _take(slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, home), arenas, of_slab)
-    return tuple(filter(None, problems))
+    slab = [] if host_rank else [ArenaRange(SLAB, 0, arenas[SLAB].buffer.nbytes)]
+    unbound = _bind(slab_nodes(plan.hosts.gpu_homes, plan.hosts.gpus_per_host, home), arenas, slab)
+    return tuple(filter(None, (problem, unbound)))
 
 
 def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
@@ -89,13 +87,13 @@ def _home_here(plan: Plan, host_rank: int) -> tuple[Home | None, str]:
         return plan.hosts.gpu_homes[host_rank].home, ""
     address = next(iter(pci_addresses()), None)
     home = home_at(plan.hosts.gpu_homes, address)
-    if home or (address and address in [of_gpu.address for of_gpu in plan.hosts.gpu_homes]):
+    if home or (address and address in [gpu.address for gpu in plan.hosts.gpu_homes]):
         return home, ""
     return None, f"the plan does not know the GPU at {address or 'an unknown address'}, so its worker runs on any CPUs"
 
 
-def _take(nodes: Sequence[int], arenas: Mapping[str, Arena], stretches: Iterable[Stretch]) -> str:
-    for name, start, stop in stretches:
+def _bind(nodes: Sequence[int], arenas: Mapping[str, Arena], ranges: Iterable[ArenaRange]) -> str:
+    for name, start, stop in ranges:
         try:
             take_from(arenas[name].buffer[start:stop], nodes)
         except OSError as error:
@@ -114,24 +112,22 @@ def pin_process(cpus: Set[int]) -> str:
     """
     try:
         # Repeat until no thread is left: one that was not moved yet may have started another one meanwhile.
-        while left := {thread for thread in _threads() if _elsewhere(thread, cpus)}:
+        while left := _threads_elsewhere(cpus):
             for thread in left:
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(thread, cpus)
-            if stuck := {thread for thread in left if _elsewhere(thread, cpus)}:
+            if stuck := left & _threads_elsewhere(cpus):
                 return f"{len(stuck)} threads do not stay on CPUs {format_ranges(cpus)}: a cpuset has fewer of them"
     except OSError as error:
         return f"threads cannot be kept on CPUs {format_ranges(cpus)}: {error.strerror}"
     return ""
 
 
-def _threads() -> set[int]:
-    return {int(path.name) for path in TASKS.iterdir()}
-
-
-def _elsewhere(thread: int, cpus: Set[int]) -> bool:
-    """Return whether a living thread may run on other CPUs, or not on all of these."""
-    try:
-        return os.sched_getaffinity(thread) != cpus
-    except ProcessLookupError:
-        return False
+def _threads_elsewhere(cpus: Set[int]) -> set[int]:
+    """Return the threads of this process that may run on other CPUs, or not on all of these."""
+    found = set()
+    for thread in (int(path.name) for path in TASKS.iterdir()):
+        with suppress(ProcessLookupError):  # it has ended
+            if os.sched_getaffinity(thread) != cpus:
+                found.add(thread)
+    return found

@@ -24,19 +24,13 @@ MAPPED_BYTES = 1 << 20
 def make_device(plan: Plan, *, deterministic: bool) -> Device:
     """Open the device with the plan's numerics, threads and memory limit. Changes settings of the whole process."""
     if plan.device == "cuda":
-        tf32 = plan.precision.compute == "tf32"
-        return CudaDevice(deterministic=deterministic, tf32=tf32, memory_bytes=_own_bytes(plan))
+        limit = plan.limits.hbm_bytes  # None: no limit
+        own = None if limit is None else limit - plan.item_bytes(Tier.HBM, EXCHANGE)  # NCCL allocates the rest itself
+        return CudaDevice(deterministic=deterministic, tf32=plan.precision.compute == "tf32", memory_bytes=own)
     if deterministic:
         torch.use_deterministic_algorithms(True)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     return CpuDevice(num_threads=plan.compute.num_threads)
-
-
-def _own_bytes(plan: Plan) -> int | None:
-    """Return the device memory that torch's allocator may use, which NCCL's is not part of. None: no limit."""
-    if plan.limits.hbm_bytes is None:
-        return None
-    return plan.limits.hbm_bytes - plan.item_bytes(Tier.HBM, EXCHANGE)
 
 
 @contextmanager
@@ -80,24 +74,17 @@ def check_free(plan: Plan, device: Device) -> None:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error means that device memory ran out.
-
-    A context or a library's handle is allocated outside torch's allocator, and has errors of its own.
-    """
-    beside = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in beside)
+    # A context or a library's handle is allocated outside torch's allocator, and has errors of its own.
+    others = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in others)
 
 
 def _is_failure(error: RuntimeError) -> bool:
-    """Return whether an error means that the device failed.
-
-    After such an error the context is of no use, whatever the cause. torch 2.7 and earlier have no class for it.
-    """
-    of_libraries = ("CUDA error: ", "CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED")
-    kind = getattr(torch, "AcceleratorError", ())
-    return isinstance(error, kind) or any(text in str(error) for text in of_libraries)
+    """Return whether the device failed, so that its context is of no use any more, whatever the cause."""
+    texts = ("CUDA error: ", "CUBLAS_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_EXECUTION_FAILED")
+    kind = getattr(torch, "AcceleratorError", ())  # torch 2.7 and earlier have no class for it
+    return isinstance(error, kind) or any(text in str(error) for text in texts)
 
 
 def _first_sentences(error: RuntimeError) -> str:
-    """Return torch's own account of an error, without its advice."""
     return str(error).partition(" If reserved")[0].partition("\n")[0]

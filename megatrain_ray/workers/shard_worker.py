@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.accounting.work_counters import WorkCounters
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.measure.save_cost import measure_copy
@@ -35,8 +34,8 @@ from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
 from megatrain_ray.workers import arenas
-from megatrain_ray.workers.arenas import COUNTERS, SLAB, WORDS, WORKING, journal_arena, spill_file, state_arena
-from megatrain_ray.workers.numa_binding import settle_shard
+from megatrain_ray.workers.arenas import COUNTERS, SHARED, SLAB, WORDS, WORKING
+from megatrain_ray.workers.numa_binding import bind_shard
 
 
 class ShardWorker:
@@ -67,14 +66,13 @@ class ShardWorker:
         layout = run_spec.structure.layout(plan.num_fragments).on_host(host, plan.hosts.num_hosts)
         self._layout = shard_layout(plan, layout, index)
         self._holder = ArenaHolder.adopt(holders)
-        names = (WORKING, SLAB, WORDS, COUNTERS, state_arena(index), journal_arena(index))
+        names = (*SHARED, arenas.state_arena(index), arenas.journal_arena(index))
         self._arenas = {name: self._holder.map(name) for name in names}
         # Must precede the start of any thread, and the first touch of any page. All shards get this far before one of
         # them fills its part.
-        self._home_problems = settle_shard(plan, self._layout, self._arenas, pinned=pinned)
+        self._home_problems = bind_shard(plan, self._layout, self._arenas, pinned=pinned)
         self._words = arenas.words_in(self._arenas[WORDS].buffer, plan, host)
-        counters = WorkCounters(self._arenas[COUNTERS].buffer, plan.shards.num_shards, plan.hosts.gpus_per_host)
-        self._counters = counters.shards[index]
+        self._counters = arenas.counters_in(self._arenas[COUNTERS].buffer, plan).shards[index]
         self._disk = DiskMeter(self._counters["disk"])
         self._update_s_before = float(self._counters["update_s"])  # of its predecessors
         self._shard = self._make_shard()
@@ -87,29 +85,27 @@ class ShardWorker:
 
     def _make_shard(self) -> AdamShard:
         plan = self._run_spec.plan
-        working = torch.frombuffer(self._arenas[WORKING].buffer, dtype=torch.uint8)
-        num_bytes = self._layout.working_size * plan.precision.working_dtype.itemsize
-        arena = torch.frombuffer(self._arenas[state_arena(self._index)].buffer, dtype=torch.uint8)
+        arena = arenas.tensor_of(self._arenas[arenas.state_arena(self._index)])
         make = partial(SpillingShard, self._make_ring(arena)) if plan.uses_disk else AdamShard
         return make(
             self._layout,
             plan.precision,
-            working=working[:num_bytes].view(plan.precision.working_dtype),
+            working=arenas.working_copies(self._arenas[WORKING], self._layout.working_size, plan.precision),
             own=arenas.state_views(arena, self._layout, plan.precision),
             hyper=hyper_of(self._run_spec.config.train),
             num_threads=plan.shards.num_threads,
-            journal=self._arenas[journal_arena(self._index)].buffer,
+            journal=self._arenas[arenas.journal_arena(self._index)].buffer,
             saves_frozen=plan.saves.includes_frozen,
         )
 
     def _make_ring(self, arena: torch.Tensor) -> SpillRing:
-        """Return the ring through which spilled state moves. `arena`: of this shard's state, 1-D uint8."""
+        """Return the ring through which spilled state moves, in the arena of this shard's state."""
         plan, part = self._run_spec.plan, self._layout
         layout = spill_layout(plan, part)
         store: BlobStore = HeldFiles()  # nothing is read from it if nothing is spilled
         name = ""
         if layout.blob_bytes:
-            store, name = self._holder.spill(spill_file(self._index), plan.disk.io)
+            store, name = self._holder.spill(arenas.spill_file(self._index), plan.disk.io)
         memory = arenas.spill_memory(arena, plan, part)
         if plan.disk.packed:
             store = SpillTable(layout, memory).packing(store)
@@ -131,32 +127,30 @@ class ShardWorker:
 
     def initialize(self) -> None:
         """Fill this shard's part from the model folder, or with random values."""
-        self._take_state_memory()
+        self._allocate_state()
         self._shard.load(self._run_spec.source.weights(), self._run_spec.plan.shards.num_threads)
-        self._take_spare_memory()
+        self._prepare_snapshots()
 
     def restore(self, save_folder: Path, manifest: Manifest) -> None:
         """Fill this shard's part from a save, whatever the number of shards that wrote it.
 
         What the save leaves out is loaded from where the run began.
         """
-        self._take_state_memory()
+        self._allocate_state()
         for pieces in self._shard.restorable():
             restore_pieces(save_folder, manifest, as_saved(pieces, manifest, self._layout.model))
         plan = self._run_spec.plan
         if not plan.saves.includes_frozen:
             self._shard.load_frozen(self._run_spec.source.base_weights(), plan.shards.num_threads)
-        self._take_spare_memory()
+        self._prepare_snapshots()
 
     def run(self, abandoned: SaveAttempt) -> None:
         """Serve updates until `stop`, then release everything. Raises what went wrong in an update.
 
-        Starts after the last update that the signal words say is done.
-
-        abandoned: no update waits for this or an earlier save.
+        Starts after the last update that is done by the signal words. No update waits for saves up to `abandoned`.
         """
         self._gate.abandon(abandoned)
-        plan, slab = self._run_spec.plan, torch.frombuffer(self._arenas[SLAB].buffer, dtype=torch.uint8)
+        plan, slab = self._run_spec.plan, arenas.tensor_of(self._arenas[SLAB])
         traced = traced_updates(traced_steps(self._run_spec.config.log.trace))
         loop = ShardLoop(
             self._shard, self._words, slab, plan.gradients.offload_dtype, plan.layer_order, self._gate, traced,
@@ -173,16 +167,13 @@ class ShardWorker:
         return int(self._counters["updates"]), float(self._counters["update_s"])
 
     def _count_update(self, update: int) -> None:
-        if handle := self._holder.handles.get(spill_file(self._index)):
+        if handle := self._holder.handles.get(arenas.spill_file(self._index)):
             self._counters["spill_bytes"] = taken_bytes(handle.fd)
         self._counters["update_s"] = self._update_s_before + self._shard.update_s
         self._counters["updates"] += 1
 
     def spans(self, last: int) -> RecordedSpans:
-        """Return the spans of the traced updates, once update `last` is done.
-
-        If the shards stop before, returns those recorded so far.
-        """
+        """Return the spans of the traced updates, once update `last` is done or the shards have stopped."""
         timeout_s = self._run_spec.plan.update_deadline_s
         with suppress(MegatrainError):
             for layer in self._run_spec.plan.layer_order:
@@ -198,11 +189,11 @@ class ShardWorker:
         self._holder.close()
         self._spare.close()
 
-    def _take_state_memory(self) -> None:
+    def _allocate_state(self) -> None:
         # Only when the state is about to be filled: until then the GPU worker builds its engine.
-        self._arenas[state_arena(self._index)].populate(self._run_spec.plan.shards.num_threads)
+        self._arenas[arenas.state_arena(self._index)].populate(self._run_spec.plan.shards.num_threads)
 
-    def _take_spare_memory(self) -> None:
+    def _prepare_snapshots(self) -> None:
         """Measure the rate of copies, and allocate the pages of spare memory in a background thread.
 
         This happens while the engine starts; otherwise the copies of the first save would wait for pages. The thread is

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain_ray.accounting.busy_share import busy_share
 from megatrain_ray.accounting.trace_file import (
     TracedProcess,
+    busy_share,
     events,
     find_traces,
     lanes,

@@ -14,11 +14,11 @@ from ray.exceptions import RayActorError
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.driver import run_saves, session
 from megatrain_ray.driver.run_context import RunContext
+from megatrain_ray.driver.run_saves import SaveRates
 from megatrain_ray.driver.session import Session
-from megatrain_ray.driver.start_processes import SaveRates
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.io.saves.manifest import SaveTiming
-from megatrain_ray.metrics.sinks import MetricSinks
+from megatrain_ray.metrics.sink import MetricSinks
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.workers.messages import Progress, StepResult
 from tests.support.planned_steps import PROFILE, measured, planned
@@ -33,7 +33,7 @@ class FakeCrew:
     def __init__(self, deaths: set[int], skipped: set[int]) -> None:
         self.gpu = 0
         self.pids: dict[str, int] = {}
-        self.elsewhere: dict[str, list[int]] = {}
+        self.remote_pids: dict[str, list[int]] = {}
         self.made: list[tuple[int, int]] = []  # GPU worker and step of every call
         self._deaths, self._skipped = deaths, skipped
         self._num_applied = 0

@@ -33,7 +33,7 @@ from megatrain_ray.report.page_placement import PagePlacement, own_pages_of
 from megatrain_ray.run.run_processes import GPU, gpu_name
 from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, arena_sizes
-from megatrain_ray.workers.numa_binding import settle_gpu_worker
+from megatrain_ray.workers.numa_binding import bind_gpu_worker
 from tests.support import machines
 from tests.support.machines import address, gpu_files, plant
 from tests.workers.test_numa_binding import planned_large
@@ -187,7 +187,7 @@ def test_a_worker_goes_to_the_node_of_the_gpu_that_it_got(
     plan = planned(FOUR, 4)
     for number, gpu in enumerate((3, 0)):
         see(monkeypatch, [address(gpu)])
-        assert settle_gpu_worker(plan, arenas, number, pinned=True) == ()
+        assert bind_gpu_worker(plan, arenas, number, pinned=True) == ()
     assert asked == [[4, 5, 6, 7], (0, 1), [0, 1, 2, 3]]
 
 
@@ -195,14 +195,14 @@ def test_the_slab_of_the_only_worker_is_with_its_gpu(
     monkeypatch: pytest.MonkeyPatch, arenas: Mapping[str, Arena], asked: list[Any]
 ) -> None:
     see(monkeypatch, [address(2)])
-    assert settle_gpu_worker(planned(FOUR, 1), arenas, 0, pinned=True) == ()
+    assert bind_gpu_worker(planned(FOUR, 1), arenas, 0, pinned=True) == ()
     assert asked == [[4, 5, 6, 7], (1,)]
 
 
 def test_workers_of_the_cpu_device_are_gpus_by_their_number(arenas: Mapping[str, Arena], asked: list[Any]) -> None:
     plan = planned([replace(place, address=None) for place in FOUR], 4, device="cpu")
     for number in (2, 1):
-        settle_gpu_worker(plan, arenas, number, pinned=True)
+        bind_gpu_worker(plan, arenas, number, pinned=True)
     assert asked == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
@@ -211,12 +211,12 @@ def test_a_gpu_without_a_home_has_its_worker_run_anywhere(
 ) -> None:
     """That is worth a line where the plan was made for other GPUs, as on a host that is not like the first one."""
     see(monkeypatch, ["0000:ff:00.0"])
-    [problem] = settle_gpu_worker(planned(FOUR, 4), arenas, 1, pinned=True)
+    [problem] = bind_gpu_worker(planned(FOUR, 4), arenas, 1, pinned=True)
     assert problem == "the plan does not know the GPU at 0000:ff:00.0, so its worker runs on any CPUs"
-    assert settle_gpu_worker(planned((*FOUR, GpuHome("0000:ff:00.0", None)), 4), arenas, 1, pinned=True) == ()
+    assert bind_gpu_worker(planned((*FOUR, GpuHome("0000:ff:00.0", None)), 4), arenas, 1, pinned=True) == ()
     see(monkeypatch, [None])
     nowhere = [replace(of_gpu, address=None) for of_gpu in FOUR]
-    [problem] = settle_gpu_worker(planned(nowhere, 4), arenas, 1, pinned=True)
+    [problem] = bind_gpu_worker(planned(nowhere, 4), arenas, 1, pinned=True)
     assert problem == "the plan does not know the GPU at an unknown address, so its worker runs on any CPUs"
     assert asked == []
 

@@ -15,8 +15,8 @@ import pytest
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
-from megatrain_ray.metrics.sink import End, MetricSink
-from megatrain_ray.metrics.sinks import MetricSinks, check_packages, open_sinks
+from megatrain_ray.metrics.sink import End, MetricSink, MetricSinks
+from megatrain_ray.metrics.sinks import check_packages, open_sinks
 from tests.support.runs import config
 
 

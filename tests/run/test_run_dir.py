@@ -209,10 +209,10 @@ def test_a_resume_cuts_the_evaluations_after_the_restored_step(tmp_path: Path) -
         run.begin("{}", 0)
         assert run.last_evaluated == -1
         run.append(row(1))
-        run.settle()
+        run.flush()
         for step in (0, 3, 6):
             run.append_evaluation({"step": step, "eval_loss": math.inf})
-            run.settle()
+            run.flush()
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"step": 9, "ev')
     begin(tmp_path, step=4)

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
-from megatrain_ray.metrics.deaths import DeathRecorder, kind_of
-from megatrain_ray.metrics.sink import Count, End, MetricSink
-from megatrain_ray.metrics.sinks import MetricSinks
+from megatrain_ray.metrics.sink import Count, DeathRecorder, End, MetricSink, MetricSinks, kind_of
 from megatrain_ray.run.run_history import History, newest_start, read_history
 
 
@@ -20,13 +18,13 @@ class Counter(MetricSink):
     """A sink that keeps what is counted."""
 
     def __init__(self) -> None:
-        self.counted: list[tuple[Count, float, str]] = []
+        self.counted: list[tuple[Count, str]] = []
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         pass
 
-    def count(self, what: Count, amount: float, kind: str) -> None:
-        self.counted.append((what, amount, kind))
+    def count(self, what: Count, kind: str) -> None:
+        self.counted.append((what, kind))
 
     def keep(self) -> None:
         pass
@@ -80,9 +78,9 @@ def test_deaths_are_written_down_and_counted_by_kind(tmp_path: Path) -> None:
         {"what": "died", "unix_s": 102, "process": "GPU worker", "step": 7},
     ]
     assert counter.counted == [
-        (Count.DEATHS, 1, "optimizer shard"),
-        (Count.REPLACEMENTS, 1, "optimizer shard"),
-        (Count.DEATHS, 1, "GPU worker"),
+        (Count.DEATHS, "optimizer shard"),
+        (Count.REPLACEMENTS, "optimizer shard"),
+        (Count.DEATHS, "GPU worker"),
     ]
     assert [kind_of(name) for name in ("arena owner", "one of Ray's")] == ["arena owner", "one of Ray's"]
     assert [kind_of(name) for name in ("arena owner of host 1", "GPU worker 3")] == ["arena owner", "GPU worker"]

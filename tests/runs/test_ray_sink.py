@@ -11,9 +11,8 @@ import pytest
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.metrics import ray_sink
-from megatrain_ray.metrics.deaths import DeathRecorder
 from megatrain_ray.metrics.ray_sink import RaySink
-from megatrain_ray.metrics.sinks import MetricSinks
+from megatrain_ray.metrics.sink import DeathRecorder, MetricSinks
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import History
 from tests.support.planned_steps import PROFILE, planned

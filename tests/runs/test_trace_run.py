@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatrain_ray.accounting.busy_share import busy_share
-from megatrain_ray.accounting.trace_file import Event, read_trace
+from megatrain_ray.accounting.trace_file import Event, busy_share, read_trace
 from tests.support.runs import cli_here, config, plan_of, write_config
 from tests.support.tiny import build_tiny
 from tests.support.traces import begin, check_format, finish

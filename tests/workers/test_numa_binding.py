@@ -27,7 +27,7 @@ from megatrain_ray.report.page_placement import PagePlacement, page_placements, 
 from megatrain_ray.run.run_processes import GPU, shard_name
 from megatrain_ray.workers import numa_binding
 from megatrain_ray.workers.arenas import SLAB, WORKING, arena_sizes, journal_arena, state_arena
-from megatrain_ray.workers.numa_binding import Stretch, settle_gpu_worker, settle_shard, shard_stretches
+from megatrain_ray.workers.numa_binding import ArenaRange, bind_gpu_worker, bind_shard, shard_ranges
 from tests.support.runs import ROOT
 from tests.support.shapes import qwen
 
@@ -52,7 +52,7 @@ def arena() -> Iterator[Arena]:
 
 
 def policies(pid: int | str = "self") -> list[str]:
-    """Return the memory policies of all stretches of arenas, as the kernel has them."""
+    """Return the memory policies of all ranges of arenas, as the kernel has them."""
     lines = Path(f"/proc/{pid}/numa_maps").read_text().splitlines()
     return [line.split()[1] for line in lines if "memfd:megatrain-" in line]
 
@@ -129,11 +129,11 @@ def test_stretches_of_shards_are_whole_huge_pages_and_each_is_of_one(precision: 
     plan, layout = planned_large(precision, num_shards)
     sizes = arena_sizes(plan, layout)
     parts = [shard_layout(plan, layout, k) for k in range(num_shards)]
-    stretches = [list(shard_stretches(plan, part, sizes)) for part in parts]
+    ranges = [list(shard_ranges(plan, part, sizes)) for part in parts]
     owners: dict[int, int] = {}
-    for k, of_shard in enumerate(stretches):
+    for k, of_shard in enumerate(ranges):
         assert {s.arena for s in of_shard} <= {WORKING, state_arena(k), journal_arena(k)}
-        assert Stretch(state_arena(k), 0, -(-sizes[state_arena(k)] // HUGE_PAGE) * HUGE_PAGE) in of_shard
+        assert ArenaRange(state_arena(k), 0, -(-sizes[state_arena(k)] // HUGE_PAGE) * HUGE_PAGE) in of_shard
         for stretch in of_shard:
             assert stretch.start % HUGE_PAGE == stretch.stop % HUGE_PAGE == 0
             if stretch.arena == WORKING:
@@ -162,8 +162,8 @@ def test_a_shard_and_the_gpu_worker_settle_and_are_read_back() -> None:
     )
     with closing(ArenaHolder.create(arena_sizes(plan, layout))) as holder:
         arenas = mapped(holder, (WORKING, SLAB, state_arena(1), journal_arena(1)))
-        assert settle_shard(plan, shard_layout(plan, layout, 1), arenas, pinned=False) == ()
-        assert settle_gpu_worker(plan, arenas, 0, pinned=False) == ()
+        assert bind_shard(plan, shard_layout(plan, layout, 1), arenas, pinned=False) == ()
+        assert bind_gpu_worker(plan, arenas, 0, pinned=False) == ()
         arenas[state_arena(1)].buffer[0] = arenas[SLAB].buffer[5000] = 1
         assert pages_of(os.getpid())[SLAB] == {0: 1}
         places = list(page_placements(plan, {shard_name(1): os.getpid(), GPU: os.getpid()}))
@@ -195,8 +195,8 @@ def test_a_refusal_is_one_sentence_and_no_end() -> None:
     with closing(ArenaHolder.create(arena_sizes(plan, layout))) as holder:
         arenas = mapped(holder, (WORKING, SLAB, state_arena(0), journal_arena(0)))
         problems = {
-            *settle_shard(plan, shard_layout(plan, layout, 0), arenas, pinned=False),
-            *settle_gpu_worker(plan, arenas, 0, pinned=False),
+            *bind_shard(plan, shard_layout(plan, layout, 0), arenas, pinned=False),
+            *bind_gpu_worker(plan, arenas, 0, pinned=False),
         }
         for arena in arenas.values():
             arena.close()
@@ -212,6 +212,6 @@ def test_on_one_node_the_kernel_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(numa_binding, "take_from", asked)
     monkeypatch.setattr(numa_binding, "pin_process", asked)
     plan, layout = planned_large(Precision.BF16, 2, num_nodes=1)
-    assert settle_shard(plan, shard_layout(plan, layout, 0), {}, pinned=True) == ()
-    assert settle_gpu_worker(plan, {}, 0, pinned=True) == ()
+    assert bind_shard(plan, shard_layout(plan, layout, 0), {}, pinned=True) == ()
+    assert bind_gpu_worker(plan, {}, 0, pinned=True) == ()
     assert list(page_placements(plan, {shard_name(0): os.getpid()})) == []

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain_ray.crew import host_roles
+from megatrain_ray.crew import actor_role, host_roles
 from megatrain_ray.crew.ray_resources import check_hosts, lacking_hosts
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.rank_group import Meeting, RankGroup, interface_of
@@ -259,7 +259,7 @@ def test_a_run_dir_that_another_host_does_not_share_is_told(monkeypatch: pytest.
         run_spec = SimpleNamespace(config=SimpleNamespace(run_dir="/runs/a"))
         host_roles.check_run_dir(run_spec, place, owners, lambda: None)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(host_roles, "answer", lambda late, call, check: call)
+    monkeypatch.setattr(actor_role, "answer", lambda late, call, check: call)
     monkeypatch.setattr(host_roles, "SAME_S", 0.0)
     with pytest.raises(ConfigError) as refused:
         check()
