@@ -65,8 +65,11 @@ class Filling:
         ]
         return min(plans, key=missing_bytes)
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates that fit, the one with the most layers on the device first."""
+    def candidates(self, may_be_chosen: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+        """Yield the candidates that fit, the one with the most layers on the device first.
+
+        may_be_chosen: returns false for a candidate that takes too long, which rules out all that take no less.
+        """
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
@@ -74,8 +77,13 @@ class Filling:
         for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
             if self._offloads:
                 yield from filter(self._fits, self._offloading(count))
-            else:
-                yield self._with_tail_blocks(count)
+                continue
+            # Fewer layers on the device mean no less to upload, to update and to spill.
+            if not may_be_chosen(self._candidate(count, self._most_tail_blocks, self._most_waiting)):
+                return
+            num_tail_blocks = self._num_tail_blocks(count)
+            if may_be_chosen(self._candidate(count, num_tail_blocks, self._most_waiting)):
+                yield self._with_waiting(count, num_tail_blocks)
 
     @property
     def _least_tail_blocks(self) -> tuple[int, ...]:
@@ -130,16 +138,17 @@ class Filling:
         end = len(self.residency_order) + 1
         return first_above(lambda count: self._beyond(share, self._candidate(count, num_tail)), end) - 1
 
-    def _with_tail_blocks(self, count: int) -> Candidate:
-        if self.builder.machine.hbm_bytes is None:
-            return self._candidate(count)
-        most = 0
-        if self._may_keep_more:
-            most = first_above(
-                lambda num_tail: self._beyond(FILLED_SHARE, self._candidate(count, num_tail)),
-                self.builder.num_blocks + 1,
-            )
-        return self._with_waiting(count, max(0, most - 1))
+    @property
+    def _most_waiting(self) -> int:
+        """Return the number of gradients that may wait on the device: none without a disk (`_with_waiting`)."""
+        return len(self.builder.layout.updated) if self.builder.machine.spill else 0
+
+    def _num_tail_blocks(self, count: int) -> int:
+        """Return how many blocks may keep more, with `count` layers on the device."""
+        if self.builder.machine.hbm_bytes is None or not self._may_keep_more:
+            return 0
+        end = self.builder.num_blocks + 1
+        return max(0, first_above(lambda tail: self._beyond(FILLED_SHARE, self._candidate(count, tail)), end) - 1)
 
     def _with_waiting(self, count: int, num_tail_blocks: int) -> Candidate:
         """Return the candidate with as many gradients waiting on the device as it has room for, if shards spill.
@@ -147,7 +156,7 @@ class Filling:
         Gradients that wait on the device are not on disk.
         """
         without = self._candidate(count, num_tail_blocks)
-        if not self.builder.spilled(without).of_shards:
+        if self.builder.machine.hbm_bytes is None or not self.builder.spilled(without).of_shards:
             return without
         num_others = len(self.builder.layout.updated) - len(without.hbm_layers & set(self.builder.layout.updated))
 

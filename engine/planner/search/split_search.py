@@ -105,11 +105,8 @@ class SplitSearch:
             if not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
             for residency_order in self._orders:
-                for filled in self._filling(candidate, residency_order).candidates():
-                    bounds = self._try(filled)
-                    # With fewer layers on the device no less is uploaded.
-                    if candidate.kept is Tier.HBM and bounds.h2d_s >= self._found.best_s:
-                        break
+                for filled in self._filling(candidate, residency_order).candidates(self._may_be_chosen):
+                    self._try(filled)
         for candidate in self._best_with_disk():
             for other in disk_variants(self._builder, candidate):
                 self._try(other)
@@ -119,16 +116,17 @@ class SplitSearch:
             return False
         return not self._waits_needlessly(candidate) and not self._spills_needlessly(candidate)
 
-    def _try(self, candidate: Candidate) -> Bounds:
-        """Simulate the candidate if it may be chosen. Return the lower bounds for its step."""
-        bounds = self._bounds(self._builder.without_rows(candidate))
-        if not self._found.may_be_chosen(bounds):
-            return bounds
+    def _may_be_chosen(self, candidate: Candidate) -> bool:
+        return self._found.may_be_chosen(self._bounds(self._builder.without_rows(candidate)))
+
+    def _try(self, candidate: Candidate) -> None:
+        """Simulate the candidate if it may be chosen."""
+        if candidate in self._tried or not self._may_be_chosen(candidate):
+            return
         plan = self._builder.plan(candidate)
         prediction = predict(plan, self._basis, self._activations)
         self._found.add(replace(plan, prediction=prediction))
         self._tried[candidate] = prediction.step_s
-        return bounds
 
     def _best_with_disk(self) -> list[Candidate]:
         """Return the best candidates that spill data of shards, whose disk_variants are tried."""
