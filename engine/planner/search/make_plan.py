@@ -139,6 +139,8 @@ def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: 
     for way in _uploads(basis, request):
         for search in split_searches(basis, machine, way, activations, found):
             search.run()
+    for best in found.best_with_disk():
+        best.search.vary_disk(best.candidate)
     if not found.plans:
         raise infeasibility_error(basis, machine, request, activations)
     return found.chosen()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.model_layout import largest_share
@@ -26,23 +27,31 @@ from megatrain_ray.errors import ConfigError
 
 FEW_BLOCKS = 32  # with more blocks, one more or less of them on the device changes a step by less than 3 %
 TIE = 0.002  # of two plans whose times differ by a smaller share the simpler one is chosen
-# Variants are tried of at most NUM_VARIED plans of a split that spill data of shards, and only of plans that take less
-# than NEAR times as long as the best.
+# Variants are tried of at most NUM_VARIED plans that spill data of shards, and only of plans that take less than NEAR
+# times as long as the best.
 NUM_VARIED = 3
 NEAR = 1.3
+
+
+class Found(NamedTuple):
+    """Holds a plan with a prediction, and the candidate and the search that it comes from."""
+
+    step_s: float
+    plan: Plan
+    candidate: Candidate
+    search: SplitSearch
 
 
 class SearchResults:
     """Collects plans with a prediction, in the order in which they were tried: the simpler ones first."""
 
     def __init__(self) -> None:
-        self.plans: list[tuple[float, Plan]] = []  # with the predicted seconds of a step
+        self.plans: list[Found] = []
         self.best_s = math.inf
 
-    def add(self, plan: Plan) -> None:
-        assert plan.prediction is not None
-        self.plans.append((plan.prediction.step_s, plan))
-        self.best_s = min(self.best_s, plan.prediction.step_s)
+    def add(self, found: Found) -> None:
+        self.plans.append(found)
+        self.best_s = min(self.best_s, found.step_s)
 
     def may_be_beaten_in(self, least_s: float) -> bool:
         """Return whether a plan that takes at least `least_s` may be chosen instead of the best one so far.
@@ -61,7 +70,12 @@ class SearchResults:
 
     def chosen(self) -> Plan:
         """Return the simplest plan that no other plan beats by more than TIE."""
-        return next(plan for step_s, plan in self.plans if step_s <= self.best_s * (1 + TIE))
+        return next(found.plan for found in self.plans if found.step_s <= self.best_s * (1 + TIE))
+
+    def best_with_disk(self) -> list[Found]:
+        """Return the best plans that spill data of shards, whose variants are tried."""
+        near = [found for found in self.plans if found.plan.uses_disk and found.step_s < NEAR * self.best_s]
+        return sorted(near, key=lambda found: found.step_s)[:NUM_VARIED]
 
 
 class SplitSearch:
@@ -95,7 +109,7 @@ class SplitSearch:
         if machine.spill is not None:
             moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
             self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
-        self._tried: dict[Candidate, float] = {}  # seconds of a step
+        self._tried: set[Candidate] = set()
         self._builder = PlanBuilder(basis.structure, basis.layout, activations, machine, request)
         self._fewest_of = cache(self._count_fewest)
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
@@ -107,9 +121,11 @@ class SplitSearch:
             for residency_order in self._orders:
                 for filled in self._filling(candidate, residency_order).candidates(self._may_be_chosen):
                     self._try(filled)
-        for candidate in self._best_with_disk():
-            for other in disk_variants(self._builder, candidate):
-                self._try(other)
+
+    def vary_disk(self, candidate: Candidate) -> None:
+        """Try variants of a candidate of this split that spills data of shards."""
+        for other in disk_variants(self._builder, candidate):
+            self._try(other)
 
     def _is_worth_filling(self, candidate: Candidate) -> bool:
         if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._residency_order))):
@@ -125,14 +141,8 @@ class SplitSearch:
             return
         plan = self._builder.plan(candidate)
         prediction = predict(plan, self._basis, self._activations)
-        self._found.add(replace(plan, prediction=prediction))
-        self._tried[candidate] = prediction.step_s
-
-    def _best_with_disk(self) -> list[Candidate]:
-        """Return the best candidates that spill data of shards, whose disk_variants are tried."""
-        near = [c for c, step_s in self._tried.items() if step_s < NEAR * self._found.best_s]
-        near = [c for c in near if self._builder.spilled(c).of_shards]
-        return sorted(near, key=lambda c: self._tried[c])[:NUM_VARIED]
+        self._tried.add(candidate)
+        self._found.add(Found(prediction.step_s, replace(plan, prediction=prediction), candidate, self))
 
     def _has_room(self, candidate: Candidate) -> bool:
         """Return whether the device may have room for what the candidate computes."""
