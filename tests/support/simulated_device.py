@@ -31,7 +31,6 @@ from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
 from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedWindows
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate
 from megatrain_ray.engine.planner.search.make_plan import activations_of
@@ -40,6 +39,7 @@ from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.weights.weight_source import RandomSource
 from megatrain_ray.planning.run_spec import PlanningProblem
 from megatrain_ray.virtual_clock import CostModel, Op, Record, Stage, Timeline
+from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState
 from tests.support.local_host import LocalHost
 from tests.support.recipes import hyper_of

@@ -83,6 +83,8 @@ class SimulatedSpill:
         """
         room = self._room - sum(num_bytes for num_bytes, _ in self._ahead.values())
         for layer in self._order[at:] + (self._order[:at] if not self._gradient_bytes else []):
+            if not room:
+                return
             ahead, there_s = self._ahead.get(layer, (0, 0.0))
             num_bytes = min(room, self._read_bytes[layer] - ahead)
             if num_bytes:

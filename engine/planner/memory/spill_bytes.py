@@ -23,7 +23,7 @@ from megatrain_ray.engine.plan.spill_layout import (
     kinds_on_disk,
     parts_per_gradient,
 )
-from megatrain_ray.engine.planner.memory.gradient_placement import in_flight
+from megatrain_ray.engine.planner.memory.base_plan import in_flight
 from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned
 from megatrain_ray.io.storage.packed_store import Packer
