@@ -29,8 +29,7 @@ from megatrain_ray.engine.model.structure import ModelStructure, build_empty
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
-from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
-from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedWindows
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedSpill, SimulatedUploadBuffers
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate
 from megatrain_ray.engine.planner.search.make_plan import activations_of
@@ -82,7 +81,7 @@ class StandIn:
         host._spill = SimulatedSpill(
             self.plan, self._layout, lambda stage, op, *after_s: timeline.account(stage, op, after_s)
         )
-        host._windows = SimulatedWindows(
+        host._windows = SimulatedUploadBuffers(
             self.plan, self._layout, lambda stage, op, *after_s: timeline.account(stage, op, after_s)
         )
         host._room = SimulatedSlab(self.plan, self._layout)

@@ -68,7 +68,7 @@ class Filling:
     def candidates(self, may_be_chosen: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Yield the candidates that fit, the one with the most layers on the device first.
 
-        may_be_chosen: returns false for a candidate that takes too long, which rules out all that take no less.
+        may_be_chosen: returns false for a candidate that takes too long, and rules out all that take no less.
         """
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
@@ -78,9 +78,10 @@ class Filling:
             if self._offloads:
                 yield from filter(self._fits, self._offloading(count))
                 continue
-            # Fewer layers on the device mean no less to upload, to update and to spill.
+            # All blocks keeping more and all gradients waiting there bound what this number of layers can reach. Not that
+            # fewer layers are slower: a large layer may be on disk only where few small ones are on the host.
             if not may_be_chosen(self._candidate(count, self._most_tail_blocks, self._most_waiting)):
-                return
+                continue
             num_tail_blocks = self._num_tail_blocks(count)
             if may_be_chosen(self._candidate(count, num_tail_blocks, self._most_waiting)):
                 yield self._with_waiting(count, num_tail_blocks)
