@@ -118,8 +118,8 @@ def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: Mod
             num_bytes[FragmentId(i, f)] = span.size * item
             groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
     resident = plan.hbm_layers
-    of_layers = [streamed(needed_fragments(layout, layer), resident) for layer in range(len(layout.layers))]
-    needs = [of_layers[visit.layer] for visit in visits]
+    needed_by_layer = [streamed(needed_fragments(layout, layer), resident) for layer in range(len(layout.layers))]
+    needs = [needed_by_layer[visit.layer] for visit in visits]
     return plan_residency(needs, num_bytes, groups, plan.slots.weights)
 
 

@@ -157,7 +157,7 @@ class StandIn:
     def _prices(self) -> Prices:
         question, plan = self.question, self.plan
         request, machine = question.request, question.machine
-        work = work_of(question.structure, request.active_experts, request.windows)
+        work = work_of(question.structure, request.active_experts, request.sliding_windows)
         disk = machine.spill.bytes_per_s if machine.spill else math.inf
         basis = CostBasis(
             question.structure, self._layout, work, machine.rates, machine.profile is not None, request.z_loss, disk

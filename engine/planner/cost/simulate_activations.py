@@ -52,19 +52,19 @@ class SimulatedActivations:
         self.begin()
 
     def _plan_stops(self, plan: Plan, visits: Sequence[Visit]) -> None:
-        of_visits = [[_move(plan, i, kind) for kind, i in needed(plan, v.phase, v.layer)] for v in visits]
+        moves_by_visit = [[_move(plan, i, kind) for kind, i in needed(plan, v.phase, v.layer)] for v in visits]
         sweep: list[Op] | None = None  # reloads from disk in the current backward sweep
-        for visit, moves, of_next in zip(visits, of_visits, [*of_visits[1:], []], strict=True):
+        for visit, moves, next_moves in zip(visits, moves_by_visit, [*moves_by_visit[1:], []], strict=True):
             is_first = visit.phase in RETURNING and sweep is None
             if visit.phase is Phase.FORWARD:
                 sweep = None
                 if self._offloaded[visit.layer]:
                     self._moving.add(visit.index)
-            elif visit.phase in RETURNING and (moves or of_next or (is_first and plan.disk_activations)):
+            elif visit.phase in RETURNING and (moves or next_moves or (is_first and plan.disk_activations)):
                 self._moving.add(visit.index)
                 sweep = [] if sweep is None else sweep
                 count = len(visit.micro_batches)
-                stops = [_Stop(moves, k < count - 1 or bool(of_next), []) for k in range(count)]
+                stops = [_Stop(moves, k < count - 1 or bool(next_moves), []) for k in range(count)]
                 if is_first:
                     stops[0] = stops[0]._replace(sweep=sweep)
                 self._stops += stops

@@ -39,8 +39,8 @@ class SimulatedGradients:
         self._waiting = plan.gradients_on_device
         updated = tuple(reversed(layout.updated))
         leaving = tuple(layer for layer in updated if layer not in self._waiting)
-        of_sums = leaving if plan.gradients.sums is Tier.HBM else updated
-        self._sums = self._ring(of_sums, plan.slots.gradient_bytes, plan.gradients.accumulate_dtype)
+        summed = leaving if plan.gradients.sums is Tier.HBM else updated
+        self._sums = self._ring(summed, plan.slots.gradient_bytes, plan.gradients.accumulate_dtype)
         self._rounded = self._ring(leaving, plan.slots.rounded_bytes, plan.gradients.offload_dtype)
         self._directions = SimulatedDirections(plan, layout, clocks)
         self.begin()

@@ -126,8 +126,8 @@ class SimulatedSpill:
         ahead, there_s = self._loaded.pop(layer, (0, 0.0))
         if ahead < num_bytes:
             there_s = self._move("read", layer, num_bytes - ahead, max(wanted_s, there_s))
-        if (of_state := self._state_bytes.get(layer, 0)) > self._room:
-            there_s = self._move("write", layer, of_state - self._room, there_s)
+        if (state_bytes := self._state_bytes.get(layer, 0)) > self._room:
+            there_s = self._move("write", layer, state_bytes - self._room, there_s)
         return there_s
 
     def write_back(self, layer: int, updated_s: float) -> float:
@@ -135,8 +135,8 @@ class SimulatedSpill:
         if layer not in self._read_bytes:
             return updated_s
         written_s = updated_s
-        if of_state := self._state_bytes.get(layer):
-            written_s = self._move("write", layer, min(of_state, self._room), updated_s)
+        if state_bytes := self._state_bytes.get(layer):
+            written_s = self._move("write", layer, min(state_bytes, self._room), updated_s)
         self._read_ahead(self._order.index(layer) + 1, written_s)
         return written_s if layer in self._weights_on_disk else updated_s
 

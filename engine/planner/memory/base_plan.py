@@ -120,8 +120,8 @@ def _slots(
     shared = [sources for sources in layout.sources if len(sources) > 1]
     at_once = (sum(is_block[i] for i in sources if i not in resident) for sources in shared)
     together = max([min(1, len(streamed)), *at_once])
-    of_one = [SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes) for f, num_bytes in enumerate(largest)]
-    blocks = of_one * (min(candidate.num_block_slots, len(streamed)) + together - 1)
+    one_block = [SlotSpec(group_of(LayerKind.BLOCK, f), num_bytes) for f, num_bytes in enumerate(largest)]
+    blocks = one_block * (min(candidate.num_block_slots, len(streamed)) + together - 1)
     edges = [layout.layers[i].size * item for i in sorted({0, last} - resident)]
     tied = any(s.tied_to for s in layout.layers[-1].segments)
     if candidate.num_edge_slots == 1 and not tied:
@@ -225,12 +225,12 @@ class GradientPlacement:
         have no region of their own if that of a block is large enough.
         """
         blocks, edges = (
-            [i for i in layers if (self.structure.layers[i].kind is LayerKind.BLOCK) is of_blocks]
-            for of_blocks in (True, False)
+            [i for i in layers if (self.structure.layers[i].kind is LayerKind.BLOCK) is are_blocks]
+            for are_blocks in (True, False)
         )
-        of_block, of_edge = (max(self._sizes(some, dtype), default=0) for some in (blocks, edges))
-        larger = (of_edge,) if of_edge > of_block else ()
-        return (*larger, *(of_block,) * min(count, len(layers) - len(larger) if of_block else 0))
+        block_bytes, edge_bytes = (max(self._sizes(some, dtype), default=0) for some in (blocks, edges))
+        larger = (edge_bytes,) if edge_bytes > block_bytes else ()
+        return (*larger, *(block_bytes,) * min(count, len(layers) - len(larger) if block_bytes else 0))
 
 
 def in_flight(sizes: Sequence[int]) -> int:

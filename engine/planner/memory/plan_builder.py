@@ -127,8 +127,10 @@ class PlanBuilder:
         """Return the candidate's plan with the rows of its memory."""
         plan = self.without_rows(candidate)
         in_memory = self.in_memory(candidate)
-        of_device = device_memory_items(in_memory, self.structure, self.layout, self.activations, z_loss=self._z_loss)
-        plan = replace(plan, memory_items=(*of_device, *self._host_and_disk_items(candidate, plan)))
+        device_items = device_memory_items(
+            in_memory, self.structure, self.layout, self.activations, z_loss=self._z_loss
+        )
+        plan = replace(plan, memory_items=(*device_items, *self._host_and_disk_items(candidate, plan)))
         return _with_copies(plan) if self.request.saves else plan
 
     def without_rows(self, candidate: Candidate) -> Plan:
@@ -223,10 +225,10 @@ class PlanBuilder:
     def _placement(self, candidate: Candidate) -> _Placement:
         gradients = GradientPlacement(self.structure, self.layout, self.request, candidate)
         base = base_plan(self.structure, self.layout, self.machine, self.request, candidate, gradients)
-        of_slots = sum(num_bytes for num_bytes, _ in slot_rows(base).values())
-        of_muon = muon_row(base, self.layout)[0] if self.layout.with_muon else 0
-        of_layers = sum(self.resident_bytes[i] for i in candidate.hbm_layers)
-        return _Placement(base, of_slots + of_muon + of_layers, gradients.deferred)
+        slots = sum(num_bytes for num_bytes, _ in slot_rows(base).values())
+        muon = muon_row(base, self.layout)[0] if self.layout.with_muon else 0
+        resident = sum(self.resident_bytes[i] for i in candidate.hbm_layers)
+        return _Placement(base, slots + muon + resident, gradients.deferred)
 
     @cached_by(_same_activations)
     def _activation_rows(self, candidate: Candidate) -> ActivationRows:
@@ -275,21 +277,21 @@ def _with_copies(plan: Plan) -> Plan:
     num_bytes = max(0, min(plan.updated_bytes // plan.hosts.num_hosts, spare_ram(plan) // 2))
     row = MemoryItem(Tier.HOST, "copies for saves", num_bytes, "up to half of the spare RAM")
     on_device = sum(layer.num_trained for layer in plan.layers if layer.updated_by == "gpu")
-    of_device = num_bytes * on_device // plan.num_trained
+    device_bytes = num_bytes * on_device // plan.num_trained
     return replace(
         plan,
         memory_items=(*plan.memory_items, row),
-        saves=replace(plan.saves, copy_bytes=num_bytes, device_copy_bytes=of_device),
+        saves=replace(plan.saves, copy_bytes=num_bytes, device_copy_bytes=device_bytes),
     )
 
 
 def with_uploads(plan: Plan, structure: ModelStructure, layout: ModelLayout) -> Plan:
     """Return the plan with its uploads per step, and with the bytes of working copies read from disk for them."""
-    of_step = plan.visits(layout.lowest_trained)
-    loads = residency_of(of_step, structure, layout, plan).loads
-    of_disk = read_bytes(plan, layout, (load.fragment for load in loads))
+    order = plan.visits(layout.lowest_trained)
+    loads = residency_of(order, structure, layout, plan).loads
+    num_bytes = read_bytes(plan, layout, (load.fragment for load in loads))
     return replace(
         plan,
         slots=replace(plan.slots, num_uploads=len(loads)),
-        disk=replace(plan.disk, weight_read_bytes=of_disk),
+        disk=replace(plan.disk, weight_read_bytes=num_bytes),
     )

@@ -144,22 +144,22 @@ class Spilling:
         items: kind and trained elements of each, in the order of spilling.
         deferred_bytes: bytes of the slab that spilled gradients may pass through, too.
         """
-        freed, of_gradients, passing, waiting, largest = 0, 0, 0, list[int](), [0, 0, 0]
+        freed, in_slab, passing, waiting, largest = 0, 0, 0, list[int](), [0, 0, 0]
         item_bytes, table_bytes = self._item_bytes, cache(self._table_bytes)
         yield 0
         for kind, size in items:
             if kind is SpillKind.GRADIENT:
                 insort(waiting, size * item_bytes.gradients)
-                of_gradients = -max(0, in_flight(waiting) - deferred_bytes)
+                in_slab = max(0, in_flight(waiting) - deferred_bytes)
             freed += size * item_bytes[kind.value] - table_bytes(size)[kind.value]
             if size > largest[kind.value]:
                 largest[kind.value] = size
                 passing = self._passing(ByKind(*largest))
-            yield freed + of_gradients - passing
+            yield freed - in_slab - passing
 
     def gain(self, sizes: Sizes, deferred_bytes: int) -> int:
         """Return by how many bytes host memory shrinks with all of these on disk; `deferred_bytes` as for `gained`."""
-        num_bytes = sum(item * sum(of_kind) for item, of_kind in zip(self._item_bytes, sizes, strict=True))
+        num_bytes = sum(item * sum(layers) for item, layers in zip(self._item_bytes, sizes, strict=True))
         freed = num_bytes - self.table_bytes(sizes)
         in_slab = in_flight([size * self._item_bytes.gradients for size in sizes.gradients])
         return freed - max(0, in_slab - deferred_bytes) - (self._passing(sizes.largest) if any(sizes) else 0)
@@ -170,37 +170,35 @@ class Spilling:
         of_layer: computes the numbers of a layer from its trained elements.
         """
         counts = enumerate(map(Counter, sizes))
-        return ByKind(*(sum(n * of_layer(size)[kind] for size, n in of_kind.items()) for kind, of_kind in counts))
+        return ByKind(*(sum(n * of_layer(size)[kind] for size, n in layers.items()) for kind, layers in counts))
 
     def _passing(self, largest: ByKind) -> int:
         return self.slots_bytes(largest, self.num_slots(largest)) + self.windows_bytes(largest)
 
     def num_slots(self, largest: ByKind) -> int:
         """Return the number of slots of each shard."""
-        of_layer = max(self._of_shard(largest.state), self._of_shard(largest.gradients) // self._together)
+        of_layer = max(self._shard_elements(largest.state), self._shard_elements(largest.gradients) // self._together)
         return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.disk.extent_elements))
 
     def slot_room(self, largest: ByKind) -> int:
         """Return the bytes of data that fit in one slot of each shard, all shards together."""
-        plan = self.plan
-        of_state = min(plan.disk.extent_elements * plan.shards.num_shards, largest.state) * plan.precision.state_bytes
-        of_whole = (
-            min(plan.disk.extent_elements * plan.shards.num_shards, largest.weights) * plan.precision.element_bytes
+        precision, most = self.plan.precision, self.plan.disk.extent_elements * self.plan.shards.num_shards
+        return max(
+            min(most, largest.state) * precision.state_bytes,
+            min(most, largest.weights) * precision.element_bytes,
+            min(most * self._together, largest.gradients) * self._item_bytes.gradients,
         )
-        in_extent = plan.disk.extent_elements * self._together
-        of_gradient = min(in_extent * plan.shards.num_shards, largest.gradients) * plan.gradients.offload_dtype.itemsize
-        return max(of_state, of_whole, of_gradient)
 
     def slots_bytes(self, largest: ByKind, num_slots: int) -> int:
         """Return the bytes of all slots with the buffers that pack blocks, without the table's words for blocks."""
         plan = self.plan
-        size = min(self._of_shard(largest.state), plan.disk.extent_elements)
-        of_state = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
-        size = min(self._of_shard(largest.weights), plan.disk.extent_elements)
+        size = min(self._shard_elements(largest.state), plan.disk.extent_elements)
+        state_bytes = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
+        size = min(self._shard_elements(largest.weights), plan.disk.extent_elements)
         kinds = kinds_on_disk(plan.precision, with_weights=True)
-        of_whole = sum(aligned(size * dtype.itemsize) for _, dtype in kinds)
-        size = min(self._of_shard(largest.gradients), plan.disk.extent_elements * self._together)
-        slot_bytes = max(of_state, of_whole, aligned(size * plan.gradients.offload_dtype.itemsize))
+        whole_bytes = sum(aligned(size * dtype.itemsize) for _, dtype in kinds)
+        size = min(self._shard_elements(largest.gradients), plan.disk.extent_elements * self._together)
+        slot_bytes = max(state_bytes, whole_bytes, aligned(size * plan.gradients.offload_dtype.itemsize))
         # Slots and the end of the table are aligned.
         slots = plan.shards.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
         return slots + self._packers_bytes(slot_bytes)
@@ -238,9 +236,9 @@ class Spilling:
 
     def _pieces(self, size: int) -> ByKind:
         """Return in how many pieces a shard has the data of a layer of `size` elements, at most."""
-        of_shard, extents = self._of_shard(size), 1
-        if of_shard > self.plan.disk.extent_elements:
-            extents = 1 + of_shard // (self.plan.disk.extent_elements - SLACK_ELEMENTS)
+        elements, extents = self._shard_elements(size), 1
+        if elements > self.plan.disk.extent_elements:
+            extents = 1 + elements // (self.plan.disk.extent_elements - SLACK_ELEMENTS)
         return ByKind(-(-extents // self._together), extents * len(self.plan.precision.state_kinds), extents)
 
     @cached_property
@@ -254,6 +252,6 @@ class Spilling:
     def _together(self) -> int:
         return parts_per_gradient(self.plan.precision, self.plan.gradients.offload_dtype)
 
-    def _of_shard(self, size: int) -> int:
+    def _shard_elements(self, size: int) -> int:
         """Return the most elements that a shard has of a layer of `size` elements."""
         return min(size, -(-size // self.plan.shards.num_shards) + self.plan.shards.cut_elements)

@@ -78,8 +78,8 @@ class Filling:
             if self._offloads:
                 yield from filter(self._fits, self._offloading(count))
                 continue
-            # All blocks keeping more and all gradients waiting there bound what this number of layers can reach. Not that
-            # fewer layers are slower: a large layer may be on disk only where few small ones are on the host.
+            # With every block keeping more and every gradient waiting there, no more can be reached by this number of
+            # layers. A smaller number may be faster: with more small layers on the host no large one need be on disk.
             if not may_be_chosen(self._candidate(count, self._most_tail_blocks, self._most_waiting)):
                 continue
             num_tail_blocks = self._num_tail_blocks(count)
@@ -234,9 +234,9 @@ def disk_variants(builder: PlanBuilder, candidate: Candidate) -> Iterator[Candid
     If working copies are on disk, slots take the device memory that is left: what is uploaded less often is read less
     often.
     """
-    of_disk = [candidate, *_with_other_on_disk(builder, candidate)]
-    yield from of_disk[1:]
-    for other in of_disk:
+    disk_choices = [candidate, *_with_other_on_disk(builder, candidate)]
+    yield from disk_choices[1:]
+    for other in disk_choices:
         if builder.spilled(other).weights:
             slots = _most_slots(builder, other)
             if slots > other.num_block_slots:

@@ -136,7 +136,6 @@ class SplitSearch:
         return self._found.may_be_chosen(self._bounds(self._builder.without_rows(candidate)))
 
     def _try(self, candidate: Candidate) -> None:
-        """Simulate the candidate if it may be chosen."""
         if candidate in self._tried or not self._may_be_chosen(candidate):
             return
         plan = self._builder.plan(candidate)
@@ -264,7 +263,7 @@ class SplitSearch:
 def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
     """Return what predictions of all plans for a request share."""
     layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
-    work = work_of(structure, request.active_experts, request.windows)
+    work = work_of(structure, request.active_experts, request.sliding_windows)
     spill = machine.spill
     disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else ()
     return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, *disk)
@@ -278,11 +277,11 @@ def split_searches(
     found: collects the plans that fit.
     """
     for split in splits(request):
-        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
-        yield SplitSearch(basis, machine, split, of_split, found)
+        split_activations = activations.times(split.micro_batch_size // request.micro_batch_size)
+        yield SplitSearch(basis, machine, split, split_activations, found)
         tokens = split.micro_batch_size * split.seq_len
         if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
             continue
         chunk_tokens = mlp_chunk_tokens(basis.structure, tokens)
-        if chunk_tokens and (in_chunks := of_split.in_chunks()):
+        if chunk_tokens and (in_chunks := split_activations.in_chunks()):
             yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)
