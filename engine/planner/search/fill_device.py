@@ -128,7 +128,8 @@ class Filling:
 
     @property
     def _may_keep_more(self) -> bool:
-        return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
+        is_limited = self.builder.machine.hbm_bytes is not None
+        return is_limited and self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
 
     def _most_within(self, share: float) -> int:
         """Return the most layers on the device with which a plan takes no more than this share of its memory.
@@ -142,11 +143,12 @@ class Filling:
     @property
     def _most_waiting(self) -> int:
         """Return the number of gradients that may wait on the device: none without a disk (`_with_waiting`)."""
-        return len(self.builder.layout.updated) if self.builder.machine.spill else 0
+        machine = self.builder.machine
+        return len(self.builder.layout.updated) if machine.spill and machine.hbm_bytes is not None else 0
 
     def _num_tail_blocks(self, count: int) -> int:
         """Return how many blocks may keep more, with `count` layers on the device."""
-        if self.builder.machine.hbm_bytes is None or not self._may_keep_more:
+        if not self._may_keep_more:
             return 0
         end = self.builder.num_blocks + 1
         return max(0, first_above(lambda tail: self._beyond(FILLED_SHARE, self._candidate(count, tail)), end) - 1)
