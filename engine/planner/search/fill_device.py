@@ -65,10 +65,13 @@ class Filling:
         ]
         return min(plans, key=missing_bytes)
 
-    def candidates(self, may_be_chosen: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+    def candidates(
+        self, may_be_chosen: Callable[[Candidate], bool], may_spill: Callable[[int], bool]
+    ) -> Iterator[Candidate]:
         """Yield the candidates that fit, the one with the most layers on the device first.
 
-        may_be_chosen: returns false for a candidate that takes too long, and rules out all that take no less.
+        may_be_chosen: returns false for a candidate that takes too long.
+        may_spill: returns false for a number of bytes on disk that take too long.
         """
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
@@ -78,9 +81,14 @@ class Filling:
             if self._offloads:
                 yield from filter(self._fits, self._offloading(count))
                 continue
-            # With every block keeping more and every gradient waiting there, no more can be reached by this number of
-            # layers. A smaller number may be faster: with more small layers on the host no large one need be on disk.
-            if not may_be_chosen(self._candidate(count, self._most_tail_blocks, self._most_waiting)):
+            # No plan with so many layers there is faster than one in which every block keeps more and every gradient
+            # waits there. One with fewer layers may be: with more small ones on the host, no large one need be on disk.
+            # But the host lacks no fewer bytes then, apart from the slab, and the disk has at least those.
+            fastest = self._candidate(count, self._most_tail_blocks, self._most_waiting)
+            slab_bytes = self.builder.in_memory(fastest).gradients.slab_bytes
+            if not may_spill(self.builder.missing_ram(fastest) - slab_bytes):
+                return
+            if not may_be_chosen(fastest):
                 continue
             num_tail_blocks = self._num_tail_blocks(count)
             if may_be_chosen(self._candidate(count, num_tail_blocks, self._most_waiting)):

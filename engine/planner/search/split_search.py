@@ -119,7 +119,8 @@ class SplitSearch:
             if not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
             for residency_order in self._orders:
-                for filled in self._filling(candidate, residency_order).candidates(self._may_be_chosen):
+                filling = self._filling(candidate, residency_order)
+                for filled in filling.candidates(self._may_be_chosen, self._may_spill):
                     self._try(filled)
 
     def vary_disk(self, candidate: Candidate) -> None:
@@ -134,6 +135,11 @@ class SplitSearch:
 
     def _may_be_chosen(self, candidate: Candidate) -> bool:
         return self._found.may_be_chosen(self._bounds(self._builder.without_rows(candidate)))
+
+    def _may_spill(self, num_bytes: int) -> bool:
+        """Return whether a plan may be chosen that writes so many bytes to disk in a step and reads them back."""
+        rate = max(self._basis.disk_bytes_per_s, self._basis.activations_per_s)
+        return self._found.may_be_beaten_in(2 * num_bytes / rate)
 
     def _try(self, candidate: Candidate) -> None:
         if candidate in self._tried or not self._may_be_chosen(candidate):
