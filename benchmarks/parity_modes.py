@@ -20,7 +20,6 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.limits import fits
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
@@ -30,6 +29,7 @@ from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.model.model_source import ModelSource, open_model
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.profiling.profiles import with_profile
+from tests.support.candidate_plans import build_plan
 
 SEVERAL = 4  # micro-batches
 

@@ -10,7 +10,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
-from megatrain_ray.engine.plan.step_residency import residency_of
+from megatrain_ray.engine.plan.residency import residency_of
 from megatrain_ray.virtual_clock import Stage
 
 

@@ -15,7 +15,6 @@ from pydantic import PlainSerializer, PlainValidator
 from megatrain_ray.engine.device.numa_homes import GpuHome, Home
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.attention import Attention
-from megatrain_ray.engine.plan.residency import SlotSpec
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.io.storage.disk_io import DiskIo
 
@@ -97,6 +96,14 @@ class ComputeSettings:
     mlp_chunk_tokens: int = 0  # tokens of a micro-batch that an MLP computes at a time; 0: all of them
     block_parts: int = 1  # largest number of layers that a block is divided into (discovery/block_parts.py)
     expert_groups: int = 1  # largest number of modules that hold the experts of a block (model/expert_groups.py)
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """Describes a slot. It takes fragments of its group that are no larger than `num_bytes`."""
+
+    group: str
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -4,69 +4,54 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-# For each group of version 2: its keys, each with the key of version 1.
+from megatrain_ray.engine.plan import plan_groups as groups
+
+
+def _keys(group: type, **renamed: str) -> Mapping[str, str]:
+    """Return each key of a group, with its key in version 1."""
+    return {field.name: renamed.get(field.name, field.name) for field in fields(group)}
+
+
 GROUPS: Mapping[str, Mapping[str, str]] = {
-    "step": {
-        "order": "order",
-        "update_order": "update_order",
-        "micro_batch_size": "micro_batch_size",
-        "num_micro_batches": "num_micro_batches",
-        "seq_len": "seq_len",
-        "captured": "captured",
-    },
-    "compute": {
-        "attention": "attention",
-        "packed_attention": "packed_attention",
-        "loss_chunk_tokens": "loss_chunk_tokens",
-        "compiled_loss": "compiled_loss",
-        "chunks_add_to_sums": "chunks_add_to_sums",
-        "num_threads": "num_compute_threads",
-        "mlp_chunk_tokens": "mlp_chunk_tokens",
-        "block_parts": "block_parts",
-        "expert_groups": "expert_groups",
-    },
-    "slots": {
-        "weights": "slots",
-        "gradient_bytes": "gradient_slot_bytes",
-        "rounded_bytes": "leaving_slot_bytes",
-        "momentum_bytes": "momentum_slot_bytes",
-        "direction_bytes": "direction_slot_bytes",
-        "gathered": "gathers_slots",
-        "num_uploads": "uploads_per_step",
-    },
-    "gradients": {
-        "offload_dtype": "gradient_dtype",
-        "accumulate_dtype": "sum_dtype",
-        "sums": "sums",
-        "slab_bytes": "slab_bytes",
-        "direction_slab_bytes": "direction_slab_bytes",
-    },
-    "disk": {
-        "io": "disk_io",
-        "packed": "disk_packed",
-        "extent_elements": "extent_elements",
-        "num_state_slots": "state_slots",
-        "num_upload_buffers": "weight_windows",
-        "weight_read_bytes": "weight_read_bytes",
-        "num_staging_buffers": "num_windows",
-        "staging_buffer_bytes": "window_bytes",
-    },
-    "shards": {
-        "num_shards": "num_shards",
-        "cut_elements": "shard_cut_elements",
-        "num_threads": "num_shard_threads",
-        "recovery": "recovery",
-        "homes": "shard_homes",
-    },
-    "hosts": {"num_hosts": "num_hosts", "num_gpus": "num_gpus", "gpu_homes": "gpu_homes"},
-    "saves": {
-        "includes_frozen": "saves_frozen",
-        "copy_bytes": "save_copy_bytes",
-        "device_copy_bytes": "device_copy_bytes",
-    },
-    "limits": {"hbm_bytes": "hbm_limit_bytes", "ram_bytes": "ram_limit_bytes", "spill_bytes": "spill_limit_bytes"},
+    "step": _keys(groups.StepShape),
+    "compute": _keys(groups.ComputeSettings, num_threads="num_compute_threads"),
+    "slots": _keys(
+        groups.SlotSizes,
+        weights="slots",
+        gradient_bytes="gradient_slot_bytes",
+        rounded_bytes="leaving_slot_bytes",
+        momentum_bytes="momentum_slot_bytes",
+        direction_bytes="direction_slot_bytes",
+        gathered="gathers_slots",
+        num_uploads="uploads_per_step",
+    ),
+    "gradients": _keys(groups.GradientSettings, offload_dtype="gradient_dtype", accumulate_dtype="sum_dtype"),
+    "disk": _keys(
+        groups.DiskSettings,
+        io="disk_io",
+        packed="disk_packed",
+        num_state_slots="state_slots",
+        num_upload_buffers="weight_windows",
+        num_staging_buffers="num_windows",
+        staging_buffer_bytes="window_bytes",
+    ),
+    "shards": _keys(
+        groups.ShardSettings,
+        cut_elements="shard_cut_elements",
+        num_threads="num_shard_threads",
+        homes="shard_homes",
+    ),
+    "hosts": _keys(groups.HostSettings),
+    "saves": _keys(groups.SaveSettings, includes_frozen="saves_frozen", copy_bytes="save_copy_bytes"),
+    "limits": _keys(
+        groups.MemoryLimits,
+        hbm_bytes="hbm_limit_bytes",
+        ram_bytes="ram_limit_bytes",
+        spill_bytes="spill_limit_bytes",
+    ),
 }
 
 

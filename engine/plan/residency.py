@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from megatrain_ray.engine.model.structure import LayerKind
+from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_groups import SlotSpec
+from megatrain_ray.engine.plan.schedule import Visit
 from megatrain_ray.errors import CapacityError
 
 NEVER = 1 << 60
@@ -23,14 +27,6 @@ NEVER = 1 << 60
 class FragmentId:
     layer: int
     index: int
-
-
-@dataclass(frozen=True)
-class SlotSpec:
-    """Describes a slot. It takes fragments of its group that are no larger than `num_bytes`."""
-
-    group: str
-    num_bytes: int
 
 
 def group_of(kind: LayerKind, fragment: int) -> str:
@@ -107,6 +103,34 @@ class _Simulation:
     def _farthest(self, slot: int, visit: int) -> tuple[int, int]:
         occupant = self.held[slot]
         return self.next_use(occupant.fragment, visit - 1), -occupant.last_visit
+
+
+def residency_of(visits: Sequence[Visit], structure: ModelStructure, layout: ModelLayout, plan: Plan) -> Residency:
+    """Return which fragments are in the plan's slots during these visits, and the loads that this takes.
+
+    Layers that live on the device take no slots.
+    """
+    item = plan.precision.working_dtype.itemsize
+    num_bytes: dict[FragmentId, int] = {}
+    groups: dict[FragmentId, str] = {}
+    for i, layer in enumerate(layout.layers):
+        for f, span in enumerate(layer.fragments):
+            num_bytes[FragmentId(i, f)] = span.size * item
+            groups[FragmentId(i, f)] = group_of(structure.layers[i].kind, f)
+    resident = plan.hbm_layers
+    needed_by_layer = [streamed(needed_fragments(layout, layer), resident) for layer in range(len(layout.layers))]
+    needs = [needed_by_layer[visit.layer] for visit in visits]
+    return plan_residency(needs, num_bytes, groups, plan.slots.weights)
+
+
+def needed_fragments(layout: ModelLayout, layer: int) -> tuple[FragmentId, ...]:
+    """Return the fragments that a visit to a layer needs: its own and those of the owners of its tied parameters."""
+    return tuple(FragmentId(i, f) for i in layout.sources[layer] for f in range(len(layout.layers[i].fragments)))
+
+
+def streamed(fragments: Sequence[FragmentId], hbm_layers: Set[int]) -> tuple[FragmentId, ...]:
+    """Return the fragments whose layers stream: those that do not live on the device."""
+    return tuple(fragment for fragment in fragments if fragment.layer not in hbm_layers)
 
 
 def plan_residency(

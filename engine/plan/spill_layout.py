@@ -143,8 +143,8 @@ class SpillLayout:
         span: elements, in padded coordinates of the layer.
         """
         for number in self.state_of(layer):
-            of_extent = self.extents[number].span
-            inside = ElementRange(max(span.start, of_extent.start), min(span.stop, of_extent.stop))
+            extent_span = self.extents[number].span
+            inside = ElementRange(max(span.start, extent_span.start), min(span.stop, extent_span.stop))
             if inside.start < inside.stop:
                 yield number, inside
 
@@ -251,11 +251,11 @@ def _parts(
     kinds = kinds_on_disk(precision, with_weights=layer in part.on_disk)
     together = parts_per_gradient(precision, offload_dtype)
     for first in range(0, len(spans), together):
-        of_gradient = spans[first : first + together]
+        gradient_spans = spans[first : first + together]
         if layer in stored:
-            yield ElementRange(of_gradient[0].start, of_gradient[-1].stop), ((GRADIENT, offload_dtype),)
+            yield ElementRange(gradient_spans[0].start, gradient_spans[-1].stop), ((GRADIENT, offload_dtype),)
         if layer in part.spilled:
-            yield from ((span, kinds) for span in of_gradient)
+            yield from ((span, kinds) for span in gradient_spans)
 
 
 def kinds_on_disk(precision: Precision, *, with_weights: bool) -> Kinds:

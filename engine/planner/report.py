@@ -74,8 +74,8 @@ def _home_lines(plan: Plan) -> list[str]:
         return []
     line = f"shards    {plan.shards.num_shards}: {', '.join(map(str, plan.shards.homes))}"
     by_home: dict[Home | None, list[int]] = {}
-    for number, of_gpu in enumerate(plan.hosts.gpu_homes):
-        by_home.setdefault(of_gpu.home, []).append(number)
+    for number, gpu in enumerate(plan.hosts.gpu_homes):
+        by_home.setdefault(gpu.home, []).append(number)
     if len(by_home) < 2:
         workers = "GPU worker" if plan.hosts.gpus_per_host == 1 else "GPU workers"
         return [line + "".join(f"; {workers} and gradients that wait: {home}" for home in by_home)]
@@ -97,9 +97,9 @@ def _keeping(plan: Plan) -> str:
     """
     recomputed = sum(layer.activations is ActivationPolicy.RECOMPUTE for layer in plan.layers)
     partly = sum(layer.compiled and layer.activation_budget < 1 for layer in plan.layers)
-    of_partly = f"; part of those of {partly}" if partly else ""
+    part = f"; part of those of {partly}" if partly else ""
     return (
-        f"keep      activations of {len(plan.layers) - recomputed - partly} layers{of_partly}; recompute those of "
+        f"keep      activations of {len(plan.layers) - recomputed - partly} layers{part}; recompute those of "
         f"{recomputed}"
     )
 
@@ -225,9 +225,9 @@ def _muon_lines(plan: Plan) -> list[str]:
     up = plan.num_muon * (torch.float32.itemsize + (plan.gradients.offload_dtype.itemsize if clipped else 0))
     what = "momenta and gradients" if clipped else "momenta"
     when = "after the backward" if clipped else "in the backward"
-    of_gpus = f", divided among {plan.hosts.num_gpus} GPUs" if plan.hosts.num_gpus > 1 else ""
+    gpus = f", divided among {plan.hosts.num_gpus} GPUs" if plan.hosts.num_gpus > 1 else ""
     return [
-        f"muon      directions made {when}{of_gpus}: {what} back to the device, {format_bytes(up)} a step; "
+        f"muon      directions made {when}{gpus}: {what} back to the device, {format_bytes(up)} a step; "
         f"directions to the host, {format_bytes(plan.num_muon * DIRECTION_BYTES)}"
     ]
 
@@ -257,7 +257,6 @@ def _limit(plan: Plan, tier: Tier) -> str:
 
 
 def _processes(plan: Plan) -> int:
-    """Return the bytes of host memory that processes take."""
     return sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST and row.name == "processes")
 
 

@@ -91,7 +91,7 @@ class Request:
     packed_attention: Attention = Attention.SDPA
     free_split: bool = False  # micro-batches are of one sequence, and the plan may choose fewer and larger ones
     active_experts: int | None = None  # number of experts that a token goes to; None: all
-    windows: tuple[int | None, ...] = ()  # sliding window of each block, in tokens; None, or empty: no window
+    sliding_windows: tuple[int | None, ...] = ()  # sliding window of each block, in tokens; None, or empty: no window
     compiled: bool = False  # whether layers are compiled that can be
     mlp_chunk_tokens: int = 0  # tokens that an MLP computes at a time; 0: a whole micro-batch (only make_plan chooses)
     captured: bool | None = None  # a step is a CUDA graph; None: if that is faster (only make_plan chooses)

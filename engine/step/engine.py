@@ -24,9 +24,8 @@ from megatrain_ray.engine.host.interfaces import Host
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.plan.residency import Residency
+from megatrain_ray.engine.plan.residency import Residency, residency_of
 from megatrain_ray.engine.plan.schedule import Visit, forward_visits
-from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
 from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner

@@ -19,8 +19,7 @@ from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall, Out
 from megatrain_ray.engine.model.attention import Attention
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.plan.step_residency import needed_fragments, streamed
+from megatrain_ray.engine.plan.residency import FragmentId, needed_fragments, streamed
 from megatrain_ray.engine.step.step_loss import StepLoss
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 

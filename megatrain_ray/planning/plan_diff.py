@@ -59,7 +59,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "uploads", "parts" if plan.slots.gathered else "whole"
     yield "sums", plan.gradients.sums.value
     yield "shards", ", ".join(map(str, plan.shards.homes)) or str(plan.shards.num_shards)
-    yield "GPU workers", ", ".join(str(of_gpu.home or "anywhere") for of_gpu in plan.hosts.gpu_homes) or "anywhere"
+    yield "GPU workers", ", ".join(str(gpu.home or "anywhere") for gpu in plan.hosts.gpu_homes) or "anywhere"
     yield "predicted", f"{plan.prediction.step_s:.3g} s a step" if plan.prediction else "nothing"
 
 

@@ -245,7 +245,7 @@ def _question_of_parts(
         packed_attention=discovery.packed_attention,
         free_split=config.train.split_is_free,
         active_experts=active_experts(source),
-        windows=windows(source, len(structure.blocks)),
+        sliding_windows=windows(source, len(structure.blocks)),
         compiled=compiled,
         captured=_captured(config),
         num_gpus=hardware.num_gpus,

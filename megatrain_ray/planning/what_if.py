@@ -183,5 +183,4 @@ def print_alternatives(found: Sequence[Alternative]) -> None:
 
 
 def _tokens(plan: Plan) -> int:
-    """Return the number of tokens in a step."""
     return plan.batch_size * plan.step.seq_len

@@ -20,8 +20,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import serial_of
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId
-from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
-from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedWindows
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedSpill, SimulatedUploadBuffers
 from megatrain_ray.engine.shards.adam_shard import AdamShard
 from megatrain_ray.engine.spill.disk_weights import DiskWeights
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
@@ -69,7 +68,9 @@ class LocalHost:
         self._offload_dtype = plan.gradients.offload_dtype
         self._generations = [generation if i in self._order else EVERY_GENERATION for i in range(len(layout.layers))]
         self._spill = SimulatedSpill(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
-        self._windows = SimulatedWindows(plan, layout, lambda stage, op, *after: timeline.account(stage, op, after))
+        self._windows = SimulatedUploadBuffers(
+            plan, layout, lambda stage, op, *after: timeline.account(stage, op, after)
+        )
         self._begun = contextvars.copy_context()  # when reading ahead began, on the virtual clock
         self._ready_at_s = [0.0] * len(layout.layers)
         self._headers: dict[int, tuple[UpdateParams, float]] = {}
@@ -89,10 +90,10 @@ class LocalHost:
         await self._reached(layer, generation)
         disk = self._disk_of(layer)
         parts = [self._arena.part(fragment)] if disk is None else await disk.take(fragment)
-        return HostWeights(parts, self._begun.run(self._windows.fill, fragment, self._ready_at_s[layer], 0.0))
+        return HostWeights(parts, self._begun.run(self._windows.read, fragment, self._ready_at_s[layer], 0.0))
 
     def release(self, fragment: FragmentId, uploaded: Event) -> None:
-        self._windows.leave(fragment, uploaded.at_s)
+        self._windows.release(fragment, uploaded.at_s)
         if disk := self._disk_of(fragment.layer):
             disk.release(uploaded)
 
@@ -120,7 +121,7 @@ class LocalHost:
 
     async def lease(self, layer: int, update: int) -> Lease:
         lease = await self._slab.lease(layer)
-        return replace(lease, free_at_s=self._room.take(layer))
+        return replace(lease, free_at_s=self._room.allocate(layer))
 
     async def lease_direction(self, layer: int, update: int) -> Lease:
         return await self._directions.lease(layer)
@@ -192,7 +193,7 @@ class LocalHost:
         return landed_s
 
     async def _release(self, layer: int, at_s: float) -> None:
-        self._room.leave(layer, at_s)
+        self._room.release(layer, at_s)
         await self._slab.release(layer)
 
     async def _update(self, update: int) -> None:
@@ -208,9 +209,9 @@ class LocalHost:
             for shard in self._shards:
                 await loop.run_in_executor(self._executor, shard.update, layer, gradient, header, serial, moved)
             wanted_s = max(committed_s, landing.at_s if landing else stored_s[layer])
-            after = (wanted_s, self._spill.bring(layer, wanted_s))
+            after = (wanted_s, self._spill.load(layer, wanted_s))
             updated_s = self._timeline.account(Stage.OPTIMIZER, Op("update", layer), after)
-            self._ready_at_s[layer] = self._spill.leave(layer, updated_s)
+            self._ready_at_s[layer] = self._spill.write_back(layer, updated_s)
             if landing:
                 await self._release(layer, updated_s)
             if directions is not None:

@@ -24,7 +24,6 @@ from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.shards.device_shard import DeviceShard
@@ -35,6 +34,7 @@ from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.model.model_source import ModelSource, open_model
 from megatrain_ray.virtual_clock import CostModel, Record, Timeline, unit_cost
+from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState, blob_in_memory
 from tests.support.local_host import LocalHost
 from tests.support.recipes import hyper_of, lora_of, muon_of, rules_of, schedule, step_input

@@ -29,9 +29,7 @@ from megatrain_ray.engine.model.structure import ModelStructure, build_empty
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
-from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
-from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedWindows
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSlab, SimulatedSpill, SimulatedUploadBuffers
 from megatrain_ray.engine.planner.memory.spill_bytes import with_spilled
 from megatrain_ray.engine.planner.request import Candidate
 from megatrain_ray.engine.planner.search.make_plan import activations_of
@@ -40,6 +38,7 @@ from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.weights.weight_source import RandomSource
 from megatrain_ray.planning.run_spec import PlanningProblem
 from megatrain_ray.virtual_clock import CostModel, Op, Record, Stage, Timeline
+from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState
 from tests.support.local_host import LocalHost
 from tests.support.recipes import hyper_of
@@ -82,7 +81,7 @@ class StandIn:
         host._spill = SimulatedSpill(
             self.plan, self._layout, lambda stage, op, *after_s: timeline.account(stage, op, after_s)
         )
-        host._windows = SimulatedWindows(
+        host._windows = SimulatedUploadBuffers(
             self.plan, self._layout, lambda stage, op, *after_s: timeline.account(stage, op, after_s)
         )
         host._room = SimulatedSlab(self.plan, self._layout)
@@ -158,7 +157,7 @@ class StandIn:
     def _prices(self) -> Prices:
         question, plan = self.question, self.plan
         request, machine = question.request, question.machine
-        work = work_of(question.structure, request.active_experts, request.windows)
+        work = work_of(question.structure, request.active_experts, request.sliding_windows)
         disk = machine.spill.bytes_per_s if machine.spill else math.inf
         basis = CostBasis(
             question.structure, self._layout, work, machine.rates, machine.profile is not None, request.z_loss, disk

@@ -13,9 +13,8 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.model.flops import LayerWork
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.plan.residency import Residency
+from megatrain_ray.engine.plan.residency import Residency, residency_of
 from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, visits
-from megatrain_ray.engine.plan.step_residency import residency_of
 
 
 class KnownPrices(NamedTuple):

@@ -67,7 +67,7 @@ class Prices:
         self._profile = basis.profile
         self.num_tokens = plan.step.micro_batch_size * plan.step.seq_len
         self._known = basis.known_prices(plan, activations).of_layers
-        self._of_products = cache(self._price_products)
+        self._products_s = cache(self._price_products)
 
     def __call__(self, stage: Stage, op: Op) -> float:
         if stage in (Stage.H2D, Stage.D2H):
@@ -137,8 +137,8 @@ class Prices:
         """Return the bytes that an update of the layer reads and writes, over all hosts."""
         plan = self._plan.layers[layer]
         moments = 2 * self._plan.precision.element_bytes * plan.num_trained
-        of_muon = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
-        return moments + of_muon + self._plan.gradients.offload_dtype.itemsize * plan.num_trained
+        muon_bytes = (DIRECTION_BYTES - 2 * SECOND_MOMENT_BYTES) * plan.num_muon
+        return moments + muon_bytes + self._plan.gradients.offload_dtype.itemsize * plan.num_trained
 
     def _compute(self, name: str, layer: int) -> float:
         match name:
@@ -167,11 +167,11 @@ class Prices:
         With gradients added in pairs the sum is read and written half as often.
         """
         size = self._basis.layout.layers[layer].trained.size
-        item, of_sum = self._plan.precision.working_dtype.itemsize, self._plan.gradients.accumulate_dtype.itemsize
+        item, sum_itemsize = self._plan.precision.working_dtype.itemsize, self._plan.gradients.accumulate_dtype.itemsize
         several = self._plan.step.num_micro_batches > 1
         if self._plan.compute.chunks_add_to_sums and layer == len(self._plan.layers) - 1:
             size = 0  # the loss has already added the head's gradient
-        summed = (1 + several) * of_sum / (2 if layer in self._plan.paired_layers else 1)
+        summed = (1 + several) * sum_itemsize / (2 if layer in self._plan.paired_layers else 1)
         working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + summed))
         return working_s + self._recomputed(layer) + self._in_chunks(layer)
 
@@ -184,8 +184,8 @@ class Prices:
         # For short sequences attention is a few percent and is priced like the products, as it was when predictions
         # were compared with real steps. For long ones it is most of the work.
         attending = cost.of_attention if is_long(self._plan.step.seq_len) else 0.0
-        of_products = self._profile.matmul_s(self._plan.precision.compute, cost.recomputed_flops - attending)
-        return of_products + self._profile.attention_s(self._plan.step.seq_len, attending)
+        products_s = self._profile.matmul_s(self._plan.precision.compute, cost.recomputed_flops - attending)
+        return products_s + self._profile.attention_s(self._plan.step.seq_len, attending)
 
     def _in_chunks(self, layer: int) -> float:
         """Return the seconds that the backward of an MLP in chunks takes beyond that of a whole one.
@@ -197,8 +197,8 @@ class Prices:
             return 0.0
         products = tuple(product for product in self._basis.work[layer].products if product.of_mlp)
         summed = sum(p.elements for p in products if p.trained) * (2 * self._plan.precision.working_dtype.itemsize + 8)
-        of_chunk = self._of_products(products, 1, chunk) + summed / self._profile.device_bytes_per_s
-        return self._plan.num_mlp_chunks * of_chunk
+        chunk_s = self._products_s(products, 1, chunk) + summed / self._profile.device_bytes_per_s
+        return self._plan.num_mlp_chunks * chunk_s
 
     def _layer(self, layer: int, passes: int, traffic: int, more_bytes: float) -> float:
         """Return the seconds of one micro-batch through one layer.
@@ -215,7 +215,7 @@ class Prices:
             kept *= COMPILED_TRAFFIC
         boundary = self._activations.boundary[min(layer + 1, len(self._activations.boundary) - 1)]
         moved = traffic * kept + 2 * boundary + more_bytes
-        working_s = self._products(work.products, passes) + moved / self._profile.device_bytes_per_s
+        working_s = self._micro_batch_products_s(work.products, passes) + moved / self._profile.device_bytes_per_s
         if work.attention and work.attention.width:
             num_tokens, seq_len = self.num_tokens, self._plan.step.seq_len
             flops = passes * work.attention.flops(num_tokens, num_tokens * seq_len)
@@ -223,13 +223,12 @@ class Prices:
         return max(working_s, self._launches(work.products, passes))
 
     def _launches(self, products: Sequence[Product], passes: int) -> float:
-        """Return the seconds that the host takes to submit a layer's operations."""
         if self._plan.step.captured:
             return 0.0  # the device launches the operations of the graph by itself
         return passes * LAUNCHES * (1 + len(products)) * self._profile.launch_s
 
-    def _products(self, products: tuple[Product, ...], passes: int) -> float:
-        return self._of_products(products, passes, self.num_tokens)
+    def _micro_batch_products_s(self, products: tuple[Product, ...], passes: int) -> float:
+        return self._products_s(products, passes, self.num_tokens)
 
     def _price_products(self, products: tuple[Product, ...], passes: int, num_tokens: int) -> float:
         """Return the seconds of these products.
@@ -250,7 +249,7 @@ class Prices:
         products, chunk = self._basis.work[layer].products, self._plan.compute.loss_chunk_tokens
         num_chunks = math.ceil(self.num_tokens / chunk)
         item = self._plan.precision.working_dtype.itemsize
-        of_one = logits_bytes(
+        logit_bytes = logits_bytes(
             self._basis.structure,
             self._plan.precision,
             1,
@@ -259,8 +258,8 @@ class Prices:
         )
         trained = sum(p.elements for p in products if p.trained)
         sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 or self._plan.compute.chunks_add_to_sums else 0
-        working_s = (self.num_tokens * LOSS_TRAFFIC * of_one + sums) / self._profile.device_bytes_per_s
-        working_s += num_chunks * sum(self._of_products(products, passes, chunk) for passes in (1, 2))
+        working_s = (self.num_tokens * LOSS_TRAFFIC * logit_bytes + sums) / self._profile.device_bytes_per_s
+        working_s += num_chunks * sum(self._products_s(products, passes, chunk) for passes in (1, 2))
         return max(working_s, num_chunks * self._launches(products, 3))
 
     def _orthogonalize(self, layer: FlatLayout) -> float:
@@ -270,11 +269,11 @@ class Prices:
         each has an equal share of all layers together. In a backward, however, sums over GPUs keep them in step layer
         by layer, so the largest part counts.
         """
-        of_parts = [part.flops for part in matrix_parts(layer, self._plan.hosts.num_gpus)]
-        total = sum(of_parts)
+        part_flops = [part.flops for part in matrix_parts(layer, self._plan.hosts.num_gpus)]
+        total = sum(part_flops)
         if not total:
             return 0.0
         in_backward = self._plan.step.update_order is UpdateOrder.BACKWARD
-        flops = max(of_parts) if in_backward else total / self._plan.hosts.num_gpus
+        flops = max(part_flops) if in_backward else total / self._plan.hosts.num_gpus
         moved = 16 * layer.num_muon * flops / total
         return self._profile.matmul_s("bf16", NS_STEPS * flops) + moved / self._profile.device_bytes_per_s

@@ -44,27 +44,27 @@ class SimulatedActivations:
         """
         self._clocks = clocks
         self._windows = SimulatedFile(plan.disk.num_staging_buffers * plan.disk.staging_buffer_bytes, clocks.run)
-        self._leaving = [[_move(plan, i, kind) for kind in away(layer)] for i, layer in enumerate(plan.layers)]
+        self._offloaded = [[_move(plan, i, kind) for kind in away(layer)] for i, layer in enumerate(plan.layers)]
         self._moving: set[int] = set()  # visits for which activations move
         self._stops: list[_Stop] = []  # of these visits, in their order
         if plan.moves_activations:
-            self._note(plan, visits)
+            self._plan_stops(plan, visits)
         self.begin()
 
-    def _note(self, plan: Plan, visits: Sequence[Visit]) -> None:
-        of_visits = [[_move(plan, i, kind) for kind, i in needed(plan, v.phase, v.layer)] for v in visits]
+    def _plan_stops(self, plan: Plan, visits: Sequence[Visit]) -> None:
+        moves_by_visit = [[_move(plan, i, kind) for kind, i in needed(plan, v.phase, v.layer)] for v in visits]
         sweep: list[Op] | None = None  # reloads from disk in the current backward sweep
-        for visit, moves, of_next in zip(visits, of_visits, [*of_visits[1:], []], strict=True):
+        for visit, moves, next_moves in zip(visits, moves_by_visit, [*moves_by_visit[1:], []], strict=True):
             is_first = visit.phase in RETURNING and sweep is None
             if visit.phase is Phase.FORWARD:
                 sweep = None
-                if self._leaving[visit.layer]:
+                if self._offloaded[visit.layer]:
                     self._moving.add(visit.index)
-            elif visit.phase in RETURNING and (moves or of_next or (is_first and plan.disk_activations)):
+            elif visit.phase in RETURNING and (moves or next_moves or (is_first and plan.disk_activations)):
                 self._moving.add(visit.index)
                 sweep = [] if sweep is None else sweep
                 count = len(visit.micro_batches)
-                stops = [_Stop(moves, k < count - 1 or bool(of_next), []) for k in range(count)]
+                stops = [_Stop(moves, k < count - 1 or bool(next_moves), []) for k in range(count)]
                 if is_first:
                     stops[0] = stops[0]._replace(sweep=sweep)
                 self._stops += stops
@@ -81,13 +81,13 @@ class SimulatedActivations:
         """Return whether activations are offloaded or reloaded for this visit."""
         return visit.index in self._moving
 
-    def leave(self, layer: int) -> None:
+    def offload(self, layer: int) -> None:
         """Offload activations after a layer's forward.
 
         Their memory is free only after the next offloading forward, which waits here for the offloads before its own.
         """
         before_s = self._out_s
-        for op, on_disk in self._leaving[layer]:
+        for op, on_disk in self._offloaded[layer]:
             after_s = self._clocks.computed_s
             left_s = self._windows.leave(op, after_s) if on_disk else self._clocks.run(Stage.D2H, op, after_s)
             self._out_s = max(self._out_s, left_s)

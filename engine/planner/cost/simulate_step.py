@@ -5,8 +5,7 @@ slots, the offloader and the shards wait for is repeated here in a few lines eac
 tests/engine/planner/cost/test_simulation.py compares both.
 
 Visits, loads and updates are in this module. On the same clocks move gradients (simulate_gradients.py), Muon's
-directions and working copies on disk (simulated_buffers.py), activations (simulate_activations.py) and spilled state
-(simulate_disk.py).
+directions and what is on disk (simulated_buffers.py), and activations (simulate_activations.py).
 
 Without clipping the room in the slab is not simulated. A full slab can then hold up a backward, but otherwise the next
 forward would wait as long, so a step takes as long.
@@ -25,9 +24,8 @@ from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.residency import FragmentId, Residency
 from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.planner.cost.simulate_activations import SimulatedActivations
-from megatrain_ray.engine.planner.cost.simulate_disk import SimulatedSpill
 from megatrain_ray.engine.planner.cost.simulate_gradients import SimulatedGradients
-from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedWindows
+from megatrain_ray.engine.planner.cost.simulated_buffers import SimulatedSpill, SimulatedUploadBuffers
 from megatrain_ray.engine.planner.cost.stage_clocks import Clocks
 from megatrain_ray.virtual_clock import CostModel, Op, Stage
 
@@ -74,11 +72,11 @@ class Simulation:
         self._clocks = Clocks(cost)
         self._activations = SimulatedActivations(plan, visits, self._clocks)
         self._spill = SimulatedSpill(plan, layout, self._clocks.run)
-        self._windows = SimulatedWindows(plan, layout, self._clocks.run)
+        self._upload_buffers = SimulatedUploadBuffers(plan, layout, self._clocks.run)
         self._gradients = SimulatedGradients(plan, layout, self._clocks, self._spill)
         self._on_device = plan.hbm_layers
         self._by_gpu = {i for i, layer in enumerate(plan.layers) if layer.updated_by == "gpu"}
-        self._waiting = plan.gradients_on_device
+        self._gradients_on_device = plan.gradients_on_device
         self._generation_s = [0.0] * len(plan.layers)
         self._moved_s = 0.0  # when the step's own gradients and directions had left the device
 
@@ -115,9 +113,9 @@ class Simulation:
             num_bytes = span.size * self._plan.precision.working_dtype.itemsize
             op = Op("load", layer, fragment=load.fragment.index, num_bytes=num_bytes)
             free_s = self._released_s[load.after_visit] if load.after_visit >= 0 else self._start_s
-            generation_s = self._windows.fill(load.fragment, self._generation_s[layer], self._start_s)
+            generation_s = self._upload_buffers.read(load.fragment, self._generation_s[layer], self._start_s)
             end_s = self._fill(op, self._start_s, free_s, generation_s)
-            self._windows.leave(load.fragment, end_s)
+            self._upload_buffers.release(load.fragment, end_s)
             self._arrivals[load.fragment] = _Arrival(generation_s, end_s)
 
     def _fill(self, op: Op, *after_s: float) -> float:
@@ -136,20 +134,20 @@ class Simulation:
 
     def _visit(self, visit: Visit) -> None:
         if visit.index + 1 < len(self._visits):
-            self._gradients.expect(self._visits[visit.index + 1])
+            self._gradients.prefetch_sum(self._visits[visit.index + 1])
         for fragment in self._residency.slots[visit.index]:
             if fragment.layer not in self._on_device:
                 arrival = self._arrivals[fragment]
                 self._clocks.wait(arrival.generation_s, "optimizer")
                 self._clocks.wait(arrival.end_s, "h2d")
-        self._gradients.expect_momentum(visit, self._momentum_s(visit.layer))
+        self._gradients.prefetch_momentum(visit, self._momentum_s(visit.layer))
         count = len(visit.micro_batches)
-        if self._gradients.has_one(visit):
+        if self._gradients.adds_gradient(visit):
             if visit.phase is Phase.HEAD and self._plan.compute.chunks_add_to_sums:
-                self._gradients.open(visit.layer)
+                self._gradients.wait_for_region(visit.layer)
             num_added = 2 if visit.layer in self._plan.paired_layers else 1  # micro-batches at a time
             self._compute(visit, num_added)
-            self._gradients.open(visit.layer)
+            self._gradients.wait_for_region(visit.layer)
             self._compute(visit, count - num_added)
             self._complete(visit)
         else:
@@ -169,7 +167,7 @@ class Simulation:
             for name in operations(visit.phase, self._plan.layers[visit.layer].activations):
                 self._clocks.run(Stage.COMPUTE, Op(name, visit.layer), count=1 if moves else count)
             if moves and visit.phase is Phase.FORWARD:
-                self._activations.leave(visit.layer)
+                self._activations.offload(visit.layer)
 
     def _complete(self, visit: Visit) -> None:
         self._gradients.complete(visit)
@@ -194,14 +192,14 @@ class Simulation:
                 self._gradients.reload(layer, self._momentum_s(layer))
         self._moved_s = self._clocks.end_s[Stage.D2H]
         for layer in self._plan.layer_order:
-            waited = layer in self._waiting
+            waited = layer in self._gradients_on_device
             landed_s = (
                 self._gradients.offload_deferred(layer, committed_s) if waited else self._gradients.landed_s[layer]
             )
             op = Op("update", layer)
-            there_s = self._spill.bring(layer, max(committed_s, landed_s))
+            there_s = self._spill.load(layer, max(committed_s, landed_s))
             updated_s = self._clocks.run(Stage.OPTIMIZER, op, committed_s, landed_s, there_s)
-            self._generation_s[layer] = self._spill.leave(layer, updated_s)
+            self._generation_s[layer] = self._spill.write_back(layer, updated_s)
             self._gradients.updated(layer, updated_s)
 
 

@@ -67,8 +67,8 @@ class Ring:
         """Begin a step: all regions are empty."""
         self._empty_s.clear()
 
-    def empty(self, layer: int) -> float:
+    def empty_s(self, layer: int) -> float:
         return self._empty_s.get(self._index[layer], 0.0)
 
-    def leave(self, layer: int, at_s: float) -> None:
+    def release(self, layer: int, at_s: float) -> None:
         self._empty_s[self._index[layer]] = at_s

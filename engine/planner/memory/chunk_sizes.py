@@ -42,10 +42,10 @@ def chunk_tokens(
     backward: bytes that the largest backward of a layer takes.
     """
     tokens = plan.step.micro_batch_size * plan.step.seq_len
-    of_one = logits_bytes(structure, plan.precision, 1, z_loss=z_loss, compiled=plan.compute.compiled_loss)
+    logit_bytes = logits_bytes(structure, plan.precision, 1, z_loss=z_loss, compiled=plan.compute.compiled_loss)
     share = max(LOGITS_BYTES, int(LOGITS_SHARE * (plan.limits.hbm_bytes or 0)))
     room = backward - beside - _gradient_bytes(plan, layout, chunked=True)
-    most = min(max(share, room) // of_one, MAX_LOGITS // structure.vocab_size)
+    most = min(max(share, room) // logit_bytes, MAX_LOGITS // structure.vocab_size)
     if tokens <= most:
         return tokens
     fewest = -(-tokens // max(LOSS_CHUNK_TOKENS, most // LOSS_CHUNK_TOKENS * LOSS_CHUNK_TOKENS))
@@ -82,10 +82,10 @@ def _head_bytes(plan: Plan, elements: int, *, chunked: bool) -> int:
     If chunks add to the step's sum, they have no sum of their own. Else this is 0 with one chunk, because the backward
     counts it.
     """
-    of_chunk = elements * plan.precision.working_dtype.itemsize
+    chunk_bytes = elements * plan.precision.working_dtype.itemsize
     if plan.compute.chunks_add_to_sums:
-        return of_chunk
-    return of_chunk + 4 * elements if chunked else 0
+        return chunk_bytes
+    return chunk_bytes + 4 * elements if chunked else 0
 
 
 # With this many tokens a product is as fast as a larger one. The gradient of the weights, which every chunk adds to an

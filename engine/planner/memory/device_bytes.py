@@ -67,15 +67,15 @@ def device_memory_items(
 
     plan: complete but for its rows.
     """
-    of_activations = activation_rows(plan, structure, layout, activations, z_loss=z_loss)
+    activation_items = activation_rows(plan, structure, layout, activations, z_loss=z_loss)
     rows = slot_rows(plan)
     rows |= _resident_rows(plan, layout)
     if plan.gradients_on_device:
         waiting = waiting_row(
-            plan, layout, of_activations.held, plan.gradients_on_device, frozenset(plan.deferred_offload_layers)
+            plan, layout, activation_items.held, plan.gradients_on_device, frozenset(plan.deferred_offload_layers)
         )
         rows["gradients in HBM"] = waiting
-    rows |= of_activations.rows
+    rows |= activation_items.rows
     if layout.with_muon:
         rows["muon"] = muon_row(plan, layout)
     return (MemoryItem(Tier.HBM, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
@@ -89,8 +89,8 @@ def slot_rows(plan: Plan) -> dict[str, Row]:
     slots, dtype = plan.slots, dtype_name(plan.gradients.accumulate_dtype)
     num_bytes = sum(slots.gradient_bytes) + sum(slots.rounded_bytes)
     formula = f"{len(slots.gradient_bytes)} of {dtype} + {len(slots.rounded_bytes)} leaving"
-    of_slots = sum(s.num_bytes for s in slots.weights), f"{len(slots.weights)} regions"
-    return {"slots": of_slots, "gradient slots": (num_bytes, formula)}
+    weights = sum(s.num_bytes for s in slots.weights), f"{len(slots.weights)} regions"
+    return {"slots": weights, "gradient slots": (num_bytes, formula)}
 
 
 def activation_rows(
@@ -102,12 +102,12 @@ def activation_rows(
     """
     live = plan.step.num_live_micro_batches
     # Without the head: its forward and backward are in one visit, so nothing has to wait.
-    of_blocks = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
+    block_bytes = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
-    staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*of_blocks, 0], plan.layers, strict=True)]
+    staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*block_bytes, 0], plan.layers, strict=True)]
     held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
-    of_loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
-    work = max(of_loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations))
+    loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
+    work = max(loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations))
     rows: dict[str, Row] = {
         "boundary activations": _boundaries(plan, structure, sum(stays)),
         "kept activations": _kept(plan, staying),
@@ -161,9 +161,9 @@ def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
     recomputed are there for one segment at a time, and one that is copied.
     """
     live = plan.step.num_live_micro_batches
-    of_layers = [layer.boundary_bytes if layer.boundary in ELSEWHERE else 0 for layer in plan.layers]
-    passing = max(sum(of_layers[i] for i in block) for block in structure.blocks)
-    of_segments = [
+    passing_bytes = [layer.boundary_bytes if layer.boundary in ELSEWHERE else 0 for layer in plan.layers]
+    passing = max(sum(passing_bytes[i] for i in block) for block in structure.blocks)
+    segment_bytes = [
         sum(layer.boundary_bytes for layer in segment)
         for replayed, segment in groupby(plan.layers, lambda layer: layer.boundary is None)
         if replayed
@@ -174,10 +174,10 @@ def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
     if passing:
         num_bytes += (2 * live + 1) * passing
         formula += f" + {2 * live + 1} × {format_bytes(passing)} that pass"
-    if of_segments:
+    if segment_bytes:
         one = max(layer.boundary_bytes for layer in plan.layers if layer.boundary is None)
-        num_bytes += live * max(of_segments) + one
-        formula += f" + {live} × {format_bytes(max(of_segments))} of a segment + {format_bytes(one)}"
+        num_bytes += live * max(segment_bytes) + one
+        formula += f" + {live} × {format_bytes(max(segment_bytes))} of a segment + {format_bytes(one)}"
     return num_bytes, formula
 
 
@@ -192,8 +192,8 @@ def _kept(plan: Plan, staying: Sequence[int]) -> Row:
     """
     live, num_passing = plan.step.num_live_micro_batches, 0
     num_bytes, formula = live * sum(staying), f"{live} micro-batches × {format_bytes(sum(staying))}"
-    of_stops = (sum(plan.layers[i].kept_bytes for i in together) for together in plan.kept_until)
-    if passing := max(of_stops):
+    together_bytes = (sum(plan.layers[i].kept_bytes for i in together) for together in plan.kept_until)
+    if passing := max(together_bytes):
         last = max(i for i, layer in enumerate(plan.layers) if layer.kept_bytes)
         num_passing = 1 if live * sum(staying[last + 1 :]) >= passing else 2
         num_bytes += num_passing * passing
@@ -219,15 +219,15 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
 
     def of(index: int, layer: LayerPlan) -> int:
         gradients = layout.trained_sizes[index] * item
-        of_pair = gradients if index in paired else 0
+        paired_bytes = gradients if index in paired else 0
         chunk = _chunk_bytes(plan, activations, index, layer, layout.trained_sizes[index])
         if not layer.compiled:
-            return 2 * activations.kept[index] + chunk + boundaries + gradients + of_pair
+            return 2 * activations.kept[index] + chunk + boundaries + gradients + paired_bytes
         whole = activations.kept_at_most(index)
         graph = _compiled_bytes(whole, boundaries, layer.activation_budget)
         if chunk:
             graph = max(graph + chunk, int(CHUNKED_BACKWARD * whole))
-        most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + of_pair
+        most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + paired_bytes
         return most - activations.kept_within(index, layer.activation_budget)
 
     different = {
@@ -248,9 +248,9 @@ def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: La
     """
     if not (whole := activations.mlp_bytes(index, compiled=layer.compiled)):
         return 0
-    of_chunk = whole // plan.num_mlp_chunks
-    of_weights = num_trained * (torch.float32.itemsize + plan.precision.working_dtype.itemsize)
-    return int((COMPILED_BACKWARD if layer.compiled else 2) * of_chunk) + of_weights
+    chunk_bytes = whole // plan.num_mlp_chunks
+    weight_bytes = num_trained * (torch.float32.itemsize + plan.precision.working_dtype.itemsize)
+    return int((COMPILED_BACKWARD if layer.compiled else 2) * chunk_bytes) + weight_bytes
 
 
 def _compiled_bytes(whole: int, boundaries: int, activation_budget: float) -> int:

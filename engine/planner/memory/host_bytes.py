@@ -37,10 +37,10 @@ def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
     marks = WORD_BYTES * (units + plan.shards.num_shards)
     rows: dict[str, tuple[int, str]] = {
         "working copy": (working, f"{size} padded elements"),
-        "optimizer state": _of_state(plan, layout),
+        "optimizer state": _state(plan, layout),
         "gradients in waiting": (plan.gradients.slab_bytes, f"slab, {plan.gradients.slab_itemsize} bytes an element"),
         "journals": (threads * room_bytes(plan.precision) + marks, f"up to {threads} threads' old contents, marks"),
-        "processes": _of_processes(plan),
+        "processes": _processes(plan),
     }
     if plan.uses_disk:
         count = f"{plan.shards.num_shards} × {plan.disk.num_state_slots}"
@@ -49,41 +49,41 @@ def host_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
     if plan.weights_on_disk:
         formula = f"{plan.disk.num_upload_buffers} working copies of layers on their way from disk to the device"
         rows["weight windows"] = windows_bytes(plan, layout), formula
-    of_each = _of_each(plan)
+    each_gpu = _each_gpu(plan)
     if plan.boundary_bytes:
         rows["boundary activations"] = (
             plan.hosts.gpus_per_host * plan.boundary_bytes,
-            f"what enters layers, until their backward{of_each}",
+            f"what enters layers, until their backward{each_gpu}",
         )
     if plan.kept_bytes:
         rows["kept activations"] = (
             plan.hosts.gpus_per_host * plan.kept_bytes,
-            f"what layers keep, until their backward{of_each}",
+            f"what layers keep, until their backward{each_gpu}",
         )
     if plan.disk_activations:
-        rows["activation windows"] = _of_windows(plan)
+        rows["activation windows"] = _staging_buffers(plan)
     if plan.num_muon:
         rows["directions in waiting"] = plan.gradients.direction_slab_bytes, "Muon's, bf16, of four layers at most"
     return (MemoryItem(Tier.HOST, name, num_bytes, formula) for name, (num_bytes, formula) in rows.items())
 
 
-def _of_each(plan: Plan) -> str:
+def _each_gpu(plan: Plan) -> str:
     return f", of each of {plan.hosts.gpus_per_host} GPUs" if plan.hosts.gpus_per_host > 1 else ""
 
 
-def _of_windows(plan: Plan) -> tuple[int, str]:
+def _staging_buffers(plan: Plan) -> tuple[int, str]:
     on_disk, windows = plan.disk_activations, windows_of(plan)
     num_bytes = windows.host_bytes(on_disk)
     formula = f"{plan.disk.num_staging_buffers} × {format_bytes(plan.disk.staging_buffer_bytes)}{ON_THEIR_WAY}"
-    return plan.hosts.gpus_per_host * num_bytes, formula + _of_each(plan)
+    return plan.hosts.gpus_per_host * num_bytes, formula + _each_gpu(plan)
 
 
-def _of_processes(plan: Plan) -> tuple[int, str]:
+def _processes(plan: Plan) -> tuple[int, str]:
     count = OTHER_PROCESSES - 1 + plan.hosts.gpus_per_host + plan.shards.num_shards
-    of_gpus = plan.hosts.gpus_per_host * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
+    gpu_bytes = plan.hosts.gpus_per_host * BESIDE_GPU_BYTES if plan.device == "cuda" else 0
     gpus = "a GPU" if plan.hosts.gpus_per_host == 1 else f"{plan.hosts.gpus_per_host} GPUs"
-    more = f" + {format_bytes(of_gpus)} for {gpus}" if of_gpus else ""
-    return count * PROCESS_BYTES + of_gpus, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
+    more = f" + {format_bytes(gpu_bytes)} for {gpus}" if gpu_bytes else ""
+    return count * PROCESS_BYTES + gpu_bytes, f"{count} × {format_bytes(PROCESS_BYTES)}{more}"
 
 
 def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
@@ -91,25 +91,25 @@ def disk_memory_items(plan: Plan, layout: ModelLayout) -> Iterator[MemoryItem]:
 
     plan: complete but for its rows.
     """
-    of_gradients, of_state, of_weights = spilled_bytes(plan, layout)
+    gradient_bytes, state_bytes, weight_bytes = spilled_bytes(plan, layout)
     if stored := plan.gradients_on_disk:
         itemsize = plan.gradients.offload_dtype.itemsize
         formula = f"{itemsize} bytes an element of {len(stored)} layers, written and read once a step"
-        yield MemoryItem(Tier.NVME, "gradients in waiting", of_gradients, formula)
+        yield MemoryItem(Tier.NVME, "gradients in waiting", gradient_bytes, formula)
     if spilled := plan.spilled_layers:
         formula = f"{plan.precision.state_bytes} bytes of state of {len(spilled)} layers, read and written once a step"
-        yield MemoryItem(Tier.NVME, "optimizer state", of_state, formula)
+        yield MemoryItem(Tier.NVME, "optimizer state", state_bytes, formula)
     if on_disk := plan.weights_on_disk:
         formula = f"working copies of {len(on_disk)} layers, read and written once a step, and read for every upload"
-        yield MemoryItem(Tier.NVME, "weights", of_weights, formula)
+        yield MemoryItem(Tier.NVME, "weights", weight_bytes, formula)
     if plan.disk_activations:
         times = "once" if plan.step.num_sweeps == 1 else f"{plan.step.num_sweeps} times"
-        of = f"of {len(plan.disk_activations)} layers and micro-batches{_of_each(plan)}"
+        of = f"of {len(plan.disk_activations)} layers and micro-batches{_each_gpu(plan)}"
         formula = f"{of}, written and read {times} a step"
         yield MemoryItem(Tier.NVME, "activations", plan.activation_files_bytes, formula)
 
 
-def _of_state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
+def _state(plan: Plan, layout: ModelLayout) -> tuple[int, str]:
     in_memory = plan.host_layers - plan.spilled_layers
     on_host = [layout.layers[i] for i in in_memory]
     per_element, size = plan.precision.state_bytes, sum(layout.shares[i].trained.size for i in in_memory)

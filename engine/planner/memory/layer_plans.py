@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -12,143 +12,111 @@ from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.device_bytes import kept_bytes
-from megatrain_ray.engine.planner.memory.gradient_placement import GradientPlacement
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDisk
 from megatrain_ray.engine.planner.request import Candidate, Request, SpillFirst
 
 Layers = tuple[LayerPlan, ...]
+# Values that stand for all values of fields that make no difference to layers.
+ANY_STEP: dict[str, Any] = {
+    "order": LoopOrder.MICRO_BATCHES_OUTER, "num_block_slots": 0, "num_edge_slots": 0, "sums": Tier.HBM,
+    "spills_activations": False, "spill_first": SpillFirst.LEAST,
+}  # fmt: skip
+# Fields that only decide which layers are in which of the groups of `_LayerPolicy.groups_of`.
+ANY_GROUPS: dict[str, Any] = {
+    "gradients": Tier.HOST, "num_waiting": 0, "hbm_layers": frozenset(), "num_tail_blocks": 0, "num_staying": 0
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LayerPlanBuilder:
-    """Makes the layers of all candidates of one request; results that many candidates share are made once."""
+    """Makes the layers of all candidates of one request. A layer that several candidates treat alike is made once."""
 
     structure: ModelStructure
     layout: ModelLayout
     activations: ActivationBytes
     request: Request
-    whole: dict[tuple[Candidate, LayersOnDisk], Layers] = field(default_factory=dict)
-    single: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
-    different: dict[tuple[object, ...], LayerPlan] = field(default_factory=dict)  # by layer and its _LayerPlacement
+    known: dict[tuple[Candidate, LayersOnDisk], Layers] = field(default_factory=dict)
+    known_layers: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
 
-    def of(self, candidate: Candidate, on_disk: LayersOnDisk = NOTHING) -> Layers:
-        order = LoopOrder.MICRO_BATCHES_OUTER
-        alike = replace(
-            candidate,
-            order=order,
-            num_block_slots=0,
-            num_edge_slots=0,
-            sums=Tier.HBM,
-            spills_activations=False,
-            spill_first=SpillFirst.LEAST,
-        )
-        if (alike, on_disk) not in self.whole:
-            self.whole[alike, on_disk] = self._all(alike, on_disk)
-        return self.whole[alike, on_disk]
+    def of(self, candidate: Candidate, deferred: frozenset[int], on_disk: LayersOnDisk = NOTHING) -> Layers:
+        """Return the layers of the candidate's plan.
 
-    def _all(self, candidate: Candidate, on_disk: LayersOnDisk) -> Layers:
-        ways = _LayerPolicy(self, candidate)
-        # The key of each layer below holds what these fields decide.
-        alike = replace(
-            candidate, gradients=Tier.HOST, num_waiting=0, hbm_layers=frozenset(), num_tail_blocks=0, num_staying=0
-        )
-        known, layers = self.single.setdefault(alike, {}), []
-        for i in range(len(self.layout.layers)):
-            key = (*ways.of(i), *[i in of_kind for of_kind in on_disk])
-            layer = known.get(key)
-            if layer is None:
-                layer = known[key] = self._layer(i, ways.choices(i, on_disk))
-            layers.append(layer)
-        return tuple(layers)
+        deferred: host layers whose gradients wait on the device.
+        """
+        candidate = replace(candidate, **ANY_STEP)
+        if (candidate, on_disk) not in self.known:
+            policy = _LayerPolicy(self, candidate, deferred, on_disk)
+            made, layers = self.known_layers.setdefault(replace(candidate, **ANY_GROUPS), {}), []
+            for index in range(len(self.layout.layers)):
+                groups = policy.groups_of(index)
+                if groups not in made:
+                    made[groups] = policy.layer(index)
+                layers.append(made[groups])
+            self.known[candidate, on_disk] = tuple(layers)
+        return self.known[candidate, on_disk]
 
-    def _layer(self, index: int, choices: _LayerPlacement) -> LayerPlan:
-        if (index, choices) not in self.different:
-            self.different[index, choices] = self._make_layer(index, choices)
-        return self.different[index, choices]
 
-    def _make_layer(self, index: int, choices: _LayerPlacement) -> LayerPlan:
-        layer = self.layout.layers[index]
-        on_device = choices.weights is Tier.HBM
+class _LayerPolicy:
+    """Decides how one candidate treats each layer."""
+
+    def __init__(
+        self, builder: LayerPlanBuilder, candidate: Candidate, deferred: frozenset[int], on_disk: LayersOnDisk
+    ) -> None:
+        self._structure = builder.structure
+        self._layout = builder.layout
+        self._activations = builder.activations
+        self._is_compiled = builder.request.compiled
+        self._candidate = candidate
+        self._deferred = deferred
+        self._on_disk = on_disk
+        last = len(builder.layout.layers) - 1
+        self._first_tail_block = last - candidate.num_tail_blocks
+        self._offloaded = range(0)  # layers with a backward whose kept activations wait on the host or on disk
+        if candidate.kept is not Tier.HBM:
+            first = max(self._first_tail_block, self._layout.lowest_trained)
+            self._offloaded = range(first, last - candidate.num_staying)
+
+    def groups_of(self, index: int) -> tuple[int | bool, ...]:
+        """Return the layer's index, and for each group of layers that are treated differently whether it is in it.
+
+        These are layers on the device, layers whose gradients wait there though they are on the host, the last blocks,
+        which keep more, layers that offload what they keep, and layers with something on disk.
+        """
+        d = self._on_disk
+        return (
+            index, index in self._candidate.hbm_layers, index in self._deferred, index >= self._first_tail_block,
+            index in self._offloaded, index in d.gradients, index in d.state, index in d.weights,
+            index in d.boundaries, index in d.kept,
+        )  # fmt: skip
+
+    def layer(self, index: int) -> LayerPlan:
+        layer, on_disk = self._layout.layers[index], self._on_disk
+        on_device = index in self._candidate.hbm_layers
+        home = Tier.HBM if on_device else Tier.HOST
+        waits = Tier.HBM if index in self._deferred else home
+        budget = self._budget(index)
+        compiled = self._is_compiled and self._activations.has_budget(index, budget)
         plan = LayerPlan(
             name=layer.name,
             num_parameters=layer.logical_size,
             num_trained=layer.num_trained,
             num_muon=layer.num_muon,
             num_fragments=len(layer.fragments),
-            weights=choices.weights,
-            state=choices.state,
-            gradients=choices.gradients,
-            boundary=choices.boundary,
-            boundary_bytes=self.activations.boundary[index],
-            activations=choices.activations,
-            compiled=choices.compiled,
-            activation_budget=choices.budget,
-            updated_by=("gpu" if on_device else "cpu") if layer.num_trained else "nobody",
-        )
-        kept = 0 if choices.kept is Tier.HBM else kept_bytes(self.activations, index, plan)
-        part = self.structure.layers[index].part
-        later = part.later if part else 0
-        return replace(plan, kept=choices.kept, kept_bytes=kept, kept_later=later) if kept else plan
-
-
-class _LayerPlacement(NamedTuple):
-    """Holds everything that a plan decides about a layer."""
-
-    weights: Tier
-    state: Tier
-    gradients: Tier
-    boundary: Tier | None
-    activations: ActivationPolicy
-    compiled: bool
-    budget: float
-    kept: Tier
-
-
-class _LayerPolicy:
-    """Decides how one candidate treats each layer."""
-
-    def __init__(self, builder: LayerPlanBuilder, candidate: Candidate) -> None:
-        self._layout = builder.layout
-        self._activations = builder.activations
-        self._is_compiled = builder.request.compiled
-        self._candidate = candidate
-        self._blocks = frozenset(i for i, x in enumerate(builder.structure.layers) if x.kind is LayerKind.BLOCK)
-        self._deferred = GradientPlacement(builder.structure, builder.layout, builder.request, candidate).deferred
-        self._first_tail_block = len(builder.layout.layers) - 1 - candidate.num_tail_blocks
-        self._offloaded = self._which_are_offloaded()
-
-    def _which_are_offloaded(self) -> range:
-        """Return the layers with a backward whose kept activations wait on the host or on disk."""
-        if self._candidate.kept is Tier.HBM:
-            return range(0)
-        first = max(self._first_tail_block, self._layout.lowest_trained)
-        return range(first, len(self._layout.layers) - 1 - self._candidate.num_staying)
-
-    def of(self, index: int) -> tuple[int | bool, ...]:
-        """Return a key of everything about the layer that decides its plan, apart from what is on disk.
-
-        The key is the layer's index and four flags: it lives on the device; its gradient waits there though the layer
-        is on the host; it is one of the last blocks, which keep more; its kept activations are offloaded.
-        """
-        on_device, is_tail = index in self._candidate.hbm_layers, index >= self._first_tail_block
-        return index, on_device, index in self._deferred, is_tail, index in self._offloaded
-
-    def choices(self, index: int, on_disk: LayersOnDisk) -> _LayerPlacement:
-        budget = self._budget(index)
-        compiled = self._is_compiled and self._activations.has_budget(index, budget)
-        tier = Tier.HBM if index in self._candidate.hbm_layers else Tier.HOST
-        waits = Tier.HBM if tier is Tier.HBM or index in self._deferred else Tier.HOST
-        elsewhere = Tier.NVME if index in on_disk.kept else Tier.HOST
-        return _LayerPlacement(
-            weights=Tier.NVME if index in on_disk.weights else tier,
-            state=Tier.NVME if index in on_disk.state else tier,
+            weights=Tier.NVME if index in on_disk.weights else home,
+            state=Tier.NVME if index in on_disk.state else home,
             gradients=Tier.NVME if index in on_disk.gradients else waits,
             boundary=Tier.NVME if index in on_disk.boundaries else self._boundary(index),
+            boundary_bytes=self._activations.boundary[index],
             activations=ActivationPolicy.KEEP if compiled else self._policy(index),
             compiled=compiled,
-            budget=budget if compiled else 1.0,
-            kept=elsewhere if index in self._offloaded else Tier.HBM,
+            activation_budget=budget if compiled else 1.0,
+            updated_by=("gpu" if on_device else "cpu") if layer.num_trained else "nobody",
         )
+        kept = kept_bytes(self._activations, index, plan) if index in self._offloaded else 0
+        if not kept:
+            return plan
+        part, tier = self._structure.layers[index].part, Tier.NVME if index in on_disk.kept else Tier.HOST
+        return replace(plan, kept=tier, kept_bytes=kept, kept_later=part.later if part else 0)
 
     def _boundary(self, index: int) -> Tier | None:
         """Return where the layer's input waits for its backward; None if it is recomputed.
@@ -163,18 +131,19 @@ class _LayerPolicy:
         leaves = self._candidate.boundaries is Tier.HOST and index > lowest and a.private and a.private[index]
         return Tier.HOST if leaves and a.boundary[index] else Tier.HBM
 
-    def _policy(self, layer: int) -> ActivationPolicy:
+    def _policy(self, index: int) -> ActivationPolicy:
         """Return the activation policy of a layer that is not compiled; a compiled layer has its budget.
 
         Embedding and head have nothing to recompute: the embedding keeps only indices, and the head's loss runs at
         once.
         """
-        keeps_all = layer >= self._first_tail_block and self._candidate.tail_budget == 1.0
-        return self._candidate.activations if layer in self._blocks and not keeps_all else ActivationPolicy.KEEP
+        keeps_all = index >= self._first_tail_block and self._candidate.tail_budget == 1.0
+        is_block = self._structure.layers[index].kind is LayerKind.BLOCK
+        return self._candidate.activations if is_block and not keeps_all else ActivationPolicy.KEEP
 
-    def _budget(self, layer: int) -> float:
-        """Return the activation budget of a layer.
+    def _budget(self, index: int) -> float:
+        """Return the layer's activation budget: the last blocks have the larger one.
 
-        The last blocks have the larger one: what they keep is released first, and gradients take its place.
+        What they keep is released first, and gradients take its place.
         """
-        return self._candidate.tail_budget if layer >= self._first_tail_block else self._candidate.activation_budget
+        return self._candidate.tail_budget if index >= self._first_tail_block else self._candidate.activation_budget

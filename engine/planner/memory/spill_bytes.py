@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -23,7 +23,7 @@ from megatrain_ray.engine.plan.spill_layout import (
     kinds_on_disk,
     parts_per_gradient,
 )
-from megatrain_ray.engine.planner.memory.gradient_placement import in_flight
+from megatrain_ray.engine.planner.memory.base_plan import in_flight
 from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, aligned
 from megatrain_ray.io.storage.packed_store import Packer
@@ -70,7 +70,7 @@ def deferred_bytes(plan: Plan, layout: ModelLayout) -> int:
 def slots_bytes(plan: Plan, layout: ModelLayout) -> int:
     """Return the host bytes that spilled data passes through, of all shards together and at most."""
     spilling, sizes = Spilling(plan), Sizes.of(plan, layout)
-    return spilling.slots_bytes(sizes.largest, plan.disk.num_state_slots) + spilling.sums_bytes(sizes)
+    return spilling.slots_bytes(sizes.largest, plan.disk.num_state_slots) + spilling.table_bytes(sizes)
 
 
 def room_in_slots(plan: Plan, layout: ModelLayout) -> int:
@@ -88,42 +88,23 @@ class SpillKind(Enum):
     __hash__ = object.__hash__  # Enum's own is written in Python, and the search calls it all the time
 
 
-class SpilledBytes(NamedTuple):
-    """Holds bytes for each kind of spilled data, of all shards together and at most."""
+class ByKind(NamedTuple):
+    """Holds a number for each SpillKind: bytes, or trained elements of the largest layer."""
 
-    gradients: int
-    state: int
-    weights: int
+    gradients: int = 0
+    state: int = 0
+    weights: int = 0
 
 
-def spilled_bytes(plan: Plan, layout: ModelLayout) -> SpilledBytes:
-    spilling, sizes = Spilling(plan), Sizes.of(plan, layout)
-    return SpilledBytes(
-        sum(count * spilling.gradient_bytes(size) for size, count in Counter(sizes.gradients).items()),
-        sum(count * spilling.state_bytes(size) for size, count in Counter(sizes.state).items()),
-        sum(count * spilling.weight_bytes(size) for size, count in Counter(sizes.weights).items()),
-    )
+def spilled_bytes(plan: Plan, layout: ModelLayout) -> ByKind:
+    """Return the bytes on disk, of all shards together and at most."""
+    spilling = Spilling(plan)
+    return spilling.total(Sizes.of(plan, layout), spilling.disk_bytes)
 
 
 def windows_bytes(plan: Plan, layout: ModelLayout) -> int:
     """Return the host bytes that working copies on disk pass through on their way to the device, at most."""
     return Spilling(plan).windows_bytes(Sizes.of(plan, layout).largest)
-
-
-class Largest(NamedTuple):
-    """Holds the elements of the largest layer of each kind of spilled data; 0 if there is none.
-
-    gradient: of layers whose gradient spills.
-    state: of layers whose state spills.
-    whole: of layers whose working copy spills with the state.
-    """
-
-    gradient: int = 0
-    state: int = 0
-    whole: int = 0
-
-    def with_one(self, kind: SpillKind, size: int) -> Largest:
-        return self._replace(**{self._fields[kind.value]: size})
 
 
 class Sizes(NamedTuple):
@@ -139,8 +120,8 @@ class Sizes(NamedTuple):
         return Sizes(*([layout.host_trained_sizes[i] for i in layers] for layers in spilled))
 
     @property
-    def largest(self) -> Largest:
-        return Largest(*(max(sizes, default=0) for sizes in self))
+    def largest(self) -> ByKind:
+        return ByKind(*(max(sizes, default=0) for sizes in self))
 
 
 @dataclass(frozen=True)
@@ -163,82 +144,75 @@ class Spilling:
         items: kind and trained elements of each, in the order of spilling.
         deferred_bytes: bytes of the slab that spilled gradients may pass through, too.
         """
-        freed, of_gradients, passing, waiting, largest = 0, 0, 0, list[int](), Largest()
-        sums_of = cache(self._sums_of_layer)
-        precision, item = self.plan.precision, self.plan.gradients.offload_dtype.itemsize
-        item_bytes = (item, precision.state_bytes, precision.working_dtype.itemsize)
+        freed, in_slab, passing, waiting, largest = 0, 0, 0, list[int](), [0, 0, 0]
+        item_bytes, table_bytes = self._item_bytes, cache(self._table_bytes)
         yield 0
         for kind, size in items:
             if kind is SpillKind.GRADIENT:
-                insort(waiting, size * item)
-                of_gradients = -max(0, in_flight(waiting) - deferred_bytes)
-            freed += size * item_bytes[kind.value] - sums_of(size)[kind.value]
+                insort(waiting, size * item_bytes.gradients)
+                in_slab = max(0, in_flight(waiting) - deferred_bytes)
+            freed += size * item_bytes[kind.value] - table_bytes(size)[kind.value]
             if size > largest[kind.value]:
-                largest = largest.with_one(kind, size)
-                passing = self._passing(largest)
-            yield freed + of_gradients - passing
+                largest[kind.value] = size
+                passing = self._passing(ByKind(*largest))
+            yield freed - in_slab - passing
 
     def gain(self, sizes: Sizes, deferred_bytes: int) -> int:
         """Return by how many bytes host memory shrinks with all of these on disk; `deferred_bytes` as for `gained`."""
-        precision, waiting = (
-            self.plan.precision,
-            [size * self.plan.gradients.offload_dtype.itemsize for size in sizes.gradients],
-        )
-        freed = sum(waiting) - max(0, in_flight(waiting) - deferred_bytes) + precision.state_bytes * sum(sizes.state)
-        freed += precision.working_dtype.itemsize * sum(sizes.weights)
-        return freed - self.sums_bytes(sizes) - (self._passing(sizes.largest) if any(sizes) else 0)
+        num_bytes = sum(item * sum(layers) for item, layers in zip(self._item_bytes, sizes, strict=True))
+        freed = num_bytes - self.table_bytes(sizes)
+        in_slab = in_flight([size * self._item_bytes.gradients for size in sizes.gradients])
+        return freed - max(0, in_slab - deferred_bytes) - (self._passing(sizes.largest) if any(sizes) else 0)
 
-    def _passing(self, largest: Largest) -> int:
+    def total(self, sizes: Sizes, of_layer: Callable[[int], ByKind]) -> ByKind:
+        """Return sums over layers.
+
+        of_layer: computes the numbers of a layer from its trained elements.
+        """
+        counts = enumerate(map(Counter, sizes))
+        return ByKind(*(sum(n * of_layer(size)[kind] for size, n in layers.items()) for kind, layers in counts))
+
+    def _passing(self, largest: ByKind) -> int:
         return self.slots_bytes(largest, self.num_slots(largest)) + self.windows_bytes(largest)
 
-    def _sums_of_layer(self, size: int) -> SpilledBytes:
-        """Return the bytes of the table's words for all blocks of a layer's gradient, state, and working copy."""
-        return SpilledBytes(
-            self._sums(self.gradient_bytes(size), self._gradients_of_shard(size)),
-            self._sums(self.state_bytes(size), self._kinds_of_shard(size)),
-            self._sums(self.weight_bytes(size), self._extents_of_shard(size)),
-        )
-
-    def num_slots(self, largest: Largest) -> int:
+    def num_slots(self, largest: ByKind) -> int:
         """Return the number of slots of each shard."""
-        of_layer = max(self._of_shard(largest.state), self._of_shard(largest.gradient) // self._together)
+        of_layer = max(self._shard_elements(largest.state), self._shard_elements(largest.gradients) // self._together)
         return min(STATE_SLOTS, max(LAYERS_AT_ONCE, LAYERS_AT_ONCE * of_layer // self.plan.disk.extent_elements))
 
-    def slot_room(self, largest: Largest) -> int:
+    def slot_room(self, largest: ByKind) -> int:
         """Return the bytes of data that fit in one slot of each shard, all shards together."""
-        plan = self.plan
-        of_state = min(plan.disk.extent_elements * plan.shards.num_shards, largest.state) * plan.precision.state_bytes
-        of_whole = min(plan.disk.extent_elements * plan.shards.num_shards, largest.whole) * plan.precision.element_bytes
-        in_extent = plan.disk.extent_elements * self._together
-        of_gradient = min(in_extent * plan.shards.num_shards, largest.gradient) * plan.gradients.offload_dtype.itemsize
-        return max(of_state, of_whole, of_gradient)
+        precision, most = self.plan.precision, self.plan.disk.extent_elements * self.plan.shards.num_shards
+        return max(
+            min(most, largest.state) * precision.state_bytes,
+            min(most, largest.weights) * precision.element_bytes,
+            min(most * self._together, largest.gradients) * self._item_bytes.gradients,
+        )
 
-    def slots_bytes(self, largest: Largest, num_slots: int) -> int:
+    def slots_bytes(self, largest: ByKind, num_slots: int) -> int:
         """Return the bytes of all slots with the buffers that pack blocks, without the table's words for blocks."""
         plan = self.plan
-        size = min(self._of_shard(largest.state), plan.disk.extent_elements)
-        of_state = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
-        size = min(self._of_shard(largest.whole), plan.disk.extent_elements)
+        size = min(self._shard_elements(largest.state), plan.disk.extent_elements)
+        state_bytes = sum(aligned(size * dtype.itemsize) for _, dtype in plan.precision.state_kinds)
+        size = min(self._shard_elements(largest.weights), plan.disk.extent_elements)
         kinds = kinds_on_disk(plan.precision, with_weights=True)
-        of_whole = sum(aligned(size * dtype.itemsize) for _, dtype in kinds)
-        size = min(self._of_shard(largest.gradient), plan.disk.extent_elements * self._together)
-        slot_bytes = max(of_state, of_whole, aligned(size * plan.gradients.offload_dtype.itemsize))
+        whole_bytes = sum(aligned(size * dtype.itemsize) for _, dtype in kinds)
+        size = min(self._shard_elements(largest.gradients), plan.disk.extent_elements * self._together)
+        slot_bytes = max(state_bytes, whole_bytes, aligned(size * plan.gradients.offload_dtype.itemsize))
         # Slots and the end of the table are aligned.
         slots = plan.shards.num_shards * (num_slots * (slot_bytes + SLOT_WORDS * WORD_BYTES) + 2 * ALIGN_BYTES)
         return slots + self._packers_bytes(slot_bytes)
 
-    def sums_bytes(self, sizes: Sizes) -> int:
+    def table_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the table's words for all blocks: the checksum and the stored length of each."""
-        of_layer = self._sums_of_layer
-        of_gradients = sum(count * of_layer(size).gradients for size, count in Counter(sizes.gradients).items())
-        of_state = sum(count * of_layer(size).state for size, count in Counter(sizes.state).items())
-        return of_gradients + of_state + sum(n * of_layer(size).weights for size, n in Counter(sizes.weights).items())
+        return sum(self.total(sizes, self._table_bytes))
 
-    def windows_bytes(self, largest: Largest) -> int:
+    def windows_bytes(self, largest: ByKind) -> int:
         """Return the bytes of the windows for working copies with the buffers that unpack blocks."""
-        if not largest.whole:
+        if not largest.weights:
             return 0
-        return WEIGHT_WINDOWS * self.weight_bytes(largest.whole) + self._packers_bytes(self.weight_bytes(largest.whole))
+        window_bytes = self.disk_bytes(largest.weights).weights
+        return WEIGHT_WINDOWS * window_bytes + self._packers_bytes(window_bytes)
 
     def _packers_bytes(self, most: int) -> int:
         """Return the bytes of packing buffers in a process that moves blocks of every shard's file.
@@ -249,48 +223,35 @@ class Spilling:
             return 0
         return self.plan.shards.num_shards * TRANSFERS * Packer.num_bytes(min(BLOCK_BYTES, most))
 
-    def gradient_bytes(self, size: int) -> int:
-        """Return the bytes on disk of a gradient of `size` elements, with every extent filled up to whole pages."""
-        return size * self.plan.gradients.offload_dtype.itemsize + self._filled_up(self._gradients_of_shard(size))
+    def disk_bytes(self, size: int) -> ByKind:
+        """Return the bytes on disk for a layer of `size` elements, with every piece filled up to whole pages."""
+        padding = (self.plan.shards.num_shards * count * ALIGN_BYTES for count in self._pieces(size))
+        return ByKind(*(size * item + more for item, more in zip(self._item_bytes, padding, strict=True)))
 
-    def state_bytes(self, size: int) -> int:
-        """Return the bytes on disk of the state of `size` elements, with every kind filled up to whole pages."""
+    def _table_bytes(self, size: int) -> ByKind:
+        """Return the bytes of the table's words for all blocks of a layer. The last block of a piece is smaller."""
+        pairs = zip(self.disk_bytes(size), self._pieces(size), strict=True)
+        blocks = (num_bytes // BLOCK_BYTES + self.plan.shards.num_shards * count for num_bytes, count in pairs)
+        return ByKind(*(BLOCK_WORDS * WORD_BYTES * count for count in blocks))
+
+    def _pieces(self, size: int) -> ByKind:
+        """Return in how many pieces a shard has the data of a layer of `size` elements, at most."""
+        elements, extents = self._shard_elements(size), 1
+        if elements > self.plan.disk.extent_elements:
+            extents = 1 + elements // (self.plan.disk.extent_elements - SLACK_ELEMENTS)
+        return ByKind(-(-extents // self._together), extents * len(self.plan.precision.state_kinds), extents)
+
+    @cached_property
+    def _item_bytes(self) -> ByKind:
         precision = self.plan.precision
-        return size * precision.state_bytes + self._filled_up(self._kinds_of_shard(size))
-
-    def weight_bytes(self, size: int) -> int:
-        """Return the bytes on disk of a working copy of `size` elements, which is one more kind in each extent."""
-        return size * self.plan.precision.working_dtype.itemsize + self._filled_up(self._extents_of_shard(size))
-
-    def _filled_up(self, num_of_shard: int) -> int:
-        return self.plan.shards.num_shards * num_of_shard * ALIGN_BYTES
-
-    def _sums(self, num_bytes: int, kinds_of_shard: int) -> int:
-        """Return the bytes of the table's words for all blocks of `num_bytes` on disk.
-
-        kinds_of_shard: kinds in all extents of a shard, whose last blocks are smaller than the others.
-        """
-        return BLOCK_WORDS * WORD_BYTES * (num_bytes // BLOCK_BYTES + self.plan.shards.num_shards * kinds_of_shard)
-
-    def _extents_of_shard(self, size: int) -> int:
-        """Return the most extents that a shard has for the state of a layer of `size` elements."""
-        of_shard = self._of_shard(size)
-        if of_shard <= self.plan.disk.extent_elements:
-            return 1
-        return 1 + of_shard // (self.plan.disk.extent_elements - SLACK_ELEMENTS)
-
-    def _kinds_of_shard(self, size: int) -> int:
-        """Return the number of kinds of state in all of these extents."""
-        return self._extents_of_shard(size) * len(self.plan.precision.state_kinds)
-
-    def _gradients_of_shard(self, size: int) -> int:
-        """Return the most extents that a shard has for the gradient of a layer of `size` elements."""
-        return -(-self._extents_of_shard(size) // self._together)
+        return ByKind(
+            self.plan.gradients.offload_dtype.itemsize, precision.state_bytes, precision.working_dtype.itemsize
+        )
 
     @property
     def _together(self) -> int:
         return parts_per_gradient(self.plan.precision, self.plan.gradients.offload_dtype)
 
-    def _of_shard(self, size: int) -> int:
+    def _shard_elements(self, size: int) -> int:
         """Return the most elements that a shard has of a layer of `size` elements."""
         return min(size, -(-size // self.plan.shards.num_shards) + self.plan.shards.cut_elements)

@@ -103,9 +103,9 @@ class Spillable:
 
     def order(self, first: SpillFirst) -> list[Item]:
         """Return everything that can be spilled, in the order of spilling: activations before data of the shards."""
-        return [*self._moving, *self._of_shards(first)]
+        return [*self._moving, *self._shard_items(first)]
 
-    def _of_shards(self, first: SpillFirst) -> list[tuple[SpillKind, int]]:
+    def _shard_items(self, first: SpillFirst) -> list[tuple[SpillKind, int]]:
         """Return the data of optimizer shards that can be spilled, in the order of spilling.
 
         Costs decide the order. A byte of a gradient or of state moves twice per step, a byte of activations twice per
@@ -125,12 +125,12 @@ class Spillable:
         able.sort(key=ranks.get(first, lambda i: (not is_block[i], -i)))
         waits_in_slab = self.plan.step.update_order is UpdateOrder.FORWARD and self.plan.gradients.sums is Tier.HBM
         waits = waits_in_slab and {i for i in able if self.plan.layers[i].gradients is Tier.HOST}
-        of_gradients = [(SpillKind.GRADIENT, i) for i in able if waits and i in waits]
-        of_state = [(SpillKind.STATE, i) for i in able]
+        gradients = [(SpillKind.GRADIENT, i) for i in able if waits and i in waits]
+        state = [(SpillKind.STATE, i) for i in able]
         readable = able if self.plan.hosts.num_gpus == 1 else []
-        of_weights = [(SpillKind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
-        both = [*of_state, *of_gradients] if first is SpillFirst.STATE else [*of_gradients, *of_state]
-        return [*both, *of_weights]
+        weights = [(SpillKind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
+        both = [*state, *gradients] if first is SpillFirst.STATE else [*gradients, *state]
+        return [*both, *weights]
 
     @cached_property
     def _moving(self) -> list[Item]:
@@ -141,7 +141,7 @@ class Spillable:
         """Yield by how many bytes host memory shrinks with none, one, two, … items of this order on disk."""
         *by_some, by_all = self._by_moving
         yield from by_some
-        of_shards = ((kind, self._size(kind, i)) for kind, i in self._of_shards(first))
+        of_shards = ((kind, self._size(kind, i)) for kind, i in self._shard_items(first))
         yield from (by_all + more for more in self._spilling.gained(of_shards, self._deferred_bytes))
 
     @cached_property
@@ -200,14 +200,14 @@ class Spillable:
     def gain(self, on_disk: LayersOnDisk) -> int:
         """Return by how many bytes host memory shrinks with this on disk."""
         moving = Counter(self._size(kind, i) for kind in Activations for i in getattr(on_disk, FIELDS[kind]))
-        of_moving, live = 0, self.plan.step.num_live_micro_batches
+        moved, live = 0, self.plan.step.num_live_micro_batches
         if moving:
             windows = StagingBuffers.of([max(moving)])
             num_blocks = sum(count * windows.num_blocks([size]) for size, count in moving.items())
             freed = sum(count * size for size, count in moving.items()) - WORD_BYTES * num_blocks
-            of_moving = self.plan.hosts.gpus_per_host * (live * freed - windows.number * windows.num_bytes)
+            moved = self.plan.hosts.gpus_per_host * (live * freed - windows.number * windows.num_bytes)
         sizes = Sizes(*([self.layout.host_trained_sizes[i] for i in layers] for layers in on_disk[:3]))
-        return of_moving + self._spilling.gain(sizes, self._deferred_bytes)
+        return moved + self._spilling.gain(sizes, self._deferred_bytes)
 
     def num_bytes(self, on_disk: LayersOnDisk) -> int:
         """Return the bytes that this takes on disk, not filled up to whole pages."""
@@ -230,4 +230,4 @@ class Spillable:
 
 
 def _on_disk(items: Sequence[Item]) -> LayersOnDisk:
-    return LayersOnDisk(*(frozenset(i for kind, i in items if kind is of_kind) for of_kind in FIELDS))
+    return LayersOnDisk(*(frozenset(i for kind, i in items if kind is wanted) for wanted in FIELDS))

@@ -65,8 +65,14 @@ class Filling:
         ]
         return min(plans, key=missing_bytes)
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates that fit, the one with the most layers on the device first."""
+    def candidates(
+        self, may_be_chosen: Callable[[Candidate], bool], may_spill: Callable[[int], bool]
+    ) -> Iterator[Candidate]:
+        """Yield the candidates that fit, the one with the most layers on the device first.
+
+        may_be_chosen: returns false for a candidate that takes too long.
+        may_spill: returns false for a number of bytes on disk that take too long.
+        """
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
@@ -74,8 +80,19 @@ class Filling:
         for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
             if self._offloads:
                 yield from filter(self._fits, self._offloading(count))
-            else:
-                yield self._with_tail_blocks(count)
+                continue
+            # No plan with so many layers there is faster than one in which every block keeps more and every gradient
+            # waits there. One with fewer layers may be: with more small ones on the host, no large one need be on disk.
+            # But the host lacks no fewer bytes then, apart from the slab, and the disk has at least those.
+            fastest = self._candidate(count, self._most_tail_blocks, self._most_waiting)
+            slab_bytes = self.builder.in_memory(fastest).gradients.slab_bytes
+            if not may_spill(self.builder.missing_ram(fastest) - slab_bytes):
+                return
+            if not may_be_chosen(fastest):
+                continue
+            num_tail_blocks = self._num_tail_blocks(count)
+            if may_be_chosen(self._candidate(count, num_tail_blocks, self._most_waiting)):
+                yield self._with_waiting(count, num_tail_blocks)
 
     @property
     def _least_tail_blocks(self) -> tuple[int, ...]:
@@ -119,7 +136,8 @@ class Filling:
 
     @property
     def _may_keep_more(self) -> bool:
-        return self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
+        is_limited = self.builder.machine.hbm_bytes is not None
+        return is_limited and self.candidate.activation_budget < max(ACTIVATION_BUDGETS)
 
     def _most_within(self, share: float) -> int:
         """Return the most layers on the device with which a plan takes no more than this share of its memory.
@@ -130,16 +148,18 @@ class Filling:
         end = len(self.residency_order) + 1
         return first_above(lambda count: self._beyond(share, self._candidate(count, num_tail)), end) - 1
 
-    def _with_tail_blocks(self, count: int) -> Candidate:
-        if self.builder.machine.hbm_bytes is None:
-            return self._candidate(count)
-        most = 0
-        if self._may_keep_more:
-            most = first_above(
-                lambda num_tail: self._beyond(FILLED_SHARE, self._candidate(count, num_tail)),
-                self.builder.num_blocks + 1,
-            )
-        return self._with_waiting(count, max(0, most - 1))
+    @property
+    def _most_waiting(self) -> int:
+        """Return the number of gradients that may wait on the device: none without a disk (`_with_waiting`)."""
+        machine = self.builder.machine
+        return len(self.builder.layout.updated) if machine.spill and machine.hbm_bytes is not None else 0
+
+    def _num_tail_blocks(self, count: int) -> int:
+        """Return how many blocks may keep more, with `count` layers on the device."""
+        if not self._may_keep_more:
+            return 0
+        end = self.builder.num_blocks + 1
+        return max(0, first_above(lambda tail: self._beyond(FILLED_SHARE, self._candidate(count, tail)), end) - 1)
 
     def _with_waiting(self, count: int, num_tail_blocks: int) -> Candidate:
         """Return the candidate with as many gradients waiting on the device as it has room for, if shards spill.
@@ -147,7 +167,7 @@ class Filling:
         Gradients that wait on the device are not on disk.
         """
         without = self._candidate(count, num_tail_blocks)
-        if not self.builder.spilled(without).of_shards:
+        if self.builder.machine.hbm_bytes is None or not self.builder.spilled(without).of_shards:
             return without
         num_others = len(self.builder.layout.updated) - len(without.hbm_layers & set(self.builder.layout.updated))
 
@@ -224,9 +244,9 @@ def disk_variants(builder: PlanBuilder, candidate: Candidate) -> Iterator[Candid
     If working copies are on disk, slots take the device memory that is left: what is uploaded less often is read less
     often.
     """
-    of_disk = [candidate, *_with_other_on_disk(builder, candidate)]
-    yield from of_disk[1:]
-    for other in of_disk:
+    disk_choices = [candidate, *_with_other_on_disk(builder, candidate)]
+    yield from disk_choices[1:]
+    for other in disk_choices:
         if builder.spilled(other).weights:
             slots = _most_slots(builder, other)
             if slots > other.num_block_slots:

@@ -79,8 +79,8 @@ class Bounds:
         activations_s: seconds of writing, or reading, the activations of a sweep.
         """
         seconds = dict.fromkeys(Phase, 0.0)
-        for visit, of_visit in zip(self._basis.one_sweep, self._sweep_s, strict=True):
-            seconds[visit.phase] += self._at_once * of_visit
+        for visit, visit_s in zip(self._basis.one_sweep, self._sweep_s, strict=True):
+            seconds[visit.phase] += self._at_once * visit_s
         in_windows = self._plan.hosts.gpus_per_host * WINDOWS_BYTES
         moved_s = max(0.0, activations_s - in_windows / self._basis.activations_per_s)
         others_s = self.compute_s * (1 - 1 / self._num_sweeps)
@@ -94,7 +94,6 @@ class Bounds:
         return self._disk_s(layer, item_bytes)
 
     def _gradient_s(self, layer: int) -> float:
-        """Return the seconds of reading, or writing, the layer's gradient."""
         return self._disk_s(layer, self._plan.gradients.offload_dtype.itemsize)
 
     def _disk_s(self, layer: int, item_bytes: int) -> float:
@@ -159,10 +158,10 @@ class Bounds:
         plan, layers = self._plan, self._basis.layout.layers
         item, lowest = plan.precision.working_dtype.itemsize, self._basis.layout.lowest_trained
         streamed = [i for i in plan.host_layers if self._basis.structure.layers[i].kind is LayerKind.BLOCK]
-        of_sweep = sum(layers[i].size * item * (2 if i >= lowest else 1) for i in streamed)
+        sweep_bytes = sum(layers[i].size * item * (2 if i >= lowest else 1) for i in streamed)
         edge = group_of(LayerKind.HEAD, 0)
         held = 2 * sum(slot.num_bytes for slot in plan.slots.weights if slot.group != edge)
-        num_bytes = self._num_sweeps * max(0, of_sweep - held)
+        num_bytes = self._num_sweeps * max(0, sweep_bytes - held)
         if plan.slots.gathered:
             num_bytes //= plan.hosts.num_gpus
         if plan.gradients.sums is Tier.HOST:

@@ -77,8 +77,8 @@ def make_plan(structure: ModelStructure, activations: ActivationBytes, machine: 
         plan = _fastest_captured(basis, machine, request, activations)
     else:
         plan = _fastest(basis, machine, request, activations)
-        of_plan = activations_of(plan, activations, request)
-        if request.captured is None and machine.device == "cuda" and is_slowed_by_launches(plan, basis, of_plan):
+        may_capture = request.captured is None and machine.device == "cuda"
+        if may_capture and is_slowed_by_launches(plan, basis, activations_of(plan, activations, request)):
             with suppress(CapacityError, ConfigError):
                 other = _fastest_captured(basis, machine, request, activations)
                 plan = min(plan, other, key=lambda p: p.prediction.step_s if p.prediction else math.inf)
@@ -100,8 +100,8 @@ def activations_of(plan: Plan, activations: ActivationBytes, request: Request) -
 
     activations: bytes for a micro-batch as requested.
     """
-    of_plan = activations.times(plan.step.micro_batch_size // request.micro_batch_size)
-    return (of_plan.in_chunks() or of_plan) if plan.compute.mlp_chunk_tokens else of_plan
+    plan_activations = activations.times(plan.step.micro_batch_size // request.micro_batch_size)
+    return (plan_activations.in_chunks() or plan_activations) if plan.compute.mlp_chunk_tokens else plan_activations
 
 
 def _fastest_captured(basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes) -> Plan:
@@ -139,6 +139,8 @@ def _fastest(basis: CostBasis, machine: Machine, request: Request, activations: 
     for way in _uploads(basis, request):
         for search in split_searches(basis, machine, way, activations, found):
             search.run()
+    for best in found.best_with_disk():
+        best.search.vary_disk(best.candidate)
     if not found.plans:
         raise infeasibility_error(basis, machine, request, activations)
     return found.chosen()
@@ -165,8 +167,8 @@ def plan_with_compression(
             plan_on(without)
         except CapacityError:
             raise error from None
-        of_shard = format_bytes(TRANSFERS * Packer.num_bytes(BLOCK_BYTES))
+        shard_bytes = format_bytes(TRANSFERS * Packer.num_bytes(BLOCK_BYTES))
         raise CapacityError(
-            f"spill.compression: zstd takes up to {of_shard} of host memory for each optimizer shard, and as much "
+            f"spill.compression: zstd takes up to {shard_bytes} of host memory for each optimizer shard, and as much "
             f"again where weights are on disk; it fits with spill.compression=none, or auto. With zstd it {error}"
         ) from None

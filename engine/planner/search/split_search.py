@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.model_layout import largest_share
@@ -26,23 +27,31 @@ from megatrain_ray.errors import ConfigError
 
 FEW_BLOCKS = 32  # with more blocks, one more or less of them on the device changes a step by less than 3 %
 TIE = 0.002  # of two plans whose times differ by a smaller share the simpler one is chosen
-# Variants are tried of at most NUM_VARIED plans of a split that spill data of shards, and only of plans that take less
-# than NEAR times as long as the best.
+# Variants are tried of at most NUM_VARIED plans that spill data of shards, and only of plans that take less than NEAR
+# times as long as the best.
 NUM_VARIED = 3
 NEAR = 1.3
+
+
+class Found(NamedTuple):
+    """Holds a plan with a prediction, and the candidate and the search that it comes from."""
+
+    step_s: float
+    plan: Plan
+    candidate: Candidate
+    search: SplitSearch
 
 
 class SearchResults:
     """Collects plans with a prediction, in the order in which they were tried: the simpler ones first."""
 
     def __init__(self) -> None:
-        self.plans: list[tuple[float, Plan]] = []  # with the predicted seconds of a step
+        self.plans: list[Found] = []
         self.best_s = math.inf
 
-    def add(self, plan: Plan) -> None:
-        assert plan.prediction is not None
-        self.plans.append((plan.prediction.step_s, plan))
-        self.best_s = min(self.best_s, plan.prediction.step_s)
+    def add(self, found: Found) -> None:
+        self.plans.append(found)
+        self.best_s = min(self.best_s, found.step_s)
 
     def may_be_beaten_in(self, least_s: float) -> bool:
         """Return whether a plan that takes at least `least_s` may be chosen instead of the best one so far.
@@ -61,7 +70,12 @@ class SearchResults:
 
     def chosen(self) -> Plan:
         """Return the simplest plan that no other plan beats by more than TIE."""
-        return next(plan for step_s, plan in self.plans if step_s <= self.best_s * (1 + TIE))
+        return next(found.plan for found in self.plans if found.step_s <= self.best_s * (1 + TIE))
+
+    def best_with_disk(self) -> list[Found]:
+        """Return the best plans that spill data of shards, whose variants are tried."""
+        near = [found for found in self.plans if found.plan.uses_disk and found.step_s < NEAR * self.best_s]
+        return sorted(near, key=lambda found: found.step_s)[:NUM_VARIED]
 
 
 class SplitSearch:
@@ -95,7 +109,7 @@ class SplitSearch:
         if machine.spill is not None:
             moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
             self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
-        self._tried: dict[Candidate, float] = {}  # seconds of a step
+        self._tried: set[Candidate] = set()
         self._builder = PlanBuilder(basis.structure, basis.layout, activations, machine, request)
         self._fewest_of = cache(self._count_fewest)
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
@@ -105,36 +119,35 @@ class SplitSearch:
             if not self._has_room(candidate) or not self._is_worth_filling(candidate):
                 continue
             for residency_order in self._orders:
-                for filled in self._filling(candidate, residency_order).candidates():
-                    bounds = self._try(filled)
-                    # With fewer layers on the device no less is uploaded.
-                    if candidate.kept is Tier.HBM and bounds.h2d_s >= self._found.best_s:
-                        break
-        for candidate in self._best_with_disk():
-            for other in disk_variants(self._builder, candidate):
-                self._try(other)
+                filling = self._filling(candidate, residency_order)
+                for filled in filling.candidates(self._may_be_chosen, self._may_spill):
+                    self._try(filled)
+
+    def vary_disk(self, candidate: Candidate) -> None:
+        """Try variants of a candidate of this split that spills data of shards."""
+        for other in disk_variants(self._builder, candidate):
+            self._try(other)
 
     def _is_worth_filling(self, candidate: Candidate) -> bool:
         if not self._found.may_be_beaten_in(self._least_compute_s(self._filling(candidate, self._residency_order))):
             return False
         return not self._waits_needlessly(candidate) and not self._spills_needlessly(candidate)
 
-    def _try(self, candidate: Candidate) -> Bounds:
-        """Simulate the candidate if it may be chosen. Return the lower bounds for its step."""
-        bounds = self._bounds(self._builder.without_rows(candidate))
-        if not self._found.may_be_chosen(bounds):
-            return bounds
+    def _may_be_chosen(self, candidate: Candidate) -> bool:
+        return self._found.may_be_chosen(self._bounds(self._builder.without_rows(candidate)))
+
+    def _may_spill(self, num_bytes: int) -> bool:
+        """Return whether a plan may be chosen that writes so many bytes to disk in a step and reads them back."""
+        rate = max(self._basis.disk_bytes_per_s, self._basis.activations_per_s)
+        return self._found.may_be_beaten_in(2 * num_bytes / rate)
+
+    def _try(self, candidate: Candidate) -> None:
+        if candidate in self._tried or not self._may_be_chosen(candidate):
+            return
         plan = self._builder.plan(candidate)
         prediction = predict(plan, self._basis, self._activations)
-        self._found.add(replace(plan, prediction=prediction))
-        self._tried[candidate] = prediction.step_s
-        return bounds
-
-    def _best_with_disk(self) -> list[Candidate]:
-        """Return the best candidates that spill data of shards, whose disk_variants are tried."""
-        near = [c for c, step_s in self._tried.items() if step_s < NEAR * self._found.best_s]
-        near = [c for c in near if self._builder.spilled(c).of_shards]
-        return sorted(near, key=lambda c: self._tried[c])[:NUM_VARIED]
+        self._tried.add(candidate)
+        self._found.add(Found(prediction.step_s, replace(plan, prediction=prediction), candidate, self))
 
     def _has_room(self, candidate: Candidate) -> bool:
         """Return whether the device may have room for what the candidate computes."""
@@ -256,7 +269,7 @@ class SplitSearch:
 def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> CostBasis:
     """Return what predictions of all plans for a request share."""
     layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
-    work = work_of(structure, request.active_experts, request.windows)
+    work = work_of(structure, request.active_experts, request.sliding_windows)
     spill = machine.spill
     disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else ()
     return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, *disk)
@@ -270,11 +283,11 @@ def split_searches(
     found: collects the plans that fit.
     """
     for split in splits(request):
-        of_split = activations.times(split.micro_batch_size // request.micro_batch_size)
-        yield SplitSearch(basis, machine, split, of_split, found)
+        split_activations = activations.times(split.micro_batch_size // request.micro_batch_size)
+        yield SplitSearch(basis, machine, split, split_activations, found)
         tokens = split.micro_batch_size * split.seq_len
         if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
             continue
         chunk_tokens = mlp_chunk_tokens(basis.structure, tokens)
-        if chunk_tokens and (in_chunks := of_split.in_chunks()):
+        if chunk_tokens and (in_chunks := split_activations.in_chunks()):
             yield SplitSearch(basis, machine, replace(split, mlp_chunk_tokens=chunk_tokens), in_chunks, found)

@@ -30,13 +30,13 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.plan_groups import HostSettings
 from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.errors import CapacityError, ConfigError, LostPeerError, ShardFailedError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 from megatrain_ray.workers.arena_owner import ArenaOwner
 from megatrain_ray.workers.arenas import SLAB, WORKING, arena_sizes, state_arena
+from tests.support.candidate_plans import build_plan
 from tests.support.rank_process import two_layers
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, folder_source, plan_for

@@ -28,13 +28,13 @@ from megatrain_ray.engine.model.structure import Mlp, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.chunk_sizes import MAX_ELEMENTS, MLP_CHUNK_TOKENS, may_chunk, mlp_chunk_tokens
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Request
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.model.architecture import Architecture
 from tests.engine.discovery.test_packing import packed
+from tests.support.candidate_plans import build_plan
 from tests.support.device_builders import MAKERS, Make
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family, family_batches

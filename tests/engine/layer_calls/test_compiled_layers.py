@@ -23,13 +23,13 @@ from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.planning.run_spec import prepare
 from tests.engine.planner.test_planner import MACHINE, REQUEST
+from tests.support.candidate_plans import build_plan
 from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, train_engine

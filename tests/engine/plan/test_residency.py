@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain_ray.engine.plan.residency import FragmentId, Residency, SlotSpec, plan_residency
+from megatrain_ray.engine.plan.plan_groups import SlotSpec
+from megatrain_ray.engine.plan.residency import FragmentId, Residency, plan_residency
 from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, visits
 from megatrain_ray.errors import CapacityError
 

@@ -22,13 +22,13 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost import op_costs
 from megatrain_ray.engine.planner.memory.host_bytes import BESIDE_GPU_BYTES, PROCESS_BYTES
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
+from tests.support.candidate_plans import build_plan
 from tests.support.shapes import qwen
 
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE

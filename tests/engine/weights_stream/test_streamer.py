@@ -14,7 +14,8 @@ from megatrain_ray.engine.device.device import Event
 from megatrain_ray.engine.host.interfaces import HostWeights
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout, WeightPart
-from megatrain_ray.engine.plan.residency import FragmentId, SlotSpec, plan_residency
+from megatrain_ray.engine.plan.plan_groups import SlotSpec
+from megatrain_ray.engine.plan.residency import FragmentId, plan_residency
 from megatrain_ray.engine.weights_stream.bound_weights import SlotRing, SlotState, SlotStateError
 from megatrain_ray.engine.weights_stream.layer_streamer import Gathers, LayerStreamer
 from megatrain_ray.errors import DeadlineError, MegatrainError

@@ -14,16 +14,16 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
+from megatrain_ray.engine.plan.residency import residency_of
 from megatrain_ray.engine.plan.schedule import visits
-from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.cost.simulate_step import Simulation
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.virtual_clock import Op, Stage
+from tests.support.candidate_plans import build_plan
 from tests.support.costs import KEEP, LAYERS, MACHINE, OUTER, RECOMPUTE, REQUEST, predicted, shape
 from tests.support.shapes import qwen
 

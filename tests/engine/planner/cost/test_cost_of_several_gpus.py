@@ -17,10 +17,10 @@ from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import HOST_LINK_BYTES_PER_S
 from megatrain_ray.engine.planner.cost.predict_step import predict
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Request
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
+from tests.support.candidate_plans import build_plan
 from tests.support.costs import KEEP, LAYERS, MACHINE, OUTER, RECOMPUTE, REQUEST, predicted, shape
 
 SHARED = ("working copy", "optimizer state", "gradients in waiting")  # of a host

@@ -11,8 +11,8 @@ from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import work_of
+from megatrain_ray.engine.plan.residency import residency_of
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.simulate_step import Simulation

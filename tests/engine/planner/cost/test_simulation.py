@@ -12,8 +12,8 @@ import pytest
 from megatrain_ray.engine.activations import activation_store
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.residency import residency_of
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.plan.step_residency import residency_of
 from megatrain_ray.engine.planner.cost.simulate_step import SimulatedStep, Simulation
 from megatrain_ray.virtual_clock import CostModel, Op, Record, Stage
 from tests.support.reference import MuonRecipe, Recipe

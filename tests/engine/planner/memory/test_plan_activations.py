@@ -22,7 +22,6 @@ from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
 from megatrain_ray.engine.planner.memory.host_bytes import host_memory_items
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, SpillSpace
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
@@ -33,6 +32,7 @@ from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.virtual_clock import Op, Stage
 from megatrain_ray.workers.arenas import activations_file, spill_files
 from tests.engine.planner.memory.test_plan_offload import MACHINE, NUM_BLOCKS, REQUEST, offloading, row, shape, step_s
+from tests.support.candidate_plans import build_plan
 
 DISK = SpillSpace(1 << 40, 2e10)  # so small a model computes for no longer than one that is faster than any takes
 SHORT = replace(MACHINE, ram_bytes=5 << 30)

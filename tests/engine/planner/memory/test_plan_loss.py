@@ -24,8 +24,8 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import (
     loss_bytes,
 )
 from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from tests.support.candidate_plans import build_plan
 from tests.support.shapes import qwen
 
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)

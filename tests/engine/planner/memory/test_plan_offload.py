@@ -24,7 +24,7 @@ from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.limits import fits, spare_ram
-from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder, build_plan
+from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search import candidates as tried_ways
@@ -32,6 +32,7 @@ from megatrain_ray.engine.planner.search import split_search
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.lower_bounds import Bounds
 from megatrain_ray.engine.planner.search.make_plan import make_plan
+from tests.support.candidate_plans import build_plan
 
 NUM_BLOCKS, SEQ_LEN = 6, 1 << 17
 SHAPE = LlamaConfig(

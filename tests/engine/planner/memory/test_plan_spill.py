@@ -31,7 +31,6 @@ from megatrain_ray.engine.planner.cost.predict_step import predict
 from megatrain_ray.engine.planner.cost.simulate_step import Simulation
 from megatrain_ray.engine.planner.limits import fits, spare_ram
 from megatrain_ray.engine.planner.memory.host_bytes import host_memory_items
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search.fill_device import FILLED_SHARE
@@ -44,6 +43,7 @@ from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from megatrain_ray.io.storage.packed_store import Packer
 from megatrain_ray.units import format_bytes
 from megatrain_ray.workers.arenas import WORKING, arena_sizes, spill_files, state_arena
+from tests.support.candidate_plans import build_plan
 from tests.support.shapes import deepened, qwen
 
 BLOCKS, HEAD = 12, 13  # the embedding is layer 0

@@ -13,12 +13,12 @@ from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.planner.limits import missing_bytes
-from megatrain_ray.engine.planner.memory.plan_builder import build_plan
 from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
 from megatrain_ray.engine.planner.search.candidates import candidates
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.units import parse_size
+from tests.support.candidate_plans import build_plan
 from tests.support.shapes import qwen
 
 HBM, SEQUENCES = 12 << 30, 8
