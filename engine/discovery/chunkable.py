@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from megatrain_ray.engine.discovery.private_inputs import storages_of
-from megatrain_ray.engine.discovery.trial_forward import Call, Trial
+from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of
 from megatrain_ray.engine.model.output_recorder import is_recorded
 from megatrain_ray.engine.model.structure import Mlp
 
@@ -27,8 +26,7 @@ def find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | Non
     it contains a convolution or draws random numbers (chunks would draw others), or if the model returns something from
     inside of it.
     """
-    of_names = (f"{block}.{name}" for name in NAMES)
-    for path in of_names:
+    for path in (f"{block}.{name}" for name in NAMES):
         calls = [call for call in trial.calls if call.path == path]
         if len(calls) == 1 and _is_per_token(calls[0]) and not is_recorded(model, base, path):
             module = model.get_submodule(path)
@@ -54,10 +52,9 @@ def _is_norm(model: nn.Module, trial: Trial, path: str) -> bool:
 
 
 def _is_per_token(call: Call) -> bool:
-    args, kwargs = call.arguments.again()
-    if call.draws or call.attention or kwargs or len(args) != 1:
+    if call.draws or call.attention or list(call.contents) != [0]:  # the only argument is positional
         return False
-    (given,), returned = args, call.output
+    given, returned = call.contents[0], call.output
     both = isinstance(given, torch.Tensor) and isinstance(returned, torch.Tensor)
     return both and given.dim() == 3 and given.shape == returned.shape and given.dtype == returned.dtype
 
@@ -68,6 +65,6 @@ def _width(module: nn.Module, trial: Trial, call: Call) -> int:
     The input is as large as the output.
     """
     weights = storages_of(module.parameters())
-    saved = (t for t in trial.saved[slice(*call.saved)] if t.untyped_storage()._cdata not in weights)
+    saved = (t for t in trial.saved[slice(*call.saved)] if storage_of(t) not in weights)
     num_tokens = call.output.numel() // call.output.shape[-1]
     return int(-(-max(t.numel() for t in (*saved, call.output)) // num_tokens))

@@ -53,15 +53,15 @@ class ChunkedMlp(nn.Module):
         output: torch.Tensor = torch.ops.megatrain.chunked_mlp(hidden, parameters, self.number)
         return output
 
-    @contextmanager
-    def ordinary(self) -> Iterator[None]:
-        """Dispatch operations of the block as if they ran outside of any graph.
+    def uncompiled(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of this module, which itself calls compiled functions, as if it ran outside of any graph.
 
         A custom operation runs without autograd, and under other dispatch keys while it is compiled than later. A
         compiled chunk would depend on both.
         """
+        function: Callable[P, T] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
         with torch._C._ForceDispatchKeyGuard(*self._keys):
-            yield
+            return function(*args, **kwargs)
 
     def run(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute the forward of all chunks."""
@@ -116,7 +116,7 @@ class ChunkedMlp(nn.Module):
 def install(layer: nn.Module, path: str, chunk_tokens: int, function: Function | None = None) -> ChunkedMlp:
     """Replace the module at `path` in a layer with a ChunkedMlp of it. Tensors bound to its parameters stay bound."""
     chunked = ChunkedMlp(layer.get_submodule(path), chunk_tokens, function)
-    _put(layer, path, chunked)
+    layer.set_submodule(path, chunked)
     return chunked
 
 
@@ -127,12 +127,7 @@ def installed(layer: nn.Module, path: str, chunk_tokens: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _put(layer, path, chunked.inner)
-
-
-def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(layer.get_submodule(parent), name, module)
+        layer.set_submodule(path, chunked.inner)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,8 +144,7 @@ torch.library.define(
 @torch.library.impl("megatrain::chunked_mlp", "CompositeExplicitAutograd")
 def _forward(hidden: torch.Tensor, parameters: list[torch.Tensor], number: int) -> torch.Tensor:
     module = _MODULES[number]
-    with module.ordinary():
-        return _uncompiled(module.run)(hidden, parameters)
+    return module.uncompiled(module.run, hidden, parameters)
 
 
 @torch.library.impl("megatrain::chunked_mlp_backward", "CompositeExplicitAutograd")
@@ -158,14 +152,7 @@ def _backward(
     gradient: torch.Tensor, hidden: torch.Tensor, parameters: list[torch.Tensor], wanted: list[bool], number: int
 ) -> list[torch.Tensor]:
     module = _MODULES[number]
-    with module.ordinary():
-        return _uncompiled(module.gradients)(gradient, hidden, parameters, wanted)
-
-
-def _uncompiled(run: Callable[P, T]) -> Callable[P, T]:
-    """Exclude `run` from compilation: it calls compiled functions itself."""
-    disabled: Callable[P, T] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-    return disabled
+    return module.uncompiled(module.gradients, gradient, hidden, parameters, wanted)
 
 
 @torch.library.register_fake("megatrain::chunked_mlp")  # type: ignore[untyped-decorator]

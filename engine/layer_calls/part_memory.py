@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.layer_call import LayerCall
 from megatrain_ray.engine.model.structure import Part
 
 
@@ -64,10 +62,7 @@ def glue_storages(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part
     calls = [call for call in forward_pass.calls if call.path.startswith(f"{part.block}.")]
     if forward_pass.pending is not None:
         calls.append(forward_pass.pending)
-    given = {key for call in calls for key in _storages_of_arguments(call)}
+    arguments = (t for call in calls for t in call.arguments if isinstance(t, torch.Tensor))
+    given = {tensor.untyped_storage()._cdata for tensor in arguments}
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
     return [storage for key, storage in found.items() if key not in given]
-
-
-def _storages_of_arguments(call: LayerCall) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tree_leaves(call.arguments) if isinstance(t, torch.Tensor)}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.layer_calls.forward_pass import LayerProxy
+from megatrain_ray.engine.layer_calls.layer_call import is_floating
 from megatrain_ray.engine.model.attention import PACKED, AttentionSwitch, answer_packed, packed_arguments
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.output_recorder import Recorder
@@ -35,10 +36,10 @@ class ProxiedModel:
         dtypes = (p.dtype for module in self.modules.values() for p in module.parameters())
         for path, module in self.modules.items():
             if path not in structure.loss_modules:
-                _replace(model, path, LayerProxy(path, module))
+                model.set_submodule(path, LayerProxy(path, module))
         self._base = model.get_submodule(structure.base)
         self._stub = _StubBaseModel(self._base)
-        _replace(model, structure.base, self._stub)
+        model.set_submodule(structure.base, self._stub)
         self._model = model
         self.attention = AttentionSwitch(model)
         answer_packed()
@@ -99,9 +100,10 @@ class ProxiedModel:
 
         Raises ConfigError if the model computes its loss without self.loss_function.
         """
-        hidden = output.last_hidden_state[:1, :1].detach()
-        if not any(_is_side_output(value) for name, value in vars(output).items() if name != "last_hidden_state"):
+        side_outputs = [value for name, value in vars(output).items() if name != "last_hidden_state"]
+        if not any(map(is_floating, tree_leaves(side_outputs))):
             return None
+        hidden = output.last_hidden_state[:1, :1].detach()
         one_token = copy.copy(output)
         one_token.last_hidden_state = hidden
         loss_function = _ZeroLoss()
@@ -156,15 +158,6 @@ class _StubBaseModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._output
-
-
-def _is_side_output(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(value))
-
-
-def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, replacement)
 
 
 def _anchor(module: nn.Module, like: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Selects by patterns over parameter names which parameters are trained, and how.
+"""Selects which parameters are trained, and how: by patterns over their names, and those that Muon trains by shape.
 
 A pattern is a regular expression that may match anywhere in a name (`re.search`). A shared parameter has several names;
 one that matches is enough. A range of experts is matched by the name of the whole stack.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from megatrain_ray.engine.layout.expert_names import whole_name
+from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.layout.parameter_group import COMMON, FROZEN, ParameterGroup
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.errors import ConfigError
 
+MUON_DIMENSIONS = (2, 3)  # of a matrix; of a stack of matrices, one per expert
 NEAR = 0.4  # cutoff of difflib's ratio; low, since even the intended name is not very similar to a pattern
 
 
@@ -58,14 +62,23 @@ class ParameterRules:
                     f"{key}: {pattern!r} matches no parameter of the model ({len(aliases)} of them); "
                     f"{near(pattern, list(map(whole_name, aliases)))}"
                 )
-        trained = [name for name in aliases if model.get_parameter(name).requires_grad]
-        open_to_all = not self.trainable
-        trained = [name for name in trained if open_to_all or _matches(self.trainable, aliases[name])]
-        trained = [name for name in trained if not _matches(self.freeze, aliases[name])]
+        trained = [
+            name
+            for name, names in aliases.items()
+            if model.get_parameter(name).requires_grad
+            and (not self.trainable or _matches(self.trainable, names))
+            and not _matches(self.freeze, names)
+        ]
         if not trained:
             raise ConfigError("train.trainable and train.freeze leave no parameter to train; freeze less")
         groups = {name: self._group(aliases[name]) for name in trained}
-        self._check_used(groups.values())
+        used = {id(group) for group in groups.values()}
+        for number, rule in enumerate(self.groups):
+            if id(rule.group) not in used:
+                raise ConfigError(
+                    f"train.groups.{number}: every parameter that it matches is frozen or in an earlier group; leave "
+                    "it out, or put it before the others"
+                )
         return {alias: groups.get(name, FROZEN) for name, names in aliases.items() for alias in names}
 
     def _patterns(self) -> Iterator[tuple[str, str]]:
@@ -78,17 +91,49 @@ class ParameterRules:
     def _group(self, names: Sequence[str]) -> ParameterGroup:
         return next((rule.group for rule in self.groups if _matches(rule.match, names)), COMMON)
 
-    def _check_used(self, groups: Iterable[ParameterGroup]) -> None:
-        used = {id(group) for group in groups}
-        for number, rule in enumerate(self.groups):
-            if id(rule.group) not in used:
-                raise ConfigError(
-                    f"train.groups.{number}: every parameter that it matches is frozen or in an earlier group; leave "
-                    "it out, or put it before the others"
-                )
-
 
 ALL_ALIKE = ParameterRules()
+
+
+def with_muon(structure: ModelStructure, model: nn.Module) -> ModelStructure:
+    """Return the structure with those parameters marked that Muon trains.
+
+    A convolution's weight does not count as a matrix, nor does a stack of biases, nor a table whose rows are looked up.
+
+    Raises ConfigError if a group gives Muon a parameter of other than 2 or 3 dimensions, or if Muon has nothing to
+    train.
+    """
+    layers = tuple(
+        replace(
+            layer,
+            parameters=tuple(
+                replace(p, muon=_by_muon(p, structure, model, in_block=layer.kind is LayerKind.BLOCK))
+                for p in layer.parameters
+            ),
+        )
+        for layer in structure.layers
+    )
+    if not any(p.muon for layer in layers for p in layer.parameters):
+        raise ConfigError(
+            "train.optimizer: muon has no matrix of the model's layers to train: they are frozen, or left to AdamW by "
+            "train.groups; set adamw"
+        )
+    return replace(structure, layers=layers)
+
+
+def _by_muon(p: ParameterSpec, structure: ModelStructure, model: nn.Module, *, in_block: bool) -> bool:
+    if not p.group.trained or p.tied_to:
+        return False
+    if p.group.muon and len(p.shape) not in MUON_DIMENSIONS:
+        raise ConfigError(
+            f"train.groups: optimizer: muon is for matrices and stacks of them, and {p.name} has {len(p.shape)} "
+            "dimensions; match less, or leave it to adamw"
+        )
+    if p.group.muon is not None:
+        return p.group.muon
+    path, _, local = p.name.rpartition(".")
+    is_table = p.name in structure.looked_up or isinstance(model.get_submodule(path), _ConvNd)
+    return in_block and len(p.shape) in MUON_DIMENSIONS and not is_table and not local.endswith("bias")
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:

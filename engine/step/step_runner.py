@@ -22,8 +22,7 @@ from megatrain_ray.engine.layer_calls.layer_call import LayerCall
 from megatrain_ray.engine.layer_calls.part_memory import noting_saved, release_spent
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective
-from megatrain_ray.engine.model.dropout_seed import dropout_seed
-from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan

@@ -97,7 +97,7 @@ class WarmUp:
             forward_pass.start()
             while (call := forward_pass.pending) is not None:
                 kind = self._model.graph_of(call.path), call.kind
-                if kind not in results or call.stores:
+                if kind not in results or call.given.containers:
                     results[kind] = self._run(call, lambda call, function, _: call.infer(function))
                 forward_pass.answer(results[kind])
 
