@@ -43,10 +43,7 @@ class Meeting:
     """Listens at a port of this process, at one address only, as long as the object is kept."""
 
     def __init__(self, address: str = LOOPBACK) -> None:
-        """Open the port. Raises OSError if `address` is not an address of this host.
-
-        address: address of this host at which the other ranks reach it.
-        """
+        """Open the port at an address of this host at which other ranks reach it. Raises OSError if it is no such."""
         listening = socket.create_server((address, 0))
         self.place = Rendezvous(address, listening.getsockname()[1])
         self._store = TCPStore(*self.place, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -61,13 +58,11 @@ def interface_of(address: str) -> str | None:
 
 
 def _connections(interface: str | None) -> dict[str, str]:
-    """Return the variables that tell NCCL and gloo which network interface to use.
-
-    NCCL treats a name as a prefix of names unless it begins with "=".
-    """
+    """Return the variables that tell NCCL and gloo which network interface to use."""
     if interface is None:
         return {}
-    of_nccl = interface if interface == "lo" else f"={interface}"  # lo without "=", as it was measured
+    # NCCL treats a name as a prefix unless it begins with "=". lo without it, as it was measured.
+    of_nccl = interface if interface == "lo" else f"={interface}"
     return {"NCCL_SOCKET_IFNAME": of_nccl, "GLOO_SOCKET_IFNAME": interface}
 
 
@@ -82,10 +77,7 @@ def _reach(place: Rendezvous) -> TCPStore:
 
 
 class RankGroup:
-    """Connects this process, which has one device, with the processes of the other ranks.
-
-    A process has at most one group.
-    """
+    """Connects this process, which has one device, with those of the other ranks. A process has at most one group."""
 
     def __init__(
         self, device: torch.device, place: Rendezvous, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
@@ -98,8 +90,7 @@ class RankGroup:
         address: address of this host, whose network interface is used for the connections.
         gathers: whether `all_gather` will be called.
 
-        Raises MegatrainError if the meeting cannot be reached. Raises LostPeerError if another rank fails or does not
-        come within `timeout_s`.
+        Raises MegatrainError if the meeting cannot be reached, and LostPeerError if another rank does not come.
         """
         surroundings = SURROUNDINGS | (OF_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
         for name, value in surroundings.items():
@@ -155,11 +146,7 @@ class RankGroup:
 
     @contextmanager
     def _losses_named(self, what: str) -> Iterator[None]:
-        """Turn a RuntimeError of a collective call into a LostPeerError that names this rank, whatever torch's reason.
-
-        Running out of memory is raised unchanged.
-        what: verb phrase for the message, what happened to this rank.
-        """
+        """Turn a RuntimeError of a collective call into a LostPeerError that says what happened to this rank."""
         try:
             yield
         except torch.OutOfMemoryError:  # a RuntimeError, too

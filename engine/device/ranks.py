@@ -45,8 +45,7 @@ class Ranks(Protocol):
 
         parts: the part of each rank, by rank.
 
-        Only this call may come from another thread. All-gathers have their own order, and all other calls have another
-        one.
+        Only this call may come from another thread. All-gathers have an order of their own.
         """
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -77,11 +76,7 @@ class RankParts:
     """
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:
-        """Create the division of `layout`.
-
-        layout: the layout of any host.
-        rank, size: this rank and the number of ranks, among all hosts.
-        """
+        """Divide `layout`, which is that of any host, for rank `rank` of `size` ranks of all hosts."""
         self._layout = layout
         self._rank = rank
         self._size = size
@@ -91,25 +86,24 @@ class RankParts:
     def gradient_span(self, layer: int) -> ElementRange:
         """Return this rank's part of the layer's gradient, which it completes and hands on to the host.
 
-        The parts of all ranks cover the gradient. The part is empty if the layer has matrices for Muon and none is this
-        rank's.
+        The parts of all ranks cover the gradient. Of a layer with matrices for Muon, a rank may have an empty part.
         """
         if layer in self._of_matrices:
             return self._of_matrices[layer][self._rank]
         return self.upload_spans_of_all(layer)[0][self._rank]
 
     def upload_spans(self, layer: int) -> tuple[ElementRange, ...]:
-        """Return this rank's parts of the layer's working copy: of trained and of frozen elements, without empty parts.
+        """Return this rank's parts of the layer's working copy, of trained and of frozen elements, without empty ones.
 
-        If both are empty, return one empty span. That happens if a layer has fewer than 64 elements for each rank.
+        If both are empty (a layer has fewer than 64 elements for each rank), return one empty span.
         """
         of_rank = [of_ranks[self._rank] for of_ranks in self.upload_spans_of_all(layer)]
         return tuple(span for span in of_rank if span.size) or (of_rank[0],)
 
     def upload_spans_of_all(self, layer: int) -> tuple[tuple[ElementRange, ...], tuple[ElementRange, ...]]:
-        """Return every rank's part of the layer's working copy: a tuple of trained parts and one of frozen parts.
+        """Return every rank's trained part of the layer's working copy, and every rank's frozen part.
 
-        Both tuples are ordered by rank. Gradients of layers without Muon are divided in the same way.
+        Gradients of layers without Muon are divided in the same way.
         """
         if layer not in self._parts:
             flat, num_hosts = self._layout.layers[layer], self._layout.num_hosts
@@ -125,9 +119,8 @@ class RankParts:
         return self._parts[layer]
 
     def views(self, layer: int, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return this rank's part of the gradient as views by parameter name.
+        """Return this rank's part of the gradient as views by parameter name: 1-D, or whole parameters with one rank.
 
-        With one rank these are whole parameters, else the elements that the part has of each parameter, 1-D.
         flat: 1-D, padded, the gradient of all trained elements.
         """
         if self._size == 1:

@@ -37,10 +37,7 @@ class ActivationBytes:
     between: tuple[int, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:
-        """Return the bytes of one micro-batch as large as `count` of these.
-
-        It is an upper bound, since constant amounts are multiplied, too.
-        """
+        """Return the bytes of one micro-batch as large as `count` of these: an upper bound, as constants scale too."""
         of_all = self.boundary, self.kept, self.between
         boundary, kept, between = (tuple(count * b for b in of_layers) for of_layers in of_all)
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
@@ -50,10 +47,7 @@ class ActivationBytes:
         )
 
     def above(self, lowest: int, other: ActivationBytes) -> ActivationBytes:
-        """Return the same with the kept bytes of `other`, and with zeros for all layers below `lowest`.
-
-        Nothing waits for a backward below layer `lowest`.
-        """
+        """Return the same with the kept bytes of `other`, and zeros below layer `lowest`: they have no backward."""
         zeros = (0,) * lowest
         chunked = self.chunked.above(lowest, other.chunked) if self.chunked and other.chunked else None
         boundary, kept = zeros + self.boundary[lowest:], zeros + other.kept[lowest:]
@@ -65,10 +59,7 @@ class ActivationBytes:
         return self.between[layer] if self.between else 0
 
     def in_chunks(self) -> ActivationBytes | None:
-        """Return the bytes with MLPs computed in chunks, with this object as their `whole`.
-
-        None if no MLP can be computed in chunks.
-        """
+        """Return the bytes with MLPs computed in chunks, with this object as their `whole`; None if no MLP can be."""
         return replace(self.chunked, whole=self) if self.chunked else None
 
     @property
@@ -108,10 +99,7 @@ class ActivationBytes:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Return for each layer the index of the first layer with the same bytes.
-
-        The boundary of the layer after it is compared, too.
-        """
+        """Return for each layer the index of the first with the same bytes, and the same boundary after it."""
         following = (*self.boundary[1:], self.boundary[-1])
         budgets = map(self.budgets_of, range(len(self.kept)))
         of_whole = self.whole.alike if self.whole else (0,) * len(self.kept)

@@ -128,9 +128,8 @@ class _BlockTrace:
     def _read_with(self) -> Sequence[int]:
         """Return for each part the index of the part in whose backward the glue after it runs.
 
-        It is the last part whose outputs that glue leads to. Glue ends where a call begins (ForwardPass).
-
-        Raises ConfigError if the glue leads out of the block.
+        It is the last part whose outputs that glue leads to. Glue ends where a call begins (ForwardPass). Raises
+        ConfigError if the glue leads out of the block.
         """
         read_with = list(range(len(self.parts)))
         for k in reversed(range(len(self.parts) - 1)):
@@ -146,10 +145,7 @@ class _BlockTrace:
         return [f for f in self.trial.flows if self.block.start <= f.made < self.block.stop]
 
     def _flows_after(self, k: int) -> Iterator[Flow]:
-        """Yield the uses, at or after the start of the next part, of what the glue after part `k` made.
-
-        What entered a call in the meantime is left out.
-        """
+        """Yield the uses, once the next part has begun, of what glue after part `k` made and what entered no call."""
         calls = _calls(self.trial, self.parts[k])
         first, following, made = calls[0].start, self._starts[k], self.trial.made
         for flow in self._flows:
@@ -226,14 +222,12 @@ def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
     It may be a little larger if a norm would otherwise be a group of its own.
     """
     sums = sorted({sum(sizes[a:b]) for a, b in itertools.combinations(range(len(sizes) + 1), 2)})
-    least = next(limit for limit in sums if 0 < len(list(_packed(sizes, limit))) <= most)
+    least = next(limit for limit in sums if limit >= max(sizes) and len(list(_packed(sizes, limit))) <= most)
     return list(_packed(sizes, least + sum(sizes) // SMALL))
 
 
 def _packed(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield groups of neighbours of at most `limit`, each as long as possible; none if one item exceeds the limit."""
-    if max(sizes) > limit:
-        return
+    """Yield groups of neighbours of at most `limit`, each as long as possible. No item exceeds the limit."""
     start, total = 0, 0
     for i, size in enumerate(sizes):
         if total + size > limit:

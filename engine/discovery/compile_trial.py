@@ -32,17 +32,12 @@ ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
 
 @dataclass(frozen=True)
 class BudgetCost:
-    """Holds the cost of one activation budget for one micro-batch through one layer.
-
-    kept_bytes: bytes kept for the backward beyond the layer's inputs and weights.
-    recomputed_flops: FLOPs of matrix products that the backward recomputes, including attention.
-    of_attention: the part of `recomputed_flops` that is attention.
-    """
+    """Holds the cost of one activation budget for one micro-batch through one layer."""
 
     activation_budget: float
-    kept_bytes: int
-    recomputed_flops: float
-    of_attention: float = 0.0
+    kept_bytes: int  # for the backward, beyond the layer's inputs and weights
+    recomputed_flops: float  # of matrix products that the backward recomputes, including attention
+    of_attention: float = 0.0  # the part of `recomputed_flops` that is attention
 
 
 @dataclass(frozen=True)
@@ -68,9 +63,7 @@ class CompileTrial:
 def try_compiling(
     model: nn.Module, structure: ModelStructure, trial: Trial, *, chunked: bool = False
 ) -> tuple[CompileTrial | None, ...]:
-    """Trace each kind of block for the call that the trial forward made.
-
-    The result is None for layers that are no blocks.
+    """Trace each kind of block for the call that the trial forward made. The result is None for other layers.
 
     model: a model of fake tensors; call this under their mode.
     chunked: whether MLPs are computed in chunks.
@@ -95,11 +88,7 @@ def try_compiling(
 
 
 def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None, *, shared: bool) -> CompileTrial:
-    """Trace one block and return its costs.
-
-    mlp: the MLP to compute in chunks, if any.
-    shared: whether other layers run the same graph.
-    """
+    """Return the costs of a block, with `mlp` in chunks. `shared`: whether other layers run the same graph."""
     # Not at the top: the compiler takes seconds to import, and most processes compile nothing.
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table

@@ -24,16 +24,11 @@ from megatrain_ray.errors import ConfigError
 
 
 class Tried(NamedTuple):
-    """Holds a model on fake tensors and its trial forward.
+    """Holds a model on fake tensors and its trial forward."""
 
-    mode: the FakeTensorMode that created the tensors.
-    groups: the group of each parameter, by name. They are assigned before all parameters are set to require a gradient,
-        so what the model itself freezes stays frozen.
-    """
-
-    mode: FakeTensorMode
+    mode: FakeTensorMode  # created the tensors
     model: nn.Module
-    groups: Mapping[str, ParameterGroup]
+    groups: Mapping[str, ParameterGroup]  # by name, of each parameter
     trial: Trial
 
 
@@ -64,8 +59,8 @@ def discover(
     block_parts: largest number of parts into which a block is divided. Parts are neither compiled nor chunked.
     trials: earlier trial forwards of this model and these rules; what runs now is added.
 
-    Raises ConfigError for a model whose layers are not each called once in order, or that cannot run, and names the
-    cause. Raises ConfigError for `rules` or `block_parts` that do not fit the model.
+    Raises ConfigError for a model whose layers are not each called once in order, or that cannot run, and for `rules`
+    or `block_parts` that do not fit the model.
     """
     trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
     run = partial(_tried, trials, factory, dtype, rules, batch, attention, packed)
@@ -103,7 +98,7 @@ def _tried(
         return trials[key]
     with FakeTensorMode() as mode, Answers():
         model = factory(dtype)
-        groups = rules.assign(model)
+        groups = rules.assign(model)  # before `requires_grad` is changed: what the model itself freezes stays frozen
         for name, parameter in model.named_parameters():
             # all_trained: then every output of a layer has a graph, which distinguishes it from a mask.
             trained = parameter.is_floating_point() if all_trained else groups[name].trained

@@ -7,15 +7,22 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from megatrain_ray.engine.discovery.block_parts import name_of, parts_of, with_departures
-from megatrain_ray.engine.discovery.chunkable import find_mlp, find_norms
-from megatrain_ray.engine.discovery.trial_forward import Call, Trial
+from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of
 from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.layout.parameter_group import ParameterGroup
 from megatrain_ray.engine.model.lora import is_adapter, module_of
-from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, ModelStructure, kept_in_fp32
+from megatrain_ray.engine.model.output_recorder import is_recorded
+from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, Mlp, ModelStructure, kept_in_fp32
 from megatrain_ray.errors import ConfigError
+
+# A trial cannot show whether one token depends on another. Modules of Transformers with these names compute each token
+# independently (tests/engine/layer_calls/test_chunked_mlp.py runs every family's). Modules in a model's own code may
+# not.
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
+LIBRARY = "transformers."
 
 
 class StructureFinder:
@@ -70,14 +77,11 @@ class StructureFinder:
             vocab_size=vocab_size,
             attention_widths=tuple(map(self._attention_width, layers[1:-1])),
             looked_up=frozenset(self._trial.looked_up),
-            norms=find_norms(self._model, self._trial, base.path, set(head) - in_loss),
+            norms=frozenset(p for p in head if p not in in_loss and _is_norm(self._model, self._trial, base.path, p)),
         )
 
     def _find_list(self) -> str:
-        """Return the path of the layer list: the module list with most parameters among those whose members are called.
-
-        Raises ConfigError if there is none.
-        """
+        """Return the path of the layer list: the module list with most parameters whose members are called."""
         sizes = {
             path: sum(p.numel() for p in module.parameters())
             for path, module in self._model.named_modules()
@@ -93,10 +97,7 @@ class StructureFinder:
         return largest
 
     def _find_base(self, list_path: str) -> Call:
-        """Return the call of the outermost module below the model that is called and holds the layer list.
-
-        It returns the hidden states. Raises ConfigError if there is no such module.
-        """
+        """Return the call of the outermost module below the model that holds the list. It returns the hidden state."""
         parts = list_path.split(".")
         for length in range(1, len(parts)):
             call = self._trial.first.get(".".join(parts[:length]))
@@ -118,10 +119,7 @@ class StructureFinder:
         return called
 
     def _outer(self, list_path: str, blocks: Sequence[Call]) -> tuple[list[str], list[str]]:
-        """Return the largest modules with parameters outside of the layer list that are called before it, and after it.
-
-        Raises ConfigError if one is called between layers, or twice.
-        """
+        """Return the largest modules with parameters that are called before the layer list, and after it."""
         found: set[str] = set()
 
         def descend(module: nn.Module, path: str) -> None:
@@ -150,7 +148,7 @@ class StructureFinder:
         modules = parts_of(self._model, self._trial, block, self._block_parts) if self._block_parts > 1 else []
         if len(modules) < 2:
             spec = self._spec(name, LayerKind.BLOCK, [block.path])
-            return [replace(spec, mlp=find_mlp(self._model, self._trial, base.path, block.path))]
+            return [replace(spec, mlp=_find_mlp(self._model, self._trial, base.path, block.path))]
         parts = [
             self._spec(f"{name}.{name_of(self._model, paths, block.path)}", LayerKind.BLOCK, paths) for paths in modules
         ]
@@ -193,8 +191,7 @@ class StructureFinder:
     def _check_names(self, layers: Sequence[LayerSpec]) -> None:
         """Raise ConfigError for a LoRA pair that would never compute, and for a parameter of another type.
 
-        A pair computes when the module of its matrix is called. Everything that is streamed has one type, so the model
-        must not keep a parameter in FP32 while the rest is BF16.
+        Everything that is streamed has one type, so the model must not keep a parameter in FP32 while the rest is BF16.
         """
         reads, dtype = self._trial.reads, next(self._model.parameters()).dtype
         names = [p.name for layer in layers for p in layer.parameters]
@@ -209,3 +206,45 @@ class StructureFinder:
                 raise ConfigError(
                     f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
                 )
+
+
+def _find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | None:
+    """Return the MLP of a block, which may be computed for a chunk of tokens at a time; None if there is none.
+
+    It is a module of Transformers with one of MLP_NAMES that is called once, on one hidden state, and returns one like
+    it. It contains no convolution and draws no random numbers (chunks would draw others), and the model returns nothing
+    from inside of it.
+    """
+    for path in (f"{block}.{name}" for name in MLP_NAMES):
+        if path not in trial.first or not _is_per_token(model, trial, base, path):
+            continue
+        module = model.get_submodule(path)
+        is_known = type(module).__module__.startswith(LIBRARY)
+        if is_known and not any(isinstance(part, _ConvNd) for part in module.modules()):
+            return Mlp(path.removeprefix(f"{block}."), _width(module, trial, trial.first[path]))
+    return None
+
+
+def _is_norm(model: nn.Module, trial: Trial, base: str, path: str) -> bool:
+    """Return whether the module is a norm of Transformers or torch that may be computed in chunks, as an MLP may."""
+    kind = type(model.get_submodule(path))
+    is_named = "Norm" in kind.__name__ and kind.__module__.startswith((LIBRARY, "torch."))
+    return is_named and _is_per_token(model, trial, base, path)
+
+
+def _is_per_token(model: nn.Module, trial: Trial, base: str, path: str) -> bool:
+    """Return whether the module is called once, on one hidden state only, and may compute each token independently."""
+    (call, *others) = [call for call in trial.calls if call.path == path]
+    if others or call.draws or call.attention or list(call.contents) != [0] or is_recorded(model, base, path):
+        return False
+    given, returned = call.contents[0], call.output
+    both = isinstance(given, torch.Tensor) and isinstance(returned, torch.Tensor)
+    return both and given.dim() == 3 and given.shape == returned.shape and given.dtype == returned.dtype
+
+
+def _width(module: nn.Module, trial: Trial, call: Call) -> int:
+    """Return the elements per token of the largest tensor that the module saves for its backward, or returns."""
+    weights = storages_of(module.parameters())
+    saved = (t for t in trial.saved[slice(*call.saved)] if storage_of(t) not in weights)
+    num_tokens = call.output.numel() // call.output.shape[-1]
+    return int(-(-max(t.numel() for t in (*saved, call.output)) // num_tokens))

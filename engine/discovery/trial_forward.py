@@ -203,15 +203,12 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions about tensor values, which fake tensors cannot answer.
+    """Answers questions about tensor values, which fake tensors cannot answer, so that checks pass.
 
     - Whether all elements are true: yes.
-    - A value computed from positions only: the true value.
-    - Any other value: zero.
-    - Which elements are nonzero: all of them.
+    - A value computed from positions only: the true value. Any other value: zero.
+    - Which elements are nonzero: all of them. So every expert is busy, which makes the trial's bytes an upper bound.
     - How often each integer occurs: `minlength` counts, as if no larger integer occurred.
-
-    So checks pass. The trial assumes that every expert is busy, which makes its bytes an upper bound.
     """
 
     def __init__(self) -> None:

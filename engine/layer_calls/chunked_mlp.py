@@ -33,11 +33,7 @@ class ChunkedMlp(nn.Module):
     """Replaces the module `inner` in a template: [B, T, D] → [B, T, D]."""
 
     def __init__(self, inner: nn.Module, chunk_tokens: int, function: Function | None = None) -> None:
-        """Wrap `inner`.
-
-        chunk_tokens: tokens in a chunk.
-        function: calls `inner`, for instance compiled; None: `inner` itself.
-        """
+        """Wrap `inner`, to be called through `function`, for instance compiled, if that is given."""
         super().__init__()
         self.inner = inner
         self.number = next(_NUMBERS)
@@ -73,17 +69,12 @@ class ChunkedMlp(nn.Module):
         return output
 
     def gradients(
-        self,
-        gradient: torch.Tensor,
-        hidden: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
+        self, gradient: torch.Tensor, hidden: torch.Tensor, parameters: Sequence[torch.Tensor], wanted: Sequence[bool]
     ) -> list[torch.Tensor]:
-        """Return the gradients of the input and of the parameters, as far as they are wanted.
+        """Return the gradients of the input and then of the parameters, those that are `wanted`.
 
         gradient: gradient of the output, [B, T, D].
         hidden: the input of the forward, [B, T, D].
-        wanted: whether to compute each gradient: first the input's, then the parameters'.
         """
         of_hidden = _like(hidden) if wanted[0] else None
         leaves = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted[1:], strict=True)]

@@ -40,8 +40,8 @@ def compiler_options() -> dict[str, Any]:
 def keep_compiled_graphs() -> None:
     """Keep compiled kernels in this package's cache folder, so that a second start of the program finds them.
 
-    It applies to this process and its children. Call it before the first compilation. If torch's own variable already
-    names a folder, that folder stays.
+    It applies to this process and its children. Call it before the first compilation. A folder that the user has named
+    in torch's own variable stays.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -68,8 +68,7 @@ class CompiledCall:
 
         name: name in log messages.
         activation_budget: share of the activations wanted by the backward that the forward keeps (LayerPlan).
-        inner: a call made within this one that has graphs of its own. It is rehearsed and given up together with this
-            call.
+        inner: a call made within this one that has graphs of its own; it is rehearsed and given up together with it.
         """
         self.function = function
         self.problem: str | None = None  # why it is not compiled

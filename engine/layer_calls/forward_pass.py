@@ -182,9 +182,11 @@ class ForwardPass:
         if leaf is not None:
             leaf.grad = gradient
             return
-        key = id(tensor)
-        latest = self._waiting[key][2] if key in self._waiting else self._latest_call(tensor)
-        self._waiting[key] = (tensor, gradient, latest)
+        if id(tensor) in self._waiting:
+            latest = self._waiting[id(tensor)][2]
+        else:
+            latest = max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
+        self._waiting[id(tensor)] = (tensor, gradient, latest)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the leaf that the tensor aliases. None if the tensor is glue, or was changed in place since."""
@@ -232,10 +234,6 @@ class ForwardPass:
         self._views.clear()
         self._waiting.clear()
         self.result = None
-
-    def _latest_call(self, tensor: torch.Tensor) -> int:
-        """Return the index of the last call whose output the tensor was computed from; -1 if there is none."""
-        return max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
 
 
 class _Rebased(torch.autograd.Function):

@@ -175,14 +175,11 @@ class LayerCall:
     def backward(
         self, pending: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Compute the gradients of the ports and of the parameters, each in order.
+        """Compute the gradients of the ports and of the parameters, each in order; None where no gradient flowed.
 
-        An entry is None if no gradient flowed to it, or if the parameter is frozen.
-
-        pending: what later calls sent to each port. It is included in the returned gradients of the ports.
-
-        A pending gradient enters at the port's entry. So autograd adds this call's contributions to it one by one, as
-        in a graph of the whole model.
+        pending: what later calls sent to each port. It is included in the returned gradients of the ports: it enters at
+            the port's entry, so that autograd adds this call's contributions to it one by one, as in a graph of the
+            whole model.
         """
         graph = self._graph
         if graph is None:

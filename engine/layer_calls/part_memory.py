@@ -55,10 +55,7 @@ def release_spent(forward_pass: ForwardPass, part: Part) -> None:
 
 
 def glue_storages(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
-    """Return the storages that the block's own forward saved and that no call received as an argument.
-
-    saved: tensors saved by the operations between the calls of parts.
-    """
+    """Return the storages of tensors `saved` by the block's own forward, between calls, that no call received."""
     calls = [call for call in forward_pass.calls if call.path.startswith(f"{part.block}.")]
     if forward_pass.pending is not None:
         calls.append(forward_pass.pending)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +54,7 @@ class GroupedFactory:
 def _num_groups(module: nn.Module, most: int) -> int:
     """Return the largest number of equal groups, at most `most`, that leaves an update's rounding unchanged.
 
-    1 for a module that cannot be divided. Rounding is unchanged if the elements of each parameter of a group are a
-    multiple of WHOLE_VECTORS.
+    That is so if the elements of each parameter of a group are a multiple of WHOLE_VECTORS. 1: it cannot be divided.
     """
     if not _is_stack(module):
         return 1
@@ -67,10 +65,7 @@ def _num_groups(module: nn.Module, most: int) -> int:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether the module is a stack of experts that can be divided into groups.
-
-    It must use the implementation (grouped_mm) whose results `_Groups` reproduces.
-    """
+    """Return whether the module is a stack of experts that uses grouped_mm, whose results `_Groups` reproduces."""
     # Experts of older versions of Transformers lack these two attributes.
     if not hasattr(module, "is_transposed") or getattr(module, "_is_expert_parallel", False):
         return False
@@ -179,18 +174,12 @@ class _Group(nn.Module):
 
 
 def _group(experts: nn.Module, kind: type[nn.Module], size: int) -> nn.Module:
-    """Return a copy of the experts with parameters for `size` of them.
-
-    The parameters have no values: the model is on meta or fake tensors.
-    """
+    """Return a copy of the experts with parameters for `size` of them. They have no values (meta or fake)."""
     group = kind.__new__(kind)
     own = {key: copy(value) if isinstance(value, dict) else value for key, value in experts.__dict__.items()}
-    empty = {key: _first(p, size) for key, p in experts._parameters.items()}
+    empty = {
+        key: None if p is None else nn.Parameter(p.detach()[:size].clone(), p.requires_grad)
+        for key, p in experts._parameters.items()
+    }
     group.__dict__ |= own | {"_parameters": empty, "_modules": deepcopy(experts._modules), "num_experts": size}
     return group
-
-
-def _first(parameter: Any, size: int) -> Any:
-    if parameter is None:
-        return None
-    return nn.Parameter(parameter.detach()[:size].clone(), parameter.requires_grad)

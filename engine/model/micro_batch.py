@@ -12,16 +12,11 @@ from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the tokens of one micro-batch, in host memory.
-
-    input_ids: int64 [B, T].
-    targets: int64 [B, T]; a target of -100 is not supervised.
-    positions: int64 [B, T], beginning at 0 in every document of a row; None: each row is one document.
-    """
+    """Holds the tokens of one micro-batch, in host memory. All tensors are int64 [B, T]."""
 
     input_ids: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor | None = None
+    targets: torch.Tensor  # a target of -100 is not supervised
+    positions: torch.Tensor | None = None  # beginning at 0 in every document of a row; None: each row is one document
 
     @property
     def is_packed(self) -> bool:
@@ -37,9 +32,7 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int, layer: int, call: int) -> int:
-    """Return a 63-bit seed: the splitmix64 chain of the arguments, without its last bit.
-
-    It depends on nothing else, so that any order of work draws the same numbers.
+    """Return a 63-bit seed: the splitmix64 chain of the arguments, so that any order of work draws the same numbers.
 
     step: counts from 1.
     micro_batch: counts from 0 over all ranks.

@@ -7,7 +7,7 @@ one that matches is enough. A range of experts is matched by the name of the who
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -34,18 +34,12 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class ParameterRules:
-    """Holds the patterns of a run.
+    """Holds the patterns of a run."""
 
-    trainable: parameters that match none of these are frozen; empty: all may be trained.
-    freeze: parameters that match one of these are frozen.
-    groups: the first rule that matches a parameter applies.
-    muon: whether Muon trains the matrices of blocks, unless a group says otherwise.
-    """
-
-    trainable: tuple[str, ...] = ()
-    freeze: tuple[str, ...] = ()
-    groups: tuple[GroupRule, ...] = ()
-    muon: bool = False
+    trainable: tuple[str, ...] = ()  # parameters that match none of these are frozen; empty: all may be trained
+    freeze: tuple[str, ...] = ()  # parameters that match one of these are frozen
+    groups: tuple[GroupRule, ...] = ()  # the first rule that matches a parameter applies
+    muon: bool = False  # whether Muon trains the matrices of blocks, unless a group says otherwise
 
     def assign(self, model: nn.Module) -> dict[str, ParameterGroup]:
         """Return the group of each parameter of the model, by each of the parameter's names.
@@ -82,7 +76,7 @@ class ParameterRules:
         return {alias: groups.get(name, FROZEN) for name, names in aliases.items() for alias in names}
 
     def _patterns(self) -> Iterator[tuple[str, str]]:
-        """Yield each pattern with the configuration key that holds it, key first."""
+        """Yield the configuration key and the pattern, for each pattern."""
         yield from (("train.trainable", pattern) for pattern in self.trainable)
         yield from (("train.freeze", pattern) for pattern in self.freeze)
         for number, rule in enumerate(self.groups):
@@ -98,30 +92,22 @@ ALL_ALIKE = ParameterRules()
 def with_muon(structure: ModelStructure, model: nn.Module) -> ModelStructure:
     """Return the structure with those parameters marked that Muon trains.
 
-    A convolution's weight does not count as a matrix, nor does a stack of biases, nor a table whose rows are looked up.
-
-    Raises ConfigError if a group gives Muon a parameter of other than 2 or 3 dimensions, or if Muon has nothing to
-    train.
+    Raises ConfigError if a group gives Muon a parameter of other than 2 or 3 dimensions, or if nothing is left for it.
     """
-    layers = tuple(
-        replace(
-            layer,
-            parameters=tuple(
-                replace(p, muon=_by_muon(p, structure, model, in_block=layer.kind is LayerKind.BLOCK))
-                for p in layer.parameters
-            ),
-        )
-        for layer in structure.layers
-    )
+    layers = []
+    for layer in structure.layers:
+        in_block = layer.kind is LayerKind.BLOCK
+        marked = (replace(p, muon=_is_for_muon(p, structure, model, in_block=in_block)) for p in layer.parameters)
+        layers.append(replace(layer, parameters=tuple(marked)))
     if not any(p.muon for layer in layers for p in layer.parameters):
         raise ConfigError(
             "train.optimizer: muon has no matrix of the model's layers to train: they are frozen, or left to AdamW by "
             "train.groups; set adamw"
         )
-    return replace(structure, layers=layers)
+    return replace(structure, layers=tuple(layers))
 
 
-def _by_muon(p: ParameterSpec, structure: ModelStructure, model: nn.Module, *, in_block: bool) -> bool:
+def _is_for_muon(p: ParameterSpec, structure: ModelStructure, model: nn.Module, *, in_block: bool) -> bool:
     if not p.group.trained or p.tied_to:
         return False
     if p.group.muon and len(p.shape) not in MUON_DIMENSIONS:
@@ -132,6 +118,7 @@ def _by_muon(p: ParameterSpec, structure: ModelStructure, model: nn.Module, *, i
     if p.group.muon is not None:
         return p.group.muon
     path, _, local = p.name.rpartition(".")
+    # Neither tables whose rows are looked up, nor convolutions, nor stacks of biases count as matrices.
     is_table = p.name in structure.looked_up or isinstance(model.get_submodule(path), _ConvNd)
     return in_block and len(p.shape) in MUON_DIMENSIONS and not is_table and not local.endswith("bias")
 
@@ -151,15 +138,10 @@ def _matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
 
 def near(pattern: str, names: Sequence[str]) -> str:
     """Return a hint at what a pattern that matches none of `names` may have meant, for an error message."""
-    close = get_close_matches(re.sub(r"\\|\W+$|^\W+", "", pattern), _wholes_and_parts(names), n=3, cutoff=NEAR)
-    return f"near it are {', '.join(close)}" if close else f"the first are {', '.join(names[:3])}"
-
-
-def _wholes_and_parts(names: Sequence[str]) -> Mapping[str, None]:
-    """Return all names, their beginnings (a layer) and their ends (the same matrix of every layer), each once."""
-    found: dict[str, None] = {}
+    candidates: dict[str, None] = {}  # names, their beginnings (a layer) and ends (the same matrix of every layer)
     for name in names:
         parts = name.split(".")
         for cut in range(len(parts)):
-            found[".".join(parts[cut:])] = found[".".join(parts[: cut + 1])] = None
-    return found
+            candidates[".".join(parts[cut:])] = candidates[".".join(parts[: cut + 1])] = None
+    close = get_close_matches(re.sub(r"\\|\W+$|^\W+", "", pattern), candidates, n=3, cutoff=NEAR)
+    return f"near it are {', '.join(close)}" if close else f"the first are {', '.join(names[:3])}"

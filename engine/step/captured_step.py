@@ -58,23 +58,15 @@ class _CapturedGraph(NamedTuple):
 
 
 class CapturedStep:
-    """Launches steps of the kinds that were captured as graphs, and runs all others uncaptured.
-
-    Compute thread only.
-    """
+    """Launches steps of the kinds that were captured as graphs; runs all others uncaptured. Compute thread only."""
 
     def __init__(self, plan: Plan, device: Device, runner: StepRunner, store: GradientStore) -> None:
-        """Create it without any captured graph.
-
-        store: receives the gradients and norms of a step.
-        """
         self._plan = plan
         self._device = device
         self._runner = runner
-        self._store = store
-        self._graphs: dict[
-            bool, _CapturedGraph
-        ] = {}  # key: whether rows have positions (in a step all rows have, or none has)
+        self._store = store  # receives the gradients and norms of a step
+        # By whether rows have positions: in a step all rows have, or none has.
+        self._graphs: dict[bool, _CapturedGraph] = {}
         self._num_supervised = torch.ones((), dtype=torch.float32, device=device.torch_device)
 
     def capture(self, coming: WarmUpShapes) -> None:
@@ -90,10 +82,7 @@ class CapturedStep:
             log.warning("steps run uncaptured, layer by layer: %s", error)
 
     def run(self, step: StepInput) -> StepOutput:
-        """Run a step whose update waits for its norm, and return its output.
-
-        The step runs uncaptured if no graph fits it or if there are several ranks.
-        """
+        """Run a step whose update waits for its norm: uncaptured if no graph fits it or if there are several ranks."""
         graph = self._graphs.get(step.micro_batches[0].positions is not None)
         if graph is None or step.world.size > 1:
             return self._runner.read(self._runner.submit(step))
@@ -113,13 +102,10 @@ class CapturedStep:
         self._graphs.clear()
 
     def _graph_of(self, coming: WarmUpShapes, *, packed: bool) -> _CapturedGraph:
-        """Capture one step, after running the same step uncaptured.
-
-        The uncaptured run creates whatever is made on first use. Raises CaptureError if the step cannot be captured.
-        """
+        """Capture one step. Raises CaptureError if it cannot be captured."""
         inputs = tuple(self._static_input(packed=packed) for _ in range(self._plan.step.num_micro_batches))
         step = StepInput(0, inputs, World(self._num_supervised), 0, coming.objective)
-        self._runner.submit(step)
+        self._runner.submit(step)  # uncaptured, to create whatever is made on first use
         found: list[tuple[Submitted, Completed]] = []
 
         def run() -> tuple[torch.Tensor, ...]:

@@ -22,28 +22,22 @@ from megatrain_ray.virtual_clock import Op
 
 @dataclass(frozen=True)
 class LossShare:
-    """Says what a micro-batch's loss is a share of. Both counts are of the step over all ranks.
-
-    num_supervised: target tokens, as in `World`.
-    num_parts: micro-batches.
-    """
+    """Says what a micro-batch's loss is a share of. Both counts are of the step over all ranks."""
 
     objective: Objective
-    num_supervised: int | torch.Tensor
-    num_parts: int
+    num_supervised: int | torch.Tensor  # target tokens, as in `World`
+    num_parts: int  # micro-batches
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
     """Holds the loss of one micro-batch and the gradients of the head.
 
-    losses: shares of the step's loss, one for each chunk, then one for side outputs if there are any.
-    cross_entropies: plain cross-entropy of each chunk, as a share of the step's.
     gradients: by parameter name; None if nothing flowed, or if the gradient was already added to the step's sum.
     """
 
-    losses: list[torch.Tensor]
-    cross_entropies: list[torch.Tensor]
+    losses: list[torch.Tensor]  # shares of the step's loss, one a chunk, then one for side outputs if there are any
+    cross_entropies: list[torch.Tensor]  # of each chunk, as a share of the step's
     gradients: dict[str, torch.Tensor | None]
 
 
@@ -67,7 +61,7 @@ class StepLoss:
         """Compute the loss of micro-batch `j` and send the gradient of its hidden state into the forward pass.
 
         forward_pass: has run all calls except the head's own modules.
-        targets: `[B, T]`.
+        targets: [B, T].
         """
         hidden = forward_pass.final_hidden
         with self._bound() as named:
@@ -84,11 +78,7 @@ class StepLoss:
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
     def run_warm_up(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        """Compute the loss of a step's first micro-batch in the same memory, leaving nothing in the gradient store.
-
-        hidden: `[B, T, D]`.
-        targets: `[B, T]`.
-        """
+        """Compute a loss of [B, T, D] in the memory that a step uses, leaving no gradient in the store."""
         with self._bound() as named:
             self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1))
         self._gradients.begin()

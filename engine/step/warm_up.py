@@ -29,15 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WarmUpShapes:
-    """Describes the steps to come, as far as the plan does not.
-
-    packed: whether some of their rows hold several documents.
-    evaluates: whether held-out data are evaluated between them.
-    """
+    """Describes the steps to come, as far as the plan does not."""
 
     objective: Objective = field(default_factory=Objective)
-    packed: bool = False
-    evaluates: bool = False
+    packed: bool = False  # whether some of their rows hold several documents
+    evaluates: bool = False  # whether held-out data are evaluated between them
 
 
 class WarmUp:
@@ -47,9 +43,8 @@ class WarmUp:
     """
 
     def __init__(self, plan: Plan, memory: torch.Tensor, model: BoundModel, step_loss: StepLoss) -> None:
-        """Keep the components of a step; `memory` is the allocation that all slots are cut from."""
         self._plan = plan
-        self._memory = memory
+        self._memory = memory  # the allocation that all slots are cut from
         self._model = model
         self._proxied = model.proxied
         self._step_loss = step_loss
@@ -111,7 +106,7 @@ class WarmUp:
             return work(call, function, parameters)
 
     def _forward_and_backward(self, call: LayerCall, function: Function, parameters: list[torch.Tensor]) -> Outcome:
-        policy = self._plan.layers[self._model.structure.layer_of(call.path)].activations
+        policy = self._plan.layers[self._model.structure.layer_of[call.path]].activations
         keeps = policy is ActivationPolicy.KEEP and self._model.keeps(call.path)
         outcome = call.forward(function, parameters, self._model.saving(call.path) if keeps else None)
         if call.needs_gradient:
@@ -132,9 +127,8 @@ class WarmUp:
 
     def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
         """Return slot memory for the layer of a module and for layers it shares parameters with, unless in HBM."""
-        regions: dict[FragmentId, torch.Tensor] = {}
-        start = 0
-        needed = needed_fragments(self._model.layout, self._model.structure.layer_of(path))
+        regions, start = dict[FragmentId, torch.Tensor](), 0
+        needed = needed_fragments(self._model.layout, self._model.structure.layer_of[path])
         for fragment in streamed(needed, self._plan.hbm_layers):
             span = self._model.layout.layers[fragment.layer].fragments[fragment.index]
             stop = start + span.size * self._plan.precision.working_dtype.itemsize
