@@ -104,7 +104,6 @@ def fewest_cpus(homes: Iterable[Home]) -> int:
 
 
 def _home(nodes: Sequence[NumaNode], cores: Sequence[tuple[int, ...]] | None = None) -> Home:
-    """Return the home made of `nodes`, with all of their cores or only `cores`."""
     cores = [core for node in nodes for core in node.cores] if cores is None else cores
     cpus = format_ranges(cpu for core in cores for cpu in core)
     memory = tuple(sorted({node.memory for node in nodes}))

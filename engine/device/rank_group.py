@@ -58,7 +58,6 @@ def interface_of(address: str) -> str | None:
 
 
 def _connections(interface: str | None) -> dict[str, str]:
-    """Return the variables that tell NCCL and gloo which network interface to use."""
     if interface is None:
         return {}
     # NCCL treats a name as a prefix unless it begins with "=". lo without it, as it was measured.

@@ -41,10 +41,9 @@ class ActivationBytes:
         of_all = self.boundary, self.kept, self.between
         boundary, kept, between = (tuple(count * b for b in of_layers) for of_layers in of_all)
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
-        chunked, masks = self.chunked and self.chunked.times(count), count * self.masks
-        return replace(
-            self, boundary=boundary, kept=kept, masks=masks, compiled=compiled, chunked=chunked, between=between
-        )
+        chunked = self.chunked and self.chunked.times(count)
+        counted = replace(self, boundary=boundary, kept=kept, between=between, masks=count * self.masks)
+        return replace(counted, compiled=compiled, chunked=chunked)
 
     def above(self, lowest: int, other: ActivationBytes) -> ActivationBytes:
         """Return the same with the kept bytes of `other`, and zeros below layer `lowest`: they have no backward."""

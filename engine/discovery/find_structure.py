@@ -29,24 +29,13 @@ class StructureFinder:
     """Finds the parts of a model's structure one after the other."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        trial: Trial,
-        groups: Mapping[str, ParameterGroup],
-        micro_batch_size: int,
-        block_parts: int,
+        self, model: nn.Module, trial: Trial, groups: Mapping[str, ParameterGroup], batch_size: int, block_parts: int
     ) -> None:
-        """Prepare the search.
-
-        trial: trial forward of `micro_batch_size` sequences.
-        groups: the group of each parameter, by all of its names.
-        block_parts: largest number of parts into which a block is divided.
-        """
         self._model = model
         self._trial = trial
-        self._groups = groups
-        self._micro_batch_size = micro_batch_size
-        self._block_parts = block_parts
+        self._groups = groups  # of each parameter, by all of its names
+        self._batch_size = batch_size  # of the trial, in sequences
+        self._block_parts = block_parts  # largest number of parts into which a block is divided
         self._name = type(model).__name__
         self._owners: dict[int, str] = {}  # id(parameter) → its name in the first layer that has it
 
@@ -155,8 +144,7 @@ class StructureFinder:
         return with_departures(self._model, self._trial, block, base, parts)
 
     def _attention_width(self, block: LayerSpec) -> float:
-        """Return the attention width of a block, or of a part of one: 0 if it does not attend."""
-        return sum(self._trial.first[path].attention for path in block.modules) / self._micro_batch_size
+        return sum(self._trial.first[path].attention for path in block.modules) / self._batch_size
 
     def _spec(self, name: str, kind: LayerKind, modules: Sequence[str]) -> LayerSpec:
         """Return the specification of a layer. A parameter that an earlier layer has is tied to that one's."""

@@ -62,13 +62,8 @@ def _with_parts(whole: ActivationBytes, trial: Trial, structure: ModelStructure,
             boundary[i] = unique_bytes(_entered(trial, layer.part.leaving))
             between[i] = unique_bytes(glue_saved(trial, parts, k), weights | given)
             kept[i] += between[i]
-    return replace(
-        whole,
-        boundary=tuple(boundary),
-        kept=tuple(kept),
-        between=tuple(between),
-        replayable=(False,) * len(kept),
-    )
+    never = (False,) * len(kept)
+    return replace(whole, boundary=tuple(boundary), kept=tuple(kept), between=tuple(between), replayable=never)
 
 
 def _kept(trial: Trial, call: Call, weights: set[int]) -> int:
@@ -115,7 +110,6 @@ def _has_private_inputs(trial: Trial, layer: LayerSpec, shared: set[int]) -> boo
 
 
 def _entered(trial: Trial, places: Iterable[Entered]) -> list[torch.Tensor]:
-    """Return the tensors that entered at `places` in the trial and require a gradient."""
     values = (tree_leaves(trial.first[path].contents)[position] for path, position in places)
     return [tensor for tensor in tensors_in(list(values)) if tensor.requires_grad]
 

@@ -58,11 +58,7 @@ class CompiledCall:
     """
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        activation_budget: float = 1.0,
-        inner: CompiledCall | None = None,
+        self, name: str, function: Callable[..., Any], activation_budget: float = 1.0, inner: CompiledCall | None = None
     ) -> None:
         """Prepare the compilation of `function`; nothing is compiled yet.
 

@@ -76,7 +76,6 @@ class ParameterRules:
         return {alias: groups.get(name, FROZEN) for name, names in aliases.items() for alias in names}
 
     def _patterns(self) -> Iterator[tuple[str, str]]:
-        """Yield the configuration key and the pattern, for each pattern."""
         yield from (("train.trainable", pattern) for pattern in self.trainable)
         yield from (("train.freeze", pattern) for pattern in self.freeze)
         for number, rule in enumerate(self.groups):

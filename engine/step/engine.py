@@ -18,7 +18,6 @@ import torch
 from megatrain_ray.engine.activations.activation_store import ActivationStore
 from megatrain_ray.engine.device.device import Device, MemoryStatistics
 from megatrain_ray.engine.device.ranks import Ranks
-from megatrain_ray.engine.device.task_failures import first_failure
 from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.host.interfaces import Host
 from megatrain_ray.engine.model.micro_batch import MicroBatch
@@ -33,7 +32,7 @@ from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRun
 from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import MegatrainError, first_failure
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Stage
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,8 @@ from megatrain_ray.engine.model.chunked_loss import LossResult, Objective, OpenS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.virtual_clock import Op
+
+Named = list[tuple[Segment, torch.Tensor]]  # parameters of the head's modules
 
 
 @dataclass(frozen=True)
@@ -84,23 +86,17 @@ class StepLoss:
         self._gradients.begin()
 
     @contextmanager
-    def _bound(self) -> Iterator[list[tuple[Segment, torch.Tensor]]]:
+    def _bound(self) -> Iterator[Named]:
         """Bind the weights of the head's modules for the block; yield their parameters."""
         with ExitStack() as stack:
-            named: list[tuple[Segment, torch.Tensor]] = []
+            named: Named = []
             for path in sorted(self._model.structure.loss_modules):
                 _, parameters = stack.enter_context(self._model.bound(path))
                 named += zip(self._model.segments[path], parameters, strict=True)
             stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
             yield named
 
-    def _chunked(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        named: Sequence[tuple[Segment, torch.Tensor]],
-        share: LossShare,
-    ) -> LossResult:
+    def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor, named: Named, share: LossShare) -> LossResult:
         sums: dict[str, OpenSum] = {}
         if self._plan.compute.chunks_add_to_sums:  # otherwise chunks are added into a sum of their own
             sums = self._gradients.open_sums(self._head, self._model.structure.loss_parameters)

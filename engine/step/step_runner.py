@@ -199,7 +199,6 @@ class StepRunner:
         return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
 
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
-        """Run every call of the layer that the micro-batch's forward makes."""
         forward_pass = state.passes[j]
         done = LayerForward(layer, j, forward_pass, [], [], [])
         while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
@@ -260,7 +259,6 @@ class StepRunner:
         return found.gradients
 
     def _backward(self, layer: int, j: int, state: _StepState) -> Gradients:
-        """Run the backward of the layer's calls, last call first."""
         forward_pass = state.passes[j]
         self._before_backward(Phase.BACKWARD, layer, j)
         gradients: Gradients = {}

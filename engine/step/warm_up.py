@@ -101,8 +101,7 @@ class WarmUp:
         with self._model.weights.bound(self._placed(call.path)), self._model.bound(call.path) as (function, parameters):
             compiled = self._model.compiled(call.path)
             if compiled is not None and compiled.problem is None:
-                twin = call.twin()
-                _compile(compiled, lambda: work(twin, function, parameters))
+                _compile(compiled, partial(work, call.twin(), function, parameters))
             return work(call, function, parameters)
 
     def _forward_and_backward(self, call: LayerCall, function: Function, parameters: list[torch.Tensor]) -> Outcome:
