@@ -121,7 +121,7 @@ class _BlockTrace:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """For each part when the next one begins; for the last part when the block ends."""
+        """Return for each part when the next one begins; for the last part when the block ends."""
         return [*(_calls(self.trial, part)[0].start for part in self.parts[1:]), self.block.stop]
 
     @cached_property
@@ -185,9 +185,7 @@ class _BlockTrace:
 
     def _known_after(self, k: int) -> set[int]:
         """Return the storages that have entered calls up to and including the first call of the part after `k`."""
-        calls = [call for part in self.parts[: k + 1] for call in _calls(self.trial, part)]
-        if k + 1 < len(self.parts):
-            calls.append(_calls(self.trial, self.parts[k + 1])[0])
+        calls = (call for call in self._own_calls if call.start <= self._starts[k])
         return storages_of(tensor for call in calls for tensor in call.inputs)
 
     @cached_property

@@ -27,7 +27,7 @@ class LossShare:
     """Says what a micro-batch's loss is a share of. Both counts are of the step over all ranks."""
 
     objective: Objective
-    num_supervised: int | torch.Tensor  # target tokens, as in `World`
+    num_supervised: int | torch.Tensor  # target tokens, as in `StepInput`
     num_parts: int  # micro-batches
 
 

@@ -35,21 +35,14 @@ Gradients = dict[str, torch.Tensor | None]  # by parameter; None: no gradient fl
 
 
 @dataclass(frozen=True)
-class World:
-    """Describes this rank's share of a step."""
+class StepInput:
+    """Holds this rank's share of a step."""
 
+    step: int  # from 1
+    micro_batches: tuple[MicroBatch, ...]
     # Target tokens of the step over all ranks and micro-batches. In a captured step this number changes from step to
     # step, so it is an FP32 scalar on the device.
     num_supervised: int | torch.Tensor
-    rank: int = 0
-    size: int = 1
-
-
-@dataclass(frozen=True)
-class StepInput:
-    step: int  # from 1
-    micro_batches: tuple[MicroBatch, ...]
-    world: World
     dropout_seed: int
     objective: Objective = field(default_factory=Objective)
 
@@ -252,7 +245,7 @@ class StepRunner:
 
     def _loss(self, j: int, state: _StepState) -> Gradients:
         step = state.step
-        share = LossShare(step.objective, step.world.num_supervised, len(state.passes) * step.world.size)
+        share = LossShare(step.objective, step.num_supervised, len(state.passes) * self._ranks.size)
         found = self._step_loss.run(j, state.passes[j], state.targets[j], share)
         state.losses.extend(found.losses)
         state.cross_entropies.extend(found.cross_entropies)
@@ -302,7 +295,7 @@ class StepRunner:
 
     def _seed(self, step: StepInput, micro_batch: int, layer: int, call: int) -> None:
         """Seed the random numbers of one layer (call 0), or of what the model computes after it (call 1)."""
-        first = step.world.rank * len(step.micro_batches)
+        first = self._ranks.rank * len(step.micro_batches)
         self._device.seed(dropout_seed(step.dropout_seed, step.step, first + micro_batch, layer, call))
 
 
