@@ -1,7 +1,4 @@
-"""Implements `Device` with CUDA, with a stream for each stage.
-
-Only this file and cuda_info.py use `torch.cuda`.
-"""
+"""Implements `Device` with CUDA, a stream for each stage. Only this file and cuda_info.py use `torch.cuda`."""
 
 from __future__ import annotations
 

@@ -57,10 +57,7 @@ class PeerCopies:
     """Copies between two GPUs of this machine, in both directions at once."""
 
     def __init__(self, num_bytes: int, one: int = 0, other: int = 1) -> None:
-        """Allocate buffers of `num_bytes` on both GPUs.
-
-        one, other: numbers of the GPUs, in torch's order.
-        """
+        """Allocate buffers of `num_bytes` on both GPUs, given by their numbers in torch's order."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]] = []
         for to, source in ((one, other), (other, one)):
             here, there = (torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{i}") for i in (to, source))

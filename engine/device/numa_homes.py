@@ -1,7 +1,4 @@
-"""Chooses for each process of a run the CPUs it works on and the NUMA nodes its memory comes from.
-
-All functions are pure.
-"""
+"""Chooses, in pure functions, the CPUs that each process works on and the NUMA nodes of its memory."""
 
 from __future__ import annotations
 

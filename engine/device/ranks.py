@@ -1,12 +1,8 @@
 """Exchanges gradients, norms and losses among ranks, the GPU workers of a run, one for each GPU.
 
-Each rank computes its own micro-batches of a step. Together they compute what a single rank would have computed.
-
-Each rank completes its own part of every layer's gradient with a reduce-scatter, and hands that part on to the host. If
-Muon trains something of the layer, the part is the one with the matrices whose directions this rank computes.
-
-rank: number among the GPU workers of all hosts.
-host_rank: number among the GPU workers of its host.
+Each rank computes its own micro-batches of a step. Together they compute what a single rank would have computed. Each
+rank completes its own part of every layer's gradient with a reduce-scatter, and hands that part on to the host. If Muon
+trains something of the layer, the part is the one with the matrices whose directions this rank computes.
 """
 
 from __future__ import annotations
@@ -28,14 +24,11 @@ class Ranks(Protocol):
     another rank does not make its call.
     """
 
-    rank: int
+    rank: int  # among the GPU workers of all hosts
     size: int
 
     def sum_part(self, flat: torch.Tensor, part: ElementRange) -> None:
-        """Replace `part` of the 1-D tensor `flat` with the sum over all ranks.
-
-        Elements outside `part` are undefined afterwards.
-        """
+        """Replace `part` of the 1-D tensor `flat` with the sum over all ranks, and the rest with undefined values."""
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace `values` with the sum over all ranks, which has the same bits on every rank."""

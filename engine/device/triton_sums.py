@@ -42,10 +42,7 @@ def can_add(total: Tensor, value: Tensor, out: Tensor) -> bool:
 
 
 def add(total: Tensor, value: Tensor, out: Tensor) -> None:
-    """Compute out = total + value on the current stream, bit for bit as torch does.
-
-    All three are contiguous and have the same number of elements.
-    """
+    """Compute out = total + value on the current stream, bit for bit as torch. All are contiguous and equally long."""
     _launch(total, value, None, out)
 
 

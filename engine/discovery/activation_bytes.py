@@ -11,29 +11,21 @@ from megatrain_ray.engine.discovery.compile_trial import BudgetCost, CompileTria
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Holds the bytes that one micro-batch leaves on the device, layer by layer.
+    """Holds the bytes that one micro-batch leaves on the device, layer by layer."""
 
-    boundary: tensors that enter the layer and require a gradient.
-    kept: what a kept graph saves beyond the layer's inputs and weights.
-    masks: attention masks, which all layers share.
-    compiled: what each layer keeps when it is compiled; None for a layer that is not. Empty if it was not asked for.
-    private: whether nothing but the layer itself reads its inputs, from its forward to its backward.
-    replayable: whether the layer's inputs are private, and the layer before makes all of them.
-    chunked: the same if MLPs are computed in chunks, without the memory of one chunk. None if no MLP can be chunked, or
-        if it was not asked for.
-    whole: for bytes with chunked MLPs, the bytes with whole MLPs; else None.
-    between: the part of `kept` that divided blocks save between the modules of a part. No part recomputes it. Empty if
-        blocks are not divided.
-    """
-
-    boundary: tuple[int, ...]
-    kept: tuple[int, ...]
-    masks: int = 0
+    boundary: tuple[int, ...]  # tensors that enter the layer and require a gradient
+    kept: tuple[int, ...]  # what a kept graph saves beyond the layer's inputs and weights
+    masks: int = 0  # attention masks, which all layers share
+    # What each layer keeps when it is compiled; None for a layer that is not. Empty if it was not asked for.
     compiled: tuple[CompileTrial | None, ...] = ()
-    private: tuple[bool, ...] = ()
-    replayable: tuple[bool, ...] = ()
+    private: tuple[bool, ...] = ()  # whether only the layer reads its inputs, from its forward to its backward
+    replayable: tuple[bool, ...] = ()  # whether the inputs are private, and the layer before makes all of them
+    # The same if MLPs are computed in chunks, without the memory of one chunk. None if no MLP can be, or if it was not
+    # asked for.
     chunked: ActivationBytes | None = None
-    whole: ActivationBytes | None = None
+    whole: ActivationBytes | None = None  # for bytes with chunked MLPs, the bytes with whole MLPs
+    # The part of `kept` that divided blocks save between the modules of a part, which no part recomputes. Empty if
+    # blocks are not divided.
     between: tuple[int, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:

@@ -1,7 +1,6 @@
 """Divides blocks into parts, for models of which a whole block is too large for the device's memory.
 
-Each part is a layer of the schedule, with slots, gradients and optimizer state of its own. Parts are found in the trial
-forward.
+Each part is a layer of the schedule, with slots, gradients and optimizer state of its own. They are found in the trial.
 
 A part consists of some of a block's modules that are called one after the other. The block's own forward runs between
 them ("glue"), as the model's runs between layers. No part recomputes what the glue saves for its backward: it waits

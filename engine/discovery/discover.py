@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -63,7 +62,13 @@ def discover(
     or `block_parts` that do not fit the model.
     """
     trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
-    run = partial(_tried, trials, factory, dtype, rules, batch, attention, packed)
+
+    def run(*, all_trained: bool) -> Tried:
+        key = dtype, batch, attention, packed, all_trained
+        if key not in trials:
+            trials[key] = _run(factory, dtype, rules, batch, attention, packed=packed, all_trained=all_trained)
+        return trials[key]
+
     with (tried := run(all_trained=True)).mode, Answers():
         model, trial = tried.model, tried.trial
         structure = StructureFinder(model, trial, tried.groups, micro_batch_size, block_parts).structure()
@@ -82,20 +87,10 @@ def discover(
         return structure, _with_compiled(activations, structure, tried)
 
 
-def _tried(
-    trials: Trials,
-    factory: ModelFactory,
-    dtype: torch.dtype,
-    rules: ParameterRules,
-    batch: tuple[int, int],
-    attention: Attention,
-    packed: bool,
-    *,
-    all_trained: bool,
-) -> Tried:
-    key = dtype, batch, attention, packed, all_trained
-    if key in trials:
-        return trials[key]
+def _run(
+    factory: ModelFactory, dtype: torch.dtype, rules: ParameterRules, batch: tuple[int, int], attention: Attention,
+    *, packed: bool, all_trained: bool,
+) -> Tried:  # fmt: skip
     with FakeTensorMode() as mode, Answers():
         model = factory(dtype)
         groups = rules.assign(model)  # before `requires_grad` is changed: what the model itself freezes stays frozen
@@ -103,8 +98,18 @@ def _tried(
             # all_trained: then every output of a layer has a graph, which distinguishes it from a mask.
             trained = parameter.is_floating_point() if all_trained else groups[name].trained
             parameter.requires_grad_(trained)
-        trials[key] = Tried(mode, model, groups, _run_trial(model, batch, attention, packed=packed))
-    return trials[key]
+        model.train()
+        ids = torch.zeros(batch, dtype=torch.int64)
+        try:
+            with imagined_masks(model, attention, packed=packed):
+                trial = run_trial(model, ids, torch.zeros_like(ids) if packed else None)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            hint = "; with data.packing: false it is given no positions" if packed else ""
+            raise ConfigError(
+                f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
+            ) from error
+    return Tried(mode, model, groups, trial)
 
 
 def _with_compiled(activations: ActivationBytes, structure: ModelStructure, tried: Tried) -> ActivationBytes:
@@ -117,17 +122,3 @@ def _with_compiled(activations: ActivationBytes, structure: ModelStructure, trie
     # A layer that cannot be compiled with its MLP whole is not compiled in chunks, either.
     compiled = tuple(chunks if of_whole and of_whole.budgets else of_whole for of_whole, chunks in pairs)
     return replace(activations, chunked=replace(activations.chunked, compiled=compiled))
-
-
-def _run_trial(model: nn.Module, batch: tuple[int, int], attention: Attention, *, packed: bool) -> Trial:
-    model.train()
-    ids = torch.zeros(batch, dtype=torch.int64)
-    try:
-        with imagined_masks(model, attention, packed=packed):
-            return run_trial(model, ids, torch.zeros_like(ids) if packed else None)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        hint = "; with data.packing: false it is given no positions" if packed else ""
-        raise ConfigError(
-            f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
-        ) from error

@@ -199,9 +199,7 @@ class StructureFinder:
 def _find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | None:
     """Return the MLP of a block, which may be computed for a chunk of tokens at a time; None if there is none.
 
-    It is a module of Transformers with one of MLP_NAMES that is called once, on one hidden state, and returns one like
-    it. It contains no convolution and draws no random numbers (chunks would draw others), and the model returns nothing
-    from inside of it.
+    It is a module of Transformers with one of MLP_NAMES. It contains no convolution.
     """
     for path in (f"{block}.{name}" for name in MLP_NAMES):
         if path not in trial.first or not _is_per_token(model, trial, base, path):
@@ -221,7 +219,10 @@ def _is_norm(model: nn.Module, trial: Trial, base: str, path: str) -> bool:
 
 
 def _is_per_token(model: nn.Module, trial: Trial, base: str, path: str) -> bool:
-    """Return whether the module is called once, on one hidden state only, and may compute each token independently."""
+    """Return whether the module is called once, turns a hidden state into another, and may do so token by token.
+
+    In chunks it would draw other random numbers, and the model could not return anything from inside of it.
+    """
     (call, *others) = [call for call in trial.calls if call.path == path]
     if others or call.draws or call.attention or list(call.contents) != [0] or is_recorded(model, base, path):
         return False

@@ -32,7 +32,9 @@ def check_packing(factory: ModelFactory, structure: ModelStructure) -> None:
     layers = {path: layer for layer in structure.layers if layer.kind is LayerKind.BLOCK for path in layer.modules}
     proxied = ProxiedModel(build_empty(factory, torch.float32), structure, torch.device("cpu"))
     keep_apart: dict[str, bool] = {}  # blocks, by path
-    for call in _calls(proxied, _trial(factory)):
+    with FakeTensorMode(), Answers():
+        trial = run_trial(factory(torch.float32), torch.zeros(1, len(POSITIONS), dtype=torch.int64))
+    for call in _calls(proxied, trial):
         if call.path not in layers:
             continue
         part = layers[call.path].part
@@ -57,11 +59,6 @@ def _calls(proxied: ProxiedModel, trial: Trial) -> Iterator[LayerCall]:
     while (call := forward_pass.pending) is not None:
         yield call
         forward_pass.answer(tree_map(_zeros, trial.first[call.path].output))  # the trial ran the same forward
-
-
-def _trial(factory: ModelFactory) -> Trial:
-    with FakeTensorMode(), Answers():
-        return run_trial(factory(torch.float32), torch.zeros(1, len(POSITIONS), dtype=torch.int64))
 
 
 def _zeros(value: Any) -> Any:

@@ -23,31 +23,20 @@ FOLLOWED_BYTES = 64 << 20
 
 @dataclass
 class Call:
-    """Records one call of a module.
-
-    start, stop: when the call began and ended, on the trial's clock.
-    contents: what `arguments` held when the call began.
-    inputs: tensors among the contents.
-    saved: range of `Trial.saved` that was saved during the call.
-    entered, left: version counters of the input tensors and of the returned tensors, by storage. An in-place operation
-        makes the next version.
-    output: what the call returned, made of fake tensors.
-    attention: sum of attention_width over the operations inside: width times batch size.
-    draws: whether random numbers are drawn inside.
-    """
+    """Records one call of a module."""
 
     path: str
-    start: int
+    start: int  # when the call began, on the trial's clock
     arguments: CallArguments
-    contents: dict[Key, Any]
-    inputs: list[torch.Tensor]
-    entered: Mapping[int, int]
-    saved: tuple[int, int]
-    stop: int = -1
-    output: Any = None
-    left: Mapping[int, int] = field(default_factory=dict)
-    attention: float = 0.0
-    draws: bool = False
+    contents: dict[Key, Any]  # what `arguments` held when the call began
+    inputs: list[torch.Tensor]  # among the contents
+    entered: Mapping[int, int]  # version counters of the inputs by storage; operations in place count
+    saved: tuple[int, int]  # range of `Trial.saved` that was saved during the call
+    stop: int = -1  # when the call ended
+    output: Any = None  # made of fake tensors
+    left: Mapping[int, int] = field(default_factory=dict)  # version counters of the returned tensors by storage
+    attention: float = 0.0  # sum of attention_width over the operations inside: width times batch size
+    draws: bool = False  # whether random numbers are drawn inside
 
 
 class Flow(NamedTuple):
@@ -60,25 +49,16 @@ class Flow(NamedTuple):
 
 @dataclass
 class Trial:
-    """Records every call of a forward, what autograd saved, and which module read which parameter.
+    """Records every call of a forward, what autograd saved, and which module read which parameter."""
 
-    calls: calls in the order in which they began.
-    first: the first call of each module, by path.
-    reads: for each parameter the innermost modules that were running when it was read.
-    looked_up: parameters whose rows are picked by index, which is not a matrix product.
-    touched: when a module or an operation last had each living storage, by its identity.
-    made: when each storage was made, by its identity.
-    flows: every time that an operation had a storage, whether the storage still lives or not.
-    """
-
-    calls: list[Call] = field(default_factory=list)
-    first: dict[str, Call] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)  # in the order in which they began
+    first: dict[str, Call] = field(default_factory=dict)  # the first call of each module, by path
     saved: list[torch.Tensor] = field(default_factory=list)
-    reads: dict[str, set[str]] = field(default_factory=dict)
-    looked_up: set[str] = field(default_factory=set)
-    touched: dict[int, int] = field(default_factory=dict)
-    made: dict[int, int] = field(default_factory=dict)
-    flows: list[Flow] = field(default_factory=list)
+    reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules running when it is read
+    looked_up: set[str] = field(default_factory=set)  # parameters whose rows are picked by index: no matrix product
+    touched: dict[int, int] = field(default_factory=dict)  # living storage → when a module or an operation last had it
+    made: dict[int, int] = field(default_factory=dict)  # storage → when it was made
+    flows: list[Flow] = field(default_factory=list)  # of all storages, whether they still live or not
 
     def returned_by(self, path: str) -> set[int]:
         """Return the storages of the tensors in the attributes of what the module at `path` returned."""

@@ -1,7 +1,4 @@
-"""Runs a function as one compiled graph for each kind of call.
-
-Compilation happens in a rehearsal, never within a step.
-"""
+"""Runs a function as one graph for each kind of call, compiled in a rehearsal and never within a step."""
 
 from __future__ import annotations
 
@@ -52,17 +49,13 @@ def keep_compiled_graphs() -> None:
 
 
 class CompiledCall:
-    """Calls `function` compiled if that kind of call was rehearsed, else uncompiled, with one line in the log.
-
-    Compute thread only.
-    """
+    """Calls a function compiled if that kind of call was rehearsed, else uncompiled. Compute thread only."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], activation_budget: float = 1.0, inner: CompiledCall | None = None
     ) -> None:
-        """Prepare the compilation of `function`; nothing is compiled yet.
+        """Prepare the compilation of `function`, named `name` in the log; nothing is compiled yet.
 
-        name: name in log messages.
         activation_budget: share of the activations wanted by the backward that the forward keeps (LayerPlan).
         inner: a call made within this one that has graphs of its own; it is rehearsed and given up together with it.
         """

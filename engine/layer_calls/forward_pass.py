@@ -46,18 +46,15 @@ class LayerProxy(nn.Module):
         current = getcurrent()
         if not isinstance(current, _Suspendable):
             raise MegatrainError(f"{self.path} was called outside a forward pass")
-        return current.suspend(self.path, args, kwargs)
+        call = LayerCall(current.num_calls, self.path, args, kwargs)
+        current.num_calls += 1
+        return current.parent.switch(call)  # returns when the step answers the call
 
 
 class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
     """Runs a forward that can be suspended in a proxy."""
 
     num_calls = 0
-
-    def suspend(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = LayerCall(self.num_calls, path, args, kwargs)
-        self.num_calls += 1
-        return self.parent.switch(call)
 
 
 class _Cut(NamedTuple):

@@ -72,44 +72,29 @@ class Port:
 
 
 class Outcome(NamedTuple):
-    """Holds what a call produced.
-
-    added: for each container among its arguments, the entries that it added or replaced.
-    recorded: outputs of inner modules, by key (output_recorder.py).
-    """
+    """Holds what a call produced."""
 
     result: Any
-    added: list[dict[Any, Any]]
-    recorded: dict[str, list[torch.Tensor]]
+    added: list[dict[Any, Any]]  # for each container among its arguments, the entries that it added or replaced
+    recorded: dict[str, list[torch.Tensor]]  # outputs of inner modules, by key (output_recorder.py)
 
 
 @dataclass
 class _Graph:
-    """Holds the autograd graph of one call, from `inputs` and `parameters` to `outputs`.
-
-    entries: aliases of the inputs, one autograd node after them; the layer's function received these.
-    """
+    """Holds the autograd graph of one call, from `inputs` and `parameters` to `outputs`."""
 
     inputs: list[torch.Tensor]
-    entries: list[torch.Tensor]
+    entries: list[torch.Tensor]  # aliases of the inputs, one autograd node after them, which the layer received
     parameters: Sequence[torch.Tensor]
     outputs: list[torch.Tensor]
 
 
 class LayerCall:
-    """Holds the arguments, outputs and side outputs of one call, and its graph if the forward kept one.
-
-    index: number of the call within its micro-batch.
-    path: path of the module that was called.
-    arguments: the contents of `given`, flattened.
-    needs_gradient: whether the call has a backward; known after `forward`.
-    leaves: where the floating-point outputs begin.
-    aliases: for each leaf the alias of it that the model receives.
-    """
+    """Holds the arguments, outputs and side outputs of one call, and its graph if the forward kept one."""
 
     def __init__(self, index: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.index = index
-        self.path = path
+        self.index = index  # number of the call within its micro-batch
+        self.path = path  # of the module that was called
         self.given = CallArguments(args, kwargs)
         self.arguments, self._spec = tree_flatten(self.given.contents())
         ports: dict[int, Port] = {}
@@ -118,9 +103,9 @@ class LayerCall:
                 ports.setdefault(id(value), Port(value)).positions.append(i)
         self.ports = list(ports.values())
         self._graph: _Graph | None = None
-        self.needs_gradient = False
-        self.leaves: list[torch.Tensor] = []
-        self.aliases: list[torch.Tensor] = []
+        self.needs_gradient = False  # whether the call has a backward; known after `forward`
+        self.leaves: list[torch.Tensor] = []  # where the floating-point outputs begin
+        self.aliases: list[torch.Tensor] = []  # for each leaf the alias of it that the model receives
 
     def twin(self) -> LayerCall:
         """Return another call with the same arguments, before anything is written to containers among them."""
@@ -283,10 +268,7 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class _OutputAlias(torch.autograd.Function):
-    """Aliases a leaf, one autograd node after it.
-
-    Unlike a leaf or a view of one, the model may change the alias in place.
-    """
+    """Aliases a leaf, one autograd node after it. Unlike a leaf or a view of one, it may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:

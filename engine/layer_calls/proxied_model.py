@@ -21,13 +21,10 @@ from megatrain_ray.errors import ConfigError
 
 
 class ProxiedModel:
-    """Takes over a model on the meta device and replaces its layers with proxies.
-
-    modules: the layers' modules by path, to be called as templates.
-    attention: the attention switch of the whole model.
-    """
+    """Takes over a model on the meta device and replaces its layers with proxies."""
 
     def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
+        # The layers' modules by path, to be called as templates.
         self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
         self.recorder = Recorder(model, structure.base, self.modules.items())
         for module in model.modules():

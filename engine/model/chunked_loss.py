@@ -17,14 +17,12 @@ from megatrain_ray.io.tokens.token_files import IGNORED
 
 @dataclass(frozen=True)
 class Objective:
-    """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
+    """Defines what is minimised for each supervised token: cross-entropy, and optional terms."""
 
-    z_loss: weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
-    label_smoothing: targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception
-        architecture for computer vision", 2016).
-    """
-
+    # Weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
     z_loss: float = 0.0
+    # Targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception architecture
+    # for computer vision", 2016).
     label_smoothing: float = 0.0
 
     @property
@@ -54,15 +52,13 @@ class OpenSum(NamedTuple):
 
 @dataclass(frozen=True)
 class LossResult:
-    """Holds the losses and gradients of one micro-batch.
-
-    parameters: gradients of the head's parameters. None for one that needs no gradient, that got none, or whose
-        gradient was added to a sum.
-    """
+    """Holds the losses and gradients of one micro-batch."""
 
     losses: list[torch.Tensor]  # for each chunk its share of the step's loss
     cross_entropies: list[torch.Tensor]  # for each chunk its share of the step's plain cross-entropy
     hidden: torch.Tensor | None  # gradient of the hidden state; None if it needs none
+    # Gradients of the head's parameters. None for one that needs none, that got none, or whose gradient was added to a
+    # sum.
     parameters: list[torch.Tensor | None]
 
 

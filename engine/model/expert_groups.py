@@ -1,7 +1,4 @@
-"""Divides the fused experts of a block into groups.
-
-Each group is a module that is called once, so that a part of a block can end between two of them
-(discovery/block_parts.py).
+"""Divides the fused experts of a block into groups, so that a part of a block can end between two of them.
 
 Transformers holds the experts of a block as one module, with the matrices of all experts stacked in each parameter.
 Here it becomes several modules of the same class with a part of the stack each. Everything from the trial forward on

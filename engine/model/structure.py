@@ -111,11 +111,7 @@ class ModelStructure:
     @property
     def undivided_names(self) -> tuple[str, ...]:
         """Return a name for each layer: that of its block (`layers.` and the block's number), else the layer's own."""
-        names = [layer.name for layer in self.layers]
-        for number, block in enumerate(self.blocks):
-            for i in block:
-                names[i] = f"layers.{number}"
-        return tuple(names)
+        return tuple(".".join(layer.name.split(".")[:2]) for layer in self.layers)
 
     @property
     def is_divided(self) -> bool:

@@ -1,8 +1,7 @@
 """Captures a whole step as one device graph, and launches that graph in every step.
 
-The graph holds the forward, loss, backward and norms of all micro-batches. It is captured before the first step. The
-host then spends no time on layers. Where layers are small, launching their kernels one by one takes the host longer
-than the device needs to compute them.
+The graph holds the forward, loss, backward and norms of all micro-batches, so the host spends no time on layers. Where
+layers are small, launching their kernels one by one takes the host longer than the device needs to compute them.
 
 This works for one rank, if every layer lives on the device. The inputs of a step are copied to where the capture read
 them. Its results, gradients and norms, are where the capture wrote them.

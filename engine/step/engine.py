@@ -1,7 +1,4 @@
-"""Runs the asyncio side of a step: one compute thread runs the step, the event loop moves data and waits for it.
-
-`Engine` is what a GpuWorker actor holds. It also runs in any process that has an event loop.
-"""
+"""Runs the asyncio side of a step: one compute thread runs the step, the event loop moves data and waits for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Runs one step on the compute thread: forwards, loss and backwards in the order of the visits.
+"""Runs one step on the compute thread: forwards, loss and backwards in the order of the visits (plan/schedule.py).
 
-The order of a step is data (plan/schedule.py). This file says what happens in a visit. What moves between device, host
-and disk is done by hooks (step_hooks.py).
+This file says what happens in a visit. Hooks move data between device, host and disk (step_hooks.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs every kind of layer once, forward and backward, before the first step.
-
-What is compiled on first use is compiled then, so no step and no deadline waits for a compiler.
-"""
+"""Runs every kind of layer once before the first step, so that no step and no deadline waits for a compiler."""
 
 from __future__ import annotations
 
