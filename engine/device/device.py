@@ -84,7 +84,7 @@ class Device(ABC):
         after: Sequence[Event],
         end_s: float | None = None,
     ) -> Event:
-        """Submit copies of one or several (target, source) pairs as one operation, and return the event of the last.
+        """Submit copies of (target, source) pairs as one operation, and return the event of the last copy.
 
         after: events after which the first copy begins.
         end_s: end of the operation on the virtual clock in seconds, if it is already accounted there. The pairs may
@@ -168,7 +168,7 @@ class Device(ABC):
         torch.add(total, value, out=out)
 
     def add_two(self, total: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute out = total + first + second as two calls of `add`, in this order; a `total` of None means zeros."""
+        """Compute out = total + first + second, in this order and rounded after each. A `total` of None means zeros."""
         if total is None:
             out.copy_(first)
         else:

@@ -1,7 +1,6 @@
 """Holds a machine's rates of copies, computation and optimizer updates, from which a plan's step time is predicted.
 
-A profile is measured once (measure/measure_profile.py), or written by hand for another machine; see
-docs/hardware_profile.md.
+A profile is measured once, or written by hand for another machine (docs/hardware_profile.md).
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...
 def gpu_homes(nodes: tuple[NumaNode, ...], gpus: tuple[Gpu, ...]) -> tuple[GpuHome, ...]:
     """Return the home of each GPU's worker: the whole node that the GPU is attached to, whoever else works there.
 
-    A worker may run anywhere if that node is unknown or has no CPU that may be used. The result is empty if that is so
-    for every GPU, or if there is only one node.
+    A worker may run anywhere if that node is unknown or has no usable CPU. The result is empty if all may.
     """
     of_node = {node.number: _home([node]) for node in nodes} if len(nodes) > 1 else {}
     homes = tuple(GpuHome(gpu.address, None if gpu.node is None else of_node.get(gpu.node)) for gpu in gpus)
@@ -90,7 +89,10 @@ def gpu_homes(nodes: tuple[NumaNode, ...], gpus: tuple[Gpu, ...]) -> tuple[GpuHo
 
 
 def home_at(homes: Iterable[GpuHome], address: str | None) -> Home | None:
-    """Return the home of the GPU's worker, or the one that all share (None: none) if `address` is not in `homes`."""
+    """Return the home of the worker of the GPU at `address`.
+
+    For an address that is not in `homes`, return the home that all workers share, or None if they differ.
+    """
     found = {of_gpu.home for of_gpu in homes if of_gpu.address == address} or {of_gpu.home for of_gpu in homes}
     return found.pop() if len(found) == 1 else None
 

@@ -21,10 +21,10 @@ from megatrain_ray.errors import LostPeerError, MegatrainError
 LOOPBACK = "127.0.0.1"
 # Variables that the user has set override these. NCCL's multicast can put all GPUs of a host out of service where
 # several tenants share its switches.
-SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
+NCCL_DEFAULTS = {"NCCL_NVLS_ENABLE": "0"}
 # Makes NCCL start operations of different groups on the device in the order of submission, which is the same in every
 # process (LayerStreamer.sync_collective_order). Otherwise they may deadlock.
-OF_TWO_GROUPS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+NCCL_DEFAULTS_TWO_GROUPS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 REACH_S = 120.0  # seconds within which an open port answers
 
 # Newer versions of torch have these names, and warn when the older ones are used.
@@ -43,7 +43,10 @@ class Meeting:
     """Listens at a port of this process, at one address only, as long as the object is kept."""
 
     def __init__(self, address: str = LOOPBACK) -> None:
-        """Open the port at an address of this host at which other ranks reach it. Raises OSError if it is no such."""
+        """Open the port at an address of this host at which the other ranks reach it.
+
+        Raises OSError if this host has no such address.
+        """
         listening = socket.create_server((address, 0))
         self.place = Rendezvous(address, listening.getsockname()[1])
         self._store = TCPStore(*self.place, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -84,15 +87,14 @@ class RankGroup:
     ) -> None:  # fmt: skip
         """Join the group and wait for the other ranks.
 
-        place: address and port of the meeting.
         timeout_s: seconds that the ranks may be apart when they make the same call.
         address: address of this host, whose network interface is used for the connections.
         gathers: whether `all_gather` will be called.
 
         Raises MegatrainError if the meeting cannot be reached, and LostPeerError if another rank does not come.
         """
-        surroundings = SURROUNDINGS | (OF_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
-        for name, value in surroundings.items():
+        variables = NCCL_DEFAULTS | (NCCL_DEFAULTS_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
         self.rank = rank
         self.size = size

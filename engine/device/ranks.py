@@ -64,8 +64,8 @@ class OneRank:
 class RankParts:
     """Divides each layer among ranks: its gradient, and its working copy where ranks upload only parts.
 
-    The ranks of a host divide the host's share. Muon is for runs with one host only; of a layer of which it trains
-    something, the ranks divide the matrices. Spans are in padded coordinates of the layer.
+    The ranks of a host divide the host's share. Of a layer of which Muon trains something, they divide the matrices
+    (Muon is for one host only). Spans are in padded coordinates of the layer.
     """
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:

@@ -42,7 +42,10 @@ def can_add(total: Tensor, value: Tensor, out: Tensor) -> bool:
 
 
 def add(total: Tensor, value: Tensor, out: Tensor) -> None:
-    """Compute out = total + value on the current stream, bit for bit as torch. All are contiguous and equally long."""
+    """Compute out = total + value on the current stream, bit for bit as torch does.
+
+    All three are contiguous and have the same number of elements.
+    """
     _launch(total, value, None, out)
 
 

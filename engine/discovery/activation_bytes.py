@@ -29,7 +29,10 @@ class ActivationBytes:
     between: tuple[int, ...] = ()
 
     def times(self, count: int) -> ActivationBytes:
-        """Return the bytes of one micro-batch as large as `count` of these: an upper bound, as constants scale too."""
+        """Return the bytes of one micro-batch as large as `count` of these.
+
+        It is an upper bound, since constant amounts are multiplied, too.
+        """
         of_all = self.boundary, self.kept, self.between
         boundary, kept, between = (tuple(count * b for b in of_layers) for of_layers in of_all)
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)

@@ -1,6 +1,7 @@
 """Divides blocks into parts, for models of which a whole block is too large for the device's memory.
 
-Each part is a layer of the schedule, with slots, gradients and optimizer state of its own. They are found in the trial.
+Each part is a layer of the schedule, with slots, gradients and optimizer state of its own. Parts are found in the trial
+forward.
 
 A part consists of some of a block's modules that are called one after the other. The block's own forward runs between
 them ("glue"), as the model's runs between layers. No part recomputes what the glue saves for its backward: it waits
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ray.engine.discovery.trial_forward import Call, Flow, Trial, storage_of, storages_of, tensors_in
+from megatrain_ray.engine.discovery.trial_forward import Call, StorageUse, Trial, storage_of, storages_of, tensors_in
 from megatrain_ray.engine.layer_calls.layer_call import is_floating
 from megatrain_ray.engine.model.structure import Entered, LayerSpec, Part, Returned
 from megatrain_ray.errors import ConfigError
@@ -132,27 +133,30 @@ class _BlockTrace:
         """
         read_with = list(range(len(self.parts)))
         for k in reversed(range(len(self.parts) - 1)):
-            for flow in self._flows_after(k):
-                if flow.had >= self.block.stop:
+            for use in self._uses_after(k):
+                if use.time >= self.block.stop:
                     raise _refusal(self.block.path, f"returns what it makes behind {self.parts[k].name}")
-                q = next(q for q, start in enumerate(self._starts) if flow.had < start)
+                q = next(q for q, start in enumerate(self._starts) if use.time < start)
                 read_with[k] = max(read_with[k], read_with[q])
         return read_with
 
     @cached_property
-    def _flows(self) -> list[Flow]:
-        return [f for f in self.trial.flows if self.block.start <= f.made < self.block.stop]
+    def _uses(self) -> list[StorageUse]:
+        return [use for use in self.trial.uses if self.block.start <= use.made < self.block.stop]
 
-    def _flows_after(self, k: int) -> Iterator[Flow]:
-        """Yield the uses, once the next part has begun, of what glue after part `k` made and what entered no call."""
+    def _uses_after(self, k: int) -> Iterator[StorageUse]:
+        """Yield the uses, at or after the start of the next part, of what the glue after part `k` made.
+
+        What entered a call in the meantime is left out.
+        """
         calls = _calls(self.trial, self.parts[k])
         first, following, made = calls[0].start, self._starts[k], self.trial.made
-        for flow in self._flows:
-            if first <= flow.made < following <= flow.had:
-                in_call = any(call.start <= flow.made < call.stop for call in calls)
-                entered = flow.storage in self._entering and made.get(flow.storage) == flow.made
+        for use in self._uses:
+            if first <= use.made < following <= use.time:
+                in_call = any(call.start <= use.made < call.stop for call in calls)
+                entered = use.storage in self._entering and made.get(use.storage) == use.made
                 if not in_call and not entered:
-                    yield flow
+                    yield use
 
     @cached_property
     def _entering(self) -> Mapping[int, Entered]:

@@ -88,7 +88,11 @@ def try_compiling(
 
 
 def _try(module: nn.Module, recorder: Recorder, call: LayerCall, mlp: Mlp | None, *, shared: bool) -> CompileTrial:
-    """Return the costs of a block, with `mlp` in chunks. `shared`: whether other layers run the same graph."""
+    """Trace one block and return its costs.
+
+    mlp: the MLP to compute in chunks, if any.
+    shared: whether other layers run the same graph.
+    """
     # Not at the top: the compiler takes seconds to import, and most processes compile nothing.
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table

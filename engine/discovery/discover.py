@@ -22,7 +22,7 @@ from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.errors import ConfigError
 
 
-class Tried(NamedTuple):
+class TracedModel(NamedTuple):
     """Holds a model on fake tensors and its trial forward."""
 
     mode: FakeTensorMode  # created the tensors
@@ -31,7 +31,7 @@ class Tried(NamedTuple):
     trial: Trial
 
 
-Trials = dict[Hashable, Tried]  # keyed by everything that a trial forward depends on
+Trials = dict[Hashable, TracedModel]  # keyed by everything that a trial forward depends on
 
 
 def discover(
@@ -63,7 +63,7 @@ def discover(
     """
     trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
 
-    def run(*, all_trained: bool) -> Tried:
+    def run(*, all_trained: bool) -> TracedModel:
         key = dtype, batch, attention, packed, all_trained
         if key not in trials:
             trials[key] = _run(factory, dtype, rules, batch, attention, packed=packed, all_trained=all_trained)
@@ -90,7 +90,7 @@ def discover(
 def _run(
     factory: ModelFactory, dtype: torch.dtype, rules: ParameterRules, batch: tuple[int, int], attention: Attention,
     *, packed: bool, all_trained: bool,
-) -> Tried:  # fmt: skip
+) -> TracedModel:  # fmt: skip
     with FakeTensorMode() as mode, Answers():
         model = factory(dtype)
         groups = rules.assign(model)  # before `requires_grad` is changed: what the model itself freezes stays frozen
@@ -109,10 +109,10 @@ def _run(
             raise ConfigError(
                 f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
             ) from error
-    return Tried(mode, model, groups, trial)
+    return TracedModel(mode, model, groups, trial)
 
 
-def _with_compiled(activations: ActivationBytes, structure: ModelStructure, tried: Tried) -> ActivationBytes:
+def _with_compiled(activations: ActivationBytes, structure: ModelStructure, tried: TracedModel) -> ActivationBytes:
     """Return `activations` with those of compiled layers, and of compiled layers whose MLPs are computed in chunks."""
     whole = try_compiling(tried.model, structure, tried.trial)
     activations = replace(activations, compiled=whole)

@@ -39,12 +39,12 @@ class Call:
     draws: bool = False  # whether random numbers are drawn inside
 
 
-class Flow(NamedTuple):
+class StorageUse(NamedTuple):
     """Records that an operation had a storage as an input."""
 
     storage: int  # identity of the storage; identities are reused, so it is unique only together with `made`
     made: int  # when the storage was made
-    had: int  # when the operation ran
+    time: int  # when the operation ran
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Trial:
     looked_up: set[str] = field(default_factory=set)  # parameters whose rows are picked by index: no matrix product
     touched: dict[int, int] = field(default_factory=dict)  # living storage → when a module or an operation last had it
     made: dict[int, int] = field(default_factory=dict)  # storage → when it was made
-    flows: list[Flow] = field(default_factory=list)  # of all storages, whether they still live or not
+    uses: list[StorageUse] = field(default_factory=list)  # of all storages, whether they still live or not
 
     def returned_by(self, path: str) -> set[int]:
         """Return the storages of the tensors in the attributes of what the module at `path` returned."""
@@ -134,13 +134,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.attention += width
             call.draws |= is_random
         result = func(*args, **kwargs or {})
-        self._record_flow(storages_of(given), storages_of(tensors_in(result)), in_place=func._schema.is_mutable)
+        self._record_uses(storages_of(given), storages_of(tensors_in(result)), in_place=func._schema.is_mutable)
         return result
 
-    def _record_flow(self, had: set[int], results: set[int], *, in_place: bool) -> None:
+    def _record_uses(self, had: set[int], results: set[int], *, in_place: bool) -> None:
         """Record the storages that an operation had and returned. In place it makes the storages that it changes."""
         made = self.trial.made
-        self.trial.flows += [Flow(storage, made[storage], self._clock) for storage in had if storage in made]
+        self.trial.uses += [StorageUse(storage, made[storage], self._clock) for storage in had if storage in made]
         made |= dict.fromkeys(results if in_place else results - had, self._clock)
 
 

@@ -35,10 +35,9 @@ def compiler_options() -> dict[str, Any]:
 
 
 def keep_compiled_graphs() -> None:
-    """Keep compiled kernels in this package's cache folder, so that a second start of the program finds them.
+    """Keep compiled kernels of this process and its children in this package's cache folder, for a second start.
 
-    It applies to this process and its children. Call it before the first compilation. A folder that the user has named
-    in torch's own variable stays.
+    Call it before the first compilation. A folder that the user has named in torch's own variable stays.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -68,7 +67,7 @@ class CompiledCall:
             own_code(_call), fullgraph=True, dynamic=False, options=compiler_options()
         )
         self._rehearses = False
-        self._told = False
+        self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.problem is not None:
@@ -98,8 +97,8 @@ class CompiledCall:
 
     def uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that is unlike all rehearsed calls, and log a warning the first time."""
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning("%s run uncompiled for a call unlike those compiled before the first step", self._name)
         with torch.compiler.set_stance("default"):  # functions that the model compiles itself (flex attention) stay so
             return self.function(*args, **kwargs)

@@ -16,10 +16,10 @@ from megatrain_ray.engine.model.structure import Part
 
 
 @contextmanager
-def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def collecting_saved(saved: list[torch.Tensor], before_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Append to `saved` each tensor that autograd saves in graphs built in the block.
 
-    check_there: called with each saved tensor before a backward reads it.
+    before_read: called with each saved tensor before a backward reads it.
     """
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor]
         return tensor
 
     def checked(tensor: torch.Tensor) -> torch.Tensor:
-        check_there(tensor)
+        before_read(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, checked):

@@ -184,12 +184,9 @@ class GradientSums:
                 self._sums[i] = gradient.float() if self._several else gradient
 
     def rounded(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each weight, rounded to its type; None if it went into a sum or there is none.
-
-        Zeros the sums of `into` that were to begin here and got no gradient.
-        """
+        """Return the gradient of each weight, rounded to its type; None if it went into a sum or there is none."""
         for into, total in zip(self._into, self._sums, strict=True):
-            if into is not None and total is None:
+            if into is not None and total is None:  # the sum was to begin here and got no gradient
                 into.total.zero_()
         return [
             None if into is not None or total is None else total.to(dtype)

@@ -1,9 +1,8 @@
 """Records side outputs of modules inside layers, such as the logits of routers, which an auxiliary loss needs.
 
-A Transformers model says in `_can_record_outputs` which inner modules' outputs it returns besides the hidden state. Its
-configuration (`output_router_logits`) says whether it does. It collects them with hooks while its forward runs. In this
-engine layers do not run inside that forward, so the engine collects the outputs and returns them as outputs of the
-layer.
+A Transformers model says in `_can_record_outputs` which inner modules' outputs it returns besides the hidden state, if
+its configuration (`output_router_logits`) says so. It collects them with hooks while its forward runs. In this engine
+layers do not run inside that forward, so the engine collects these outputs, as outputs of the layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Implements the hooks of a step for what a plan does besides computing.
+"""Implements the hooks of a step for what a plan does besides computing. Muon's hook is muon_updates.py.
 
 At each point hooks are called in the order in which build_engine.py lists them. That order matters only in
 `scale_known`: deferred gradients are requested first, then the device updates its own layers, then Muon's directions
-are computed. Muon's hook is muon_updates.py.
+are computed.
 """
 
 from __future__ import annotations

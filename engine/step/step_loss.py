@@ -80,7 +80,11 @@ class StepLoss:
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
     def run_warm_up(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        """Compute a loss of [B, T, D] in the memory that a step uses, leaving no gradient in the store."""
+        """Compute a loss as in a step's first micro-batch, in the same memory, and leave no gradient in the store.
+
+        hidden: [B, T, D].
+        targets: [B, T].
+        """
         with self._bound() as named:
             self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1))
         self._gradients.begin()

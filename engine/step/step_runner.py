@@ -18,7 +18,7 @@ from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.interfaces import GradientAccumulator, LayerForward, LayerSource, StepHooks
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall
-from megatrain_ray.engine.layer_calls.part_memory import noting_saved, release_spent
+from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, release_spent
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
@@ -197,7 +197,7 @@ class StepRunner:
             with self._bound(call, "forward", layer, j, state.step) as (function, parameters):
                 outcome = call.forward(function, parameters, self._saving(call, layer, done.kept))
             self._seed(state.step, j, layer, 1)
-            with self._device.timed(Op("between layers", layer, j)), self._noting(call, layer, done.between):
+            with self._device.timed(Op("between layers", layer, j)), self._collecting(call, layer, done.between):
                 forward_pass.resume(outcome)
             done.entered.extend([port.tensor for port in call.ports])
         for hook in self._hooks:
@@ -206,7 +206,7 @@ class StepRunner:
         if part:
             release_spent(forward_pass, part)
 
-    def _noting(self, call: LayerCall, layer: int, between: list[torch.Tensor]) -> AbstractContextManager[None]:
+    def _collecting(self, call: LayerCall, layer: int, between: list[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context that collects in `between` what a divided block's own forward saves after a call of a part.
 
         After the block's last call the model's own forward runs too, and what it saves stays on the device.
@@ -215,7 +215,7 @@ class StepRunner:
         is_last = spec.part is None or (spec.part.is_last and call.path == spec.modules[-1])
         if is_last or self._plan.layers[layer].kept is Tier.HBM:
             return nullcontext()
-        return noting_saved(between, self._before_read)
+        return collecting_saved(between, self._before_read)
 
     def _before_read(self, saved: torch.Tensor) -> None:
         for hook in self._hooks:
