@@ -52,7 +52,7 @@ from megatrain_ray.engine.model.structure import LayerKind
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
 from megatrain_ray.planning.run_spec import RunSpec, prepare
@@ -149,7 +149,7 @@ class Run:
         seconds = []
         for _ in range(count):
             self._num_steps += 1
-            step = StepInput(self._num_steps, (self._micro_batch,), World(self._plan.step.seq_len), 0)
+            step = StepInput(self._num_steps, (self._micro_batch,), self._plan.step.seq_len, 0)
             thread_s = await self._engine.on_compute_thread(time.thread_time)
             report = await self._engine.step(step, UpdateParams(self._num_steps, self._num_steps, 0.0), 1.0)
             thread_s = await self._engine.on_compute_thread(time.thread_time) - thread_s

@@ -27,7 +27,7 @@ from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.workers.open_device import make_device
@@ -61,7 +61,7 @@ async def engine_gradients(
     device = make_device(plan, deterministic=True)
     host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
     engine = build_engine(run_spec.source.factory, run_spec.structure, plan, device, host, poison=True)
-    step = StepInput(1, micro_batches_of(batch, run_spec.plan.step.micro_batch_size), World(batch.num_supervised), 0)
+    step = StepInput(1, micro_batches_of(batch, run_spec.plan.step.micro_batch_size), batch.num_supervised, 0)
     report = await engine.step(step, UpdateParams(1, 1, 1e-4), 1.0)
     await host.drain(1)
     await host.close()

@@ -25,7 +25,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.batching.batch_stream import Batch, assemble
 from megatrain_ray.io.batching.windows import Rows
@@ -105,7 +105,7 @@ async def steps(ready: RunSpec, batch: Batch, num_steps: int, recorder: Recorder
     reports = []
     for step in range(1, num_steps + 1):
         micro_batches = micro_batches_of(batch, plan.step.micro_batch_size)
-        given = StepInput(step, micro_batches, World(batch.num_supervised), 0)
+        given = StepInput(step, micro_batches, batch.num_supervised, 0)
         reports.append(await engine.step(given, UpdateParams(step, step, 1e-4), 1.0))
         await host.drain(step)
     await host.close()

@@ -63,3 +63,15 @@ class CaptureError(MegatrainError):
 
 class DeadlineError(MegatrainError):
     """Reports that a stage did not finish within its stated bound. The message names the stage."""
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the failure that caused the others: the first MegatrainError if there is one, else the first failure.
+
+    Cancellations are consequences of another failure, so they are not preferred.
+    """
+    flat: list[BaseException] = []
+    for failure in failures.exceptions:
+        flat.append(first_failure(failure) if isinstance(failure, BaseExceptionGroup) else failure)
+    own = [f for f in flat if isinstance(f, MegatrainError)]
+    return (own or flat)[0]

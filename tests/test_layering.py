@@ -174,7 +174,7 @@ def test_every_room_says_what_it_is_for_and_nothing_else() -> None:
         assert "\n" not in sentence, room
 
 
-CUDA_FILES = {f"engine/device/{name}.py" for name in ("cuda_device", "cuda_graph", "cuda_info")}
+CUDA_FILES = {f"engine/device/{name}.py" for name in ("cuda_device", "cuda_info")}
 
 
 @pytest.mark.parametrize(("needle", "owners"), [("torch.cuda", CUDA_FILES), ("kvikio", {"io/storage/kvikio_store.py"})])

@@ -5,7 +5,7 @@ host memory or disk. Instead, a layer's boundary may be dropped and computed aga
 
 The tensor objects stay the same for the model and for autograd. Only their storage is emptied, after the copy has left
 if there is one, and filled again later. That is safe if nothing reads them in between. For boundaries the trial forward
-finds that out (discovery/private_inputs.py). For what is kept, the storage's own reference count tells
+finds that out (discovery/measure_activations.py). For what is kept, the storage's own reference count tells
 (`owned_storages`). A reader in between would find no memory.
 """
 

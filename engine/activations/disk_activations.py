@@ -235,7 +235,7 @@ class DiskActivations:
             there = self._buffers[buffer][part.start : part.start + part.span.size]
             here = moved.memory[part.storage][slice(*part.span)]
             pairs.append((there, here) if stage is Stage.D2H else (here, there))
-        return self._device.copy_part(stage, pairs, moved.op, copying.after, copying.end_s)
+        return self._device.copy_all(stage, pairs, moved.op, copying.after, copying.end_s)
 
     def _block(self, block: ActivationBlock, buffer: int) -> memoryview:
         return self._buffers[buffer][: block.extent.nbytes].numpy().data
@@ -244,5 +244,5 @@ class DiskActivations:
         """Return a buffer to the free ones after its last copy, `copied`. Poison it first if that is on."""
         if self._poison is not None:
             pair = self._buffers[buffer], self._poison
-            await self._reached(stage, self._device.copy_part(stage, [pair], op, (copied,), copied.at_s))
+            await self._reached(stage, self._device.copy_all(stage, [pair], op, (copied,), copied.at_s))
         self._free.put_nowait(buffer)

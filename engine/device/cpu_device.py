@@ -28,10 +28,9 @@ TRANSFERS = (Stage.H2D, Stage.D2H, Stage.ALL_GATHER)
 
 
 class CpuEvent:
-    """Completes when its future does.
+    """Completes when its work has run.
 
-    more_s: seconds added to every timeout of `synchronize`, for operations that may take longer than the waiter
-        expects.
+    more_s: seconds added to every timeout of `synchronize`, for operations that may take longer than a waiter expects.
     """
 
     def __init__(self, at_s: float, name: str, more_s: float = 0.0) -> None:
@@ -57,7 +56,7 @@ class CpuEvent:
 
 
 class _TransferThread:
-    """Runs copies in the order of submission, each after the events that it depends on."""
+    """Runs transfers in the order of submission."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[CpuEvent, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -98,8 +97,7 @@ class CpuDevice(Device):
     def __init__(self, timeline: Timeline | None = None, num_threads: int | None = None) -> None:
         """Start the transfer threads.
 
-        num_threads: threads of the compute thread's operators. Results of matrix products depend on it. None: torch's
-            current setting.
+        num_threads: of the compute thread's operators; results of matrix products depend on it. None: torch's setting.
         """
         super().__init__(timeline)
         self.torch_device = torch.device("cpu")
@@ -113,25 +111,24 @@ class CpuDevice(Device):
             raise ValueError(f"{stage.value}: cannot copy {source.nbytes} bytes into {target.nbytes}")
         event = CpuEvent(end_s, f"{stage.value} copy of {source.nbytes} bytes")
 
-        def work() -> None:
+        def move() -> None:  # no torch operator: its OpenMP threads would compete with those of the compute thread
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+        return self._submit(stage, event, move, op, after)
+
+    def _all_gather(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
+        return self._submit(Stage.ALL_GATHER, CpuEvent(end_s, str(op), timeout_s), work, op, [after])
+
+    def _submit(
+        self, stage: Stage, event: CpuEvent, work: Callable[[], object], op: Op, after: Sequence[Event]
+    ) -> CpuEvent:
+        def run() -> None:
             for earlier in after:
                 earlier.synchronize()
             with self.spans.span(Row(stage.value), op.name, op.layer, num_bytes=op.num_bytes):
-                # Not a torch operator: its OpenMP threads would compete with those of the compute thread.
-                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-
-        self._threads[stage].submit(event, work)
-        return event
-
-    def _all_gather(self, work: Callable[[], None], op: Op, after: Event, end_s: float, timeout_s: float) -> Event:
-        event = CpuEvent(end_s, str(op), timeout_s)
-
-        def run() -> None:
-            after.synchronize()
-            with self.spans.span(Row.ALL_GATHER, op.name, op.layer, num_bytes=op.num_bytes):
                 work()
 
-        self._threads[Stage.ALL_GATHER].submit(event, run)
+        self._threads[stage].submit(event, run)
         return event
 
     def _wait(self, event: Event, cause: str) -> None:

@@ -1,7 +1,4 @@
-"""Implements `Device` with CUDA, with a stream for each stage.
-
-Only this file, cuda_graph.py and cuda_info.py use `torch.cuda`.
-"""
+"""Implements `Device` with CUDA, a stream for each stage. Only this file and cuda_info.py use `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -14,13 +11,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain_ray.engine.device.cuda_graph import CudaCapture
 from megatrain_ray.engine.device.cuda_info import expand_segments, total_memory_bytes
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.errors import CaptureError, ConfigError, MegatrainError
 from megatrain_ray.spans import MAX_SPANS, Row, Span
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 
@@ -111,10 +107,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def exposed(self, cause: str) -> Iterator[None]:
-        """Count the wait by the stream's own time, not by the host's.
-
-        While the host waits, the stream may still run work submitted earlier.
-        """
+        """Count the wait by the stream's time: while the host waits, the stream may still run earlier work."""
         with self._between_events(Stage.COMPUTE) as (before, behind):
             yield
         self._waits.append((cause, before, behind))
@@ -125,10 +118,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _timed(self, op: Op) -> Iterator[None]:
-        """Record the block as a span of the compute stage and as a span of the host.
-
-        The host's span is the time spent submitting.
-        """
+        """Record the block as a span of the compute stage, and as a span of the host: the time spent submitting."""
         with self._traced_on(Stage.COMPUTE, op), self.spans.span(Row.SUBMIT, op.name, op.layer, op.micro_batch):
             yield
 
@@ -158,10 +148,7 @@ class CudaDevice(Device):
             self.spans.num_dropped += 1
 
     def start_tracing(self) -> None:
-        """Start recording spans, and record a base event to time events from.
-
-        The host waits for that event and then reads its own clock.
-        """
+        """Start recording spans. The base event ties the stream's time to the host's clock."""
         base, _ = self._base
         base.record(self._streams[Stage.COMPUTE])
         base.synchronize()
@@ -206,19 +193,14 @@ class CudaDevice(Device):
     def _attention_backends(self) -> list[SDPBackend]:
         """Return the attention backends in order of preference.
 
-        cuDNN is first: it has 1.8 times flash attention's rate on Hopper. Its backward is not deterministic.
-
         A compiled layer uses the backend chosen while it was traced. Tracing happens in a rehearsal, which runs on the
         compute thread (Engine.on_compute_thread) within `activate`.
         """
-        if self._deterministic:
-            return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-        return [
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ]
+        flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+        if self._deterministic:  # the backward of cuDNN's is not
+            return [flash, math]
+        # cuDNN has 1.8 times flash attention's rate on Hopper.
+        return [SDPBackend.CUDNN_ATTENTION, flash, SDPBackend.EFFICIENT_ATTENTION, math]
 
     def open_update_kernel(self, hyper: AdamWConstants) -> UpdateKernel:
         from megatrain_ray.engine.optimizer.triton_kernel import open_triton  # torch without CUDA has no Triton
@@ -274,12 +256,42 @@ class CudaDevice(Device):
         self._pinned.clear()
 
 
+class CudaCapture:
+    """Wraps a CUDA graph. The memory that it needs besides its outputs is a pool of its own while this object lives."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, generator: torch.Generator, function: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: meanwhile other threads submit copies and query events, which cannot harm the capture.
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self.outputs = tuple(function())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # CUDA's, torch's and a model's own
+            # After an aborted capture the generator still believes that the capture is running: reset its state.
+            generator.graphsafe_set_state(generator.clone_state())
+            raise CaptureError(str(error)) from error
+        before = generator.get_offset()
+        self._graph.replay()
+        if generator.get_offset() != before:
+            raise CaptureError("it draws random numbers, which would be the same in every step")
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self.outputs = ()
+        self._graph.reset()
+
+
 def _limit_memory(num_bytes: int | None) -> None:
     """Limit torch's allocator so that the process uses at most `num_bytes` of the GPU; None removes the limit.
 
-    The allocator returns memory of freed tensors before it exceeds the limit, and fails if that is not enough. The
-    limit is always set, because a device made earlier may have set another one. The CUDA context's memory is not the
-    allocator's, so it is subtracted.
+    The limit is always set, because a device made earlier may have set another one. The CUDA context's memory is not
+    the allocator's, so it is subtracted.
     """
     total = total_memory_bytes() or 1
     share = 1.0 if num_bytes is None else max(0, num_bytes - CONTEXT_BYTES) / total

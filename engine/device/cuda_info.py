@@ -57,23 +57,17 @@ class PeerCopies:
     """Copies between two GPUs of this machine, in both directions at once."""
 
     def __init__(self, num_bytes: int, one: int = 0, other: int = 1) -> None:
-        """Allocate buffers of `num_bytes` on both GPUs.
-
-        one, other: numbers of the GPUs, in torch's order.
-        """
-        self._pairs = [self._pair(num_bytes, to, source) for to, source in ((one, other), (other, one))]
-
-    @staticmethod
-    def _pair(num_bytes: int, to: int, source: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
-        """Return a target, a source, and a stream of the sending GPU."""
-        tensors = [torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in (to, source)]
-        return tensors[0], tensors[1], torch.cuda.Stream(source)
+        """Allocate buffers of `num_bytes` on both GPUs, given by their numbers in torch's order."""
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]] = []
+        for to, source in ((one, other), (other, one)):
+            here, there = (torch.zeros(num_bytes, dtype=torch.uint8, device=f"cuda:{i}") for i in (to, source))
+            self._copies.append((here, there, torch.cuda.Stream(source)))
 
     def run(self, count: int) -> None:
         """Copy `count` times in each direction, and wait for all copies."""
         for _ in range(count):
-            for target, source, stream in self._pairs:
+            for target, source, stream in self._copies:
                 with torch.cuda.stream(stream):
                     target.copy_(source, non_blocking=True)
-        for *_, stream in self._pairs:
+        for *_, stream in self._copies:
             stream.synchronize()

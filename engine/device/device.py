@@ -72,57 +72,43 @@ class Device(ABC):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event]) -> Event:
-        """Submit a copy to a transfer stage and return the event of its end.
-
-        The copy begins after the events in `after`.
-        """
+        """Submit a copy to a transfer stage, which begins after the events in `after`. Return the event of its end."""
         end_s = self.timeline.account(stage, op, [e.at_s for e in after])
         return self._copy(stage, target, source, op, after, end_s)
 
     def copy_all(
-        self, stage: Stage, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], op: Op, after: Sequence[Event]
-    ) -> Event:
-        """Submit copies of several (target, source) pairs as one operation, and return the event of the last copy.
-
-        pairs: at least one pair.
-        after: events after which the first copy begins.
-        """
-        end_s = self.timeline.account(stage, op, [e.at_s for e in after])
-        return self.copy_part(stage, pairs, op, after, end_s)
-
-    def copy_part(
         self,
         stage: Stage,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         op: Op,
         after: Sequence[Event],
-        end_s: float,
+        end_s: float | None = None,
     ) -> Event:
-        """Submit copies for an operation that is already on the virtual clock, and return the event of the last copy.
+        """Submit copies of (target, source) pairs as one operation, and return the event of the last copy.
 
-        pairs: at least one (target, source) pair; they may be only part of the operation's pairs.
         after: events after which the first copy begins.
-        end_s: end of the whole operation on the virtual clock, in seconds.
+        end_s: end of the operation on the virtual clock in seconds, if it is already accounted there. The pairs may
+            then be only part of the operation's.
         """
+        if end_s is None:
+            end_s = self.timeline.account(stage, op, [e.at_s for e in after])
         for target, source in pairs:
             after = [self._copy(stage, target, source, replace(op, num_bytes=source.nbytes), after, end_s)]
         return after[-1]
 
     def all_gather(self, work: Callable[[], None], op: Op, after: Event, timeout_s: float) -> Event:
-        """Submit a transfer from other devices to the all-gather stage, and return the event of its end.
+        """Submit a transfer from other devices, which begins after `after`, and return the event of its end.
 
         work: submits the transfer; it may be called on any thread.
-        after: event after which the transfer begins.
         timeout_s: seconds that the other devices may take, for a host thread that waits for the event.
         """
         end_s = self.timeline.account(Stage.ALL_GATHER, op, [after.at_s])
         return self._all_gather(work, op, after, end_s, timeout_s)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy a small tensor of ordinary host memory to the device, and return the copy.
+        """Return a copy of a small tensor of ordinary host memory on the device, or the tensor if it is there already.
 
-        A tensor that is already on the device is returned unchanged. The copy runs in the order of the compute stage,
-        and the host does not wait for it. Compute thread only.
+        The copy runs in the order of the compute stage, and the host does not wait for it. Compute thread only.
         """
         return host.to(self.torch_device)
 
@@ -135,9 +121,9 @@ class Device(ABC):
         self.timeline.host_waits(self.timeline.now(Stage.COMPUTE))
 
     def timed(self, op: Op) -> AbstractContextManager[None]:
-        """Record the operations of the block as a span of the compute stage while tracing is on. Compute thread only.
+        """Record the operations of the block as a span of the compute stage, but not on the virtual clock.
 
-        The virtual clock does not account them.
+        Compute thread only. Does nothing while tracing is off.
         """
         return self.spans.span(Row.COMPUTE, op.name, op.layer, op.micro_batch, op.num_bytes)
 
@@ -174,24 +160,15 @@ class Device(ABC):
         self.spans.on = True
 
     def stop_tracing(self) -> None:
-        """Stop recording spans. Compute thread only, between steps.
-
-        On return the spans of all submitted work are complete.
-        """
+        """Stop recording spans; those of all submitted work are complete then. Compute thread only, between steps."""
         self.spans.on = False
 
     def add(self, total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute out = total + value, rounded once. Compute thread only.
-
-        out: another tensor like `total`, or `total` itself.
-        """
+        """Compute out = total + value, rounded once; `out` may be `total`. Compute thread only."""
         torch.add(total, value, out=out)
 
     def add_two(self, total: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute out = total + first + second, in this order and rounded after each, as two calls of `add` do.
-
-        total: None stands for zeros.
-        """
+        """Compute out = total + first + second, in this order and rounded after each. A `total` of None means zeros."""
         if total is None:
             out.copy_(first)
         else:
@@ -202,8 +179,8 @@ class Device(ABC):
     def capture(self, function: Callable[[], Sequence[torch.Tensor]]) -> Capture:
         """Capture what `function` submits to the compute stage. Compute thread only, between steps.
 
-        The function must have run once before. The capture's outputs are what the function returns. A replay reads and
-        writes the same memory as the function did during the capture, and need not run its Python code.
+        The function must have run once before, and its results are the capture's outputs. A replay uses the same memory
+        as the function did during the capture, and need not run its Python code.
 
         Raises CaptureError if a replay would not repeat the same work: because random numbers are drawn, or because the
         host waits for the device or reads host memory.

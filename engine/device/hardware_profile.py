@@ -1,7 +1,6 @@
 """Holds a machine's rates of copies, computation and optimizer updates, from which a plan's step time is predicted.
 
-A profile is measured once (measure/measure_profile.py), or written by hand for another machine; see
-docs/hardware_profile.md.
+A profile is measured once, or written by hand for another machine (docs/hardware_profile.md).
 """
 
 from __future__ import annotations
@@ -34,13 +33,10 @@ RateCurve = Annotated[tuple[RatePoint, ...], Field(min_length=1)]
 class MachineName:
     """Identifies the machine that a profile belongs to. If any of these fields changes, rates may change.
 
-    gpu, driver: empty without a GPU.
-
-    RAM is not included: on some virtual machines the amount that the kernel shows grows as memory is touched. Rates do
-    not depend on it.
+    RAM is not included: rates do not depend on it, and on some virtual machines it grows as memory is touched.
     """
 
-    gpu: str
+    gpu: str  # empty without a GPU, as the driver
     driver: str
     torch: str
     cpu: str
@@ -86,18 +82,12 @@ class HardwareProfile:
         return TypeAdapter(HardwareProfile).validate_json(text)
 
     def matmul_s(self, precision: str, flops: float) -> float:
-        """Return the seconds of a matrix product of `flops` FLOPs.
-
-        A precision without a curve uses the rates of the first curve.
-        """
+        """Return the seconds of a matrix product. A precision without a curve uses the rates of the first curve."""
         curve = self.matmul.get(precision) or next(iter(self.matmul.values()))
         return flops / interpolate(curve, flops) if flops else 0.0
 
     def attention_s(self, seq_len: int, flops: float) -> float:
-        """Return the seconds of attention over sequences of `seq_len` tokens.
-
-        flops: FLOPs of the forward or the backward.
-        """
+        """Return the seconds of a forward or a backward of attention over sequences of `seq_len` tokens."""
         return flops / interpolate(self.attention, seq_len)
 
 
@@ -105,7 +95,7 @@ def interpolate(curve: Sequence[RatePoint], size: float) -> float:
     """Return the rate at `size`, by linear interpolation on logarithmic axes.
 
     Below the first point the rate is proportional to the size, as for work that costs one launch however small it is.
-    Above the last point the rate is that of the last point.
+    Above the last point the rate is constant.
     """
     points = sorted(curve, key=lambda point: point.size)
     k = bisect.bisect_left([point.size for point in points], size)

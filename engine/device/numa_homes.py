@@ -1,13 +1,11 @@
-"""Chooses for each process of a run the CPUs it works on and the NUMA nodes its memory comes from.
-
-All functions are pure.
-"""
+"""Chooses, in pure functions, the CPUs that each process works on and the NUMA nodes of its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import TypeVar
 
 from megatrain_ray.units import format_ranges, parse_ranges
@@ -17,42 +15,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NumaNode:
-    """Describes a NUMA node that has CPUs which this process may use.
-
-    cores: these CPUs, grouped by core (hyper-threads of one core together).
-    memory: number of the node that provides its memory: itself, or the nearest node that has memory this process may
-        use.
-    """
+    """Describes a NUMA node that has CPUs which this process may use."""
 
     number: int
-    cores: tuple[tuple[int, ...], ...]
-    memory: int
+    cores: tuple[tuple[int, ...], ...]  # these CPUs, grouped by core (hyper-threads of one core together)
+    memory: int  # number of the nearest node that has memory this process may use, often the node itself
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describes a GPU of a host.
+    """Describes a GPU of a host."""
 
-    address: its PCI address as in /sys; None if torch does not report it, or the GPU is not on this machine.
-    node: number of the NUMA node that the GPU is attached to; None if unknown.
-    """
-
-    address: str | None
-    node: int | None
+    address: str | None  # PCI address as in /sys; None if torch does not report it, or the GPU is on another machine
+    node: int | None  # number of the NUMA node that the GPU is attached to; None if unknown
 
 
 @dataclass(frozen=True)
 class Home:
-    """Holds the CPUs and NUMA nodes that one process is bound to.
+    """Holds the CPUs and NUMA nodes that one process is bound to."""
 
-    nodes: numbers of the nodes whose CPUs it works on.
-    cpus: these CPUs, in the kernel's notation (0-15,32-47).
-    memory: numbers of the nodes that its memory comes from, interleaved if there are several.
-    """
-
-    nodes: tuple[int, ...]
-    cpus: str
-    memory: tuple[int, ...]
+    nodes: tuple[int, ...]  # numbers of the nodes whose CPUs it works on
+    cpus: str  # these CPUs, in the kernel's notation (0-15,32-47)
+    memory: tuple[int, ...]  # numbers of the nodes that its memory comes from, interleaved if there are several
 
     @cached_property
     def cpu_set(self) -> frozenset[int]:
@@ -68,14 +52,10 @@ class Home:
 
 @dataclass(frozen=True)
 class GpuHome:
-    """Holds the home of one GPU's worker.
+    """Holds the home of one GPU's worker."""
 
-    address: as in Gpu.address.
-    home: None if the worker may run anywhere.
-    """
-
-    address: str | None
-    home: Home | None
+    address: str | None  # as in Gpu.address
+    home: Home | None  # None if the worker may run anywhere
 
 
 @lru_cache  # called for every candidate of a plan
@@ -101,8 +81,7 @@ def shard_homes(nodes: tuple[NumaNode, ...], num_shards: int) -> tuple[Home, ...
 def gpu_homes(nodes: tuple[NumaNode, ...], gpus: tuple[Gpu, ...]) -> tuple[GpuHome, ...]:
     """Return the home of each GPU's worker: the whole node that the GPU is attached to, whoever else works there.
 
-    A worker may run anywhere if that node is unknown or has no CPU that may be used. The result is empty if that is so
-    for every GPU, or if there is only one node.
+    A worker may run anywhere if that node is unknown or has no usable CPU. The result is empty if all may.
     """
     of_node = {node.number: _home([node]) for node in nodes} if len(nodes) > 1 else {}
     homes = tuple(GpuHome(gpu.address, None if gpu.node is None else of_node.get(gpu.node)) for gpu in gpus)
@@ -119,18 +98,11 @@ def home_at(homes: Iterable[GpuHome], address: str | None) -> Home | None:
 
 
 def fewest_cpus(homes: Iterable[Home]) -> int:
-    """Return the smallest number of CPUs of any home.
-
-    Shards have equal parts of every layer, so a shard with more threads would only wait for the others.
-    """
+    """Return the smallest number of CPUs of any home. With more threads a shard would only wait for the others."""
     return min(len(home.cpu_set) for home in homes)
 
 
 def _home(nodes: Sequence[NumaNode], cores: Sequence[tuple[int, ...]] | None = None) -> Home:
-    """Return the home made of `nodes`.
-
-    cores: the cores to use, which belong to these nodes; None: all cores of the nodes.
-    """
     cores = [core for node in nodes for core in node.cores] if cores is None else cores
     cpus = format_ranges(cpu for core in cores for cpu in core)
     memory = tuple(sorted({node.memory for node in nodes}))
@@ -138,13 +110,9 @@ def _home(nodes: Sequence[NumaNode], cores: Sequence[tuple[int, ...]] | None = N
 
 
 def _portions(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Split `items` into `count` groups of adjacent items, as equal as possible.
-
-    With fewer items than groups, each group has one item.
-    """
-    if len(items) < count:
-        return [[items[k * len(items) // count]] for k in range(count)]
-    return [items[k * len(items) // count : (k + 1) * len(items) // count] for k in range(count)]
+    """Split `items` into `count` groups of adjacent items, as equal as possible, of at least one item each."""
+    starts = [k * len(items) // count for k in range(count + 1)]
+    return [items[start : max(stop, start + 1)] for start, stop in pairwise(starts)]
 
 
 def slab_nodes(homes: Sequence[GpuHome], host_gpus: int, home: Home | None) -> tuple[int, ...]:

@@ -21,10 +21,10 @@ from megatrain_ray.errors import LostPeerError, MegatrainError
 LOOPBACK = "127.0.0.1"
 # Variables that the user has set override these. NCCL's multicast can put all GPUs of a host out of service where
 # several tenants share its switches.
-SURROUNDINGS = {"NCCL_NVLS_ENABLE": "0"}
+NCCL_DEFAULTS = {"NCCL_NVLS_ENABLE": "0"}
 # Makes NCCL start operations of different groups on the device in the order of submission, which is the same in every
 # process (LayerStreamer.sync_collective_order). Otherwise they may deadlock.
-OF_TWO_GROUPS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+NCCL_DEFAULTS_TWO_GROUPS = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 REACH_S = 120.0  # seconds within which an open port answers
 
 # Newer versions of torch have these names, and warn when the older ones are used.
@@ -43,9 +43,9 @@ class Meeting:
     """Listens at a port of this process, at one address only, as long as the object is kept."""
 
     def __init__(self, address: str = LOOPBACK) -> None:
-        """Open the port. Raises OSError if `address` is not an address of this host.
+        """Open the port at an address of this host at which the other ranks reach it.
 
-        address: address of this host at which the other ranks reach it.
+        Raises OSError if this host has no such address.
         """
         listening = socket.create_server((address, 0))
         self.place = Rendezvous(address, listening.getsockname()[1])
@@ -61,13 +61,10 @@ def interface_of(address: str) -> str | None:
 
 
 def _connections(interface: str | None) -> dict[str, str]:
-    """Return the variables that tell NCCL and gloo which network interface to use.
-
-    NCCL treats a name as a prefix of names unless it begins with "=".
-    """
     if interface is None:
         return {}
-    of_nccl = interface if interface == "lo" else f"={interface}"  # lo without "=", as it was measured
+    # NCCL treats a name as a prefix unless it begins with "=". lo without it, as it was measured.
+    of_nccl = interface if interface == "lo" else f"={interface}"
     return {"NCCL_SOCKET_IFNAME": of_nccl, "GLOO_SOCKET_IFNAME": interface}
 
 
@@ -82,10 +79,7 @@ def _reach(place: Rendezvous) -> TCPStore:
 
 
 class RankGroup:
-    """Connects this process, which has one device, with the processes of the other ranks.
-
-    A process has at most one group.
-    """
+    """Connects this process, which has one device, with those of the other ranks. A process has at most one group."""
 
     def __init__(
         self, device: torch.device, place: Rendezvous, rank: int, size: int, timeout_s: float, address: str = LOOPBACK,
@@ -93,16 +87,14 @@ class RankGroup:
     ) -> None:  # fmt: skip
         """Join the group and wait for the other ranks.
 
-        place: address and port of the meeting.
         timeout_s: seconds that the ranks may be apart when they make the same call.
         address: address of this host, whose network interface is used for the connections.
         gathers: whether `all_gather` will be called.
 
-        Raises MegatrainError if the meeting cannot be reached. Raises LostPeerError if another rank fails or does not
-        come within `timeout_s`.
+        Raises MegatrainError if the meeting cannot be reached, and LostPeerError if another rank does not come.
         """
-        surroundings = SURROUNDINGS | (OF_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
-        for name, value in surroundings.items():
+        variables = NCCL_DEFAULTS | (NCCL_DEFAULTS_TWO_GROUPS if gathers else {}) | _connections(interface_of(address))
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
         self.rank = rank
         self.size = size
@@ -155,11 +147,7 @@ class RankGroup:
 
     @contextmanager
     def _losses_named(self, what: str) -> Iterator[None]:
-        """Turn a RuntimeError of a collective call into a LostPeerError that names this rank, whatever torch's reason.
-
-        Running out of memory is raised unchanged.
-        what: verb phrase for the message, what happened to this rank.
-        """
+        """Turn a RuntimeError of a collective call into a LostPeerError that says what happened to this rank."""
         try:
             yield
         except torch.OutOfMemoryError:  # a RuntimeError, too

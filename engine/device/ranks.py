@@ -1,12 +1,8 @@
 """Exchanges gradients, norms and losses among ranks, the GPU workers of a run, one for each GPU.
 
-Each rank computes its own micro-batches of a step. Together they compute what a single rank would have computed.
-
-Each rank completes its own part of every layer's gradient with a reduce-scatter, and hands that part on to the host. If
-Muon trains something of the layer, the part is the one with the matrices whose directions this rank computes.
-
-rank: number among the GPU workers of all hosts.
-host_rank: number among the GPU workers of its host.
+Each rank computes its own micro-batches of a step. Together they compute what a single rank would have computed. Each
+rank completes its own part of every layer's gradient with a reduce-scatter, and hands that part on to the host. If Muon
+trains something of the layer, the part is the one with the matrices whose directions this rank computes.
 """
 
 from __future__ import annotations
@@ -28,14 +24,11 @@ class Ranks(Protocol):
     another rank does not make its call.
     """
 
-    rank: int
+    rank: int  # among the GPU workers of all hosts
     size: int
 
     def sum_part(self, flat: torch.Tensor, part: ElementRange) -> None:
-        """Replace `part` of the 1-D tensor `flat` with the sum over all ranks.
-
-        Elements outside `part` are undefined afterwards.
-        """
+        """Replace `part` of the 1-D tensor `flat` with the sum over all ranks, and the rest with undefined values."""
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace `values` with the sum over all ranks, which has the same bits on every rank."""
@@ -45,8 +38,7 @@ class Ranks(Protocol):
 
         parts: the part of each rank, by rank.
 
-        Only this call may come from another thread. All-gathers have their own order, and all other calls have another
-        one.
+        Only this call may come from another thread. All-gathers have an order of their own.
         """
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -72,16 +64,12 @@ class OneRank:
 class RankParts:
     """Divides each layer among ranks: its gradient, and its working copy where ranks upload only parts.
 
-    The ranks of a host divide the host's share. Muon is for runs with one host only; of a layer of which it trains
-    something, the ranks divide the matrices. Spans are in padded coordinates of the layer.
+    The ranks of a host divide the host's share. Of a layer of which Muon trains something, they divide the matrices
+    (Muon is for one host only). Spans are in padded coordinates of the layer.
     """
 
     def __init__(self, layout: ModelLayout, rank: int = 0, size: int = 1) -> None:
-        """Create the division of `layout`.
-
-        layout: the layout of any host.
-        rank, size: this rank and the number of ranks, among all hosts.
-        """
+        """Divide `layout`, which is that of any host, for rank `rank` of `size` ranks of all hosts."""
         self._layout = layout
         self._rank = rank
         self._size = size
@@ -91,25 +79,24 @@ class RankParts:
     def gradient_span(self, layer: int) -> ElementRange:
         """Return this rank's part of the layer's gradient, which it completes and hands on to the host.
 
-        The parts of all ranks cover the gradient. The part is empty if the layer has matrices for Muon and none is this
-        rank's.
+        The parts of all ranks cover the gradient. Of a layer with matrices for Muon, a rank may have an empty part.
         """
         if layer in self._of_matrices:
             return self._of_matrices[layer][self._rank]
         return self.upload_spans_of_all(layer)[0][self._rank]
 
     def upload_spans(self, layer: int) -> tuple[ElementRange, ...]:
-        """Return this rank's parts of the layer's working copy: of trained and of frozen elements, without empty parts.
+        """Return this rank's parts of the layer's working copy, of trained and of frozen elements, without empty ones.
 
-        If both are empty, return one empty span. That happens if a layer has fewer than 64 elements for each rank.
+        If both are empty (a layer has fewer than 64 elements for each rank), return one empty span.
         """
         of_rank = [of_ranks[self._rank] for of_ranks in self.upload_spans_of_all(layer)]
         return tuple(span for span in of_rank if span.size) or (of_rank[0],)
 
     def upload_spans_of_all(self, layer: int) -> tuple[tuple[ElementRange, ...], tuple[ElementRange, ...]]:
-        """Return every rank's part of the layer's working copy: a tuple of trained parts and one of frozen parts.
+        """Return every rank's trained part of the layer's working copy, and every rank's frozen part.
 
-        Both tuples are ordered by rank. Gradients of layers without Muon are divided in the same way.
+        Gradients of layers without Muon are divided in the same way.
         """
         if layer not in self._parts:
             flat, num_hosts = self._layout.layers[layer], self._layout.num_hosts
@@ -125,9 +112,8 @@ class RankParts:
         return self._parts[layer]
 
     def views(self, layer: int, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return this rank's part of the gradient as views by parameter name.
+        """Return this rank's part of the gradient as views by parameter name: 1-D, or whole parameters with one rank.
 
-        With one rank these are whole parameters, else the elements that the part has of each parameter, 1-D.
         flat: 1-D, padded, the gradient of all trained elements.
         """
         if self._size == 1:

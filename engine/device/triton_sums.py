@@ -50,10 +50,7 @@ def add(total: Tensor, value: Tensor, out: Tensor) -> None:
 
 
 def add_two(total: Tensor | None, first: Tensor, second: Tensor, out: Tensor) -> None:
-    """Compute out = total + first + second in this order, rounded after each addition.
-
-    A `total` of None stands for zeros.
-    """
+    """Compute out = total + first + second in this order, rounded after each. A `total` of None stands for zeros."""
     _launch(total, first, second, out)
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ray.engine.discovery.private_inputs import returned_tensors, storages_of
-from megatrain_ray.engine.discovery.trial_forward import Call, Flow, Trial
+from megatrain_ray.engine.discovery.trial_forward import Call, StorageUse, Trial, storage_of, storages_of, tensors_in
+from megatrain_ray.engine.layer_calls.layer_call import is_floating
 from megatrain_ray.engine.model.structure import Entered, LayerSpec, Part, Returned
 from megatrain_ray.errors import ConfigError
 
@@ -41,10 +41,10 @@ def parts_of(model: nn.Module, trial: Trial, block: Call, most: int) -> list[lis
     leaves = list(_leaves(model, trial, block.path))
     if leaves == [block.path]:
         raise _refusal(block.path, "does not call each module that holds weights of its own exactly once")
-    leaves.sort(key=lambda path: _call(trial, path).start)
+    leaves.sort(key=lambda path: trial.first[path].start)
     for path in leaves:
         for name, _ in model.get_submodule(path).named_parameters(prefix=path):
-            if not all(_is_inside(reader, path) for reader in trial.reads.get(name, ())):
+            if not all(f"{reader}.".startswith(f"{path}.") for reader in trial.reads.get(name, ())):
                 raise _refusal(block.path, f"reads {name} outside of {path}")
     sizes = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in leaves]
     return [leaves[start:stop] for start, stop in _cuts(sizes, most)]
@@ -65,8 +65,8 @@ def with_departures(
 
     Raises ConfigError if the block's own forward saves something for its backward that a later part reads.
     """
-    shared = storages_of(returned_tensors(trial, base.path))
-    of_block = _BlockTrace(trial, block, parts, storages_of(model.parameters()), storages_of(model.buffers()), shared)
+    weights, buffers = storages_of(model.parameters()), storages_of(model.buffers())
+    of_block = _BlockTrace(trial, block, parts, weights, buffers, trial.returned_by(base.path))
     of_block.check()
     return [replace(part, part=of_block.part(k)) for k, part in enumerate(parts)]
 
@@ -84,10 +84,7 @@ def glue_saved(trial: Trial, parts: Sequence[LayerSpec], k: int) -> list[torch.T
 
 @dataclass(frozen=True)
 class _BlockTrace:
-    """Determines what enters and leaves the parts of a block.
-
-    Tensors are compared by the identity of their storages.
-    """
+    """Determines what enters and leaves the parts of a block, by the identity of storages."""
 
     trial: Trial
     block: Call
@@ -99,7 +96,7 @@ class _BlockTrace:
     def check(self) -> None:
         """Raise ConfigError in the cases that `with_departures` names."""
         for k, (part, following) in enumerate(zip(self.parts, self._starts, strict=True)):
-            saved, known = storages_of(glue_saved(self.trial, self.parts, k)) - self.weights, self._known_behind(k)
+            saved, known = storages_of(glue_saved(self.trial, self.parts, k)) - self.weights, self._known_after(k)
             late = {s for s in saved - known if self.trial.touched.get(s, 0) >= following}
             late |= {s for s in saved & self._entering.keys() if self._last_part(s) < self._read_with[k]}
             elsewhere = self.buffers | self.shared | (self._entering.keys() - known)
@@ -110,7 +107,7 @@ class _BlockTrace:
         if storages_of(saved_first) - self.weights - storages_of(first.inputs):
             raise _refusal(self.block.path, f"saves for its backward what it makes ahead of {self.parts[0].name}")
         saved_last = self.trial.saved[last.saved[1] : self.block.saved[1]]
-        if storages_of(saved_last) - self.weights - self._known_behind(len(self.parts) - 1):
+        if storages_of(saved_last) - self.weights - self._known_after(len(self.parts) - 1):
             raise _refusal(self.block.path, f"saves for its backward what it makes behind {self.parts[-1].name}")
 
     def part(self, k: int) -> Part:
@@ -124,64 +121,64 @@ class _BlockTrace:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Return when the next part begins, for each part. For the last part it is when the block ends."""
+        """Return for each part when the next one begins; for the last part when the block ends."""
         return [*(_calls(self.trial, part)[0].start for part in self.parts[1:]), self.block.stop]
 
     @cached_property
     def _read_with(self) -> Sequence[int]:
         """Return for each part the index of the part in whose backward the glue after it runs.
 
-        It is the last part whose outputs that glue leads to. Glue ends where a call begins (ForwardPass).
-
-        Raises ConfigError if the glue leads out of the block.
+        It is the last part whose outputs that glue leads to. Glue ends where a call begins (ForwardPass). Raises
+        ConfigError if the glue leads out of the block.
         """
         read_with = list(range(len(self.parts)))
         for k in reversed(range(len(self.parts) - 1)):
-            for flow in self._flows_behind(k):
-                if flow.had >= self.block.stop:
+            for use in self._uses_after(k):
+                if use.time >= self.block.stop:
                     raise _refusal(self.block.path, f"returns what it makes behind {self.parts[k].name}")
-                q = next(q for q, start in enumerate(self._starts) if flow.had < start)
+                q = next(q for q, start in enumerate(self._starts) if use.time < start)
                 read_with[k] = max(read_with[k], read_with[q])
         return read_with
 
     @cached_property
-    def _flows(self) -> list[Flow]:
-        return [f for f in self.trial.flows if self.block.start <= f.made < self.block.stop]
+    def _uses(self) -> list[StorageUse]:
+        return [use for use in self.trial.uses if self.block.start <= use.made < self.block.stop]
 
-    def _flows_behind(self, k: int) -> Iterator[Flow]:
+    def _uses_after(self, k: int) -> Iterator[StorageUse]:
         """Yield the uses, at or after the start of the next part, of what the glue after part `k` made.
 
         What entered a call in the meantime is left out.
         """
         calls = _calls(self.trial, self.parts[k])
         first, following, made = calls[0].start, self._starts[k], self.trial.made
-        for flow in self._flows:
-            if first <= flow.made < following <= flow.had:
-                in_call = any(call.start <= flow.made < call.stop for call in calls)
-                entered = flow.storage in self._entering and made.get(flow.storage) == flow.made
+        for use in self._uses:
+            if first <= use.made < following <= use.time:
+                in_call = any(call.start <= use.made < call.stop for call in calls)
+                entered = use.storage in self._entering and made.get(use.storage) == use.made
                 if not in_call and not entered:
-                    yield flow
+                    yield use
 
     @cached_property
     def _entering(self) -> Mapping[int, Entered]:
         """Return the first call that each storage enters, for storages that require a gradient."""
         found: dict[int, Entered] = {}
         for call in self._own_calls:
-            for position, value in enumerate(tree_leaves(call.arguments.contents)):
+            for position, value in enumerate(tree_leaves(call.contents)):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    found.setdefault(_storage(value), Entered(call.path, position))
+                    found.setdefault(storage_of(value), Entered(call.path, position))
         return found
 
     @cached_property
     def _returned(self) -> Mapping[int, Returned]:
         """Return the call outputs that do not enter another call, are not saved, and do not leave the block."""
         needed = self.weights | self.buffers | self.shared | self._entering.keys() | storages_of(self.trial.saved)
-        needed |= storages_of(t for t in tree_leaves(self.block.output) if isinstance(t, torch.Tensor))
+        needed |= storages_of(tensors_in(self.block.output))
         found: dict[int, Returned] = {}
         for call in self._own_calls:
-            for number, value in enumerate(floats_of(call.output)):
-                if _storage(value) not in needed and self.trial.touched.get(_storage(value), 0) < self.block.stop:
-                    found.setdefault(_storage(value), Returned(call.path, number))
+            floats = filter(is_floating, tree_leaves(call.output))  # a LayerCall has a leaf for each, in this order
+            for number, storage in enumerate(map(storage_of, floats)):
+                if storage not in needed and self.trial.touched.get(storage, 0) < self.block.stop:
+                    found.setdefault(storage, Returned(call.path, number))
         return found
 
     def _last_part(self, storage: int) -> int:
@@ -189,21 +186,14 @@ class _BlockTrace:
         touched = self.trial.touched.get(storage, 0)
         return next((k for k, start in enumerate(self._starts) if touched < start), len(self.parts) - 1)
 
-    def _known_behind(self, k: int) -> set[int]:
+    def _known_after(self, k: int) -> set[int]:
         """Return the storages that have entered calls up to and including the first call of the part after `k`."""
-        calls = [call for part in self.parts[: k + 1] for call in _calls(self.trial, part)]
-        if k + 1 < len(self.parts):
-            calls.append(_calls(self.trial, self.parts[k + 1])[0])
-        return {storage for call in calls for storage in storages_of(call.inputs)}
+        calls = (call for call in self._own_calls if call.start <= self._starts[k])
+        return storages_of(tensor for call in calls for tensor in call.inputs)
 
     @cached_property
     def _own_calls(self) -> list[Call]:
         return [call for part in self.parts for call in _calls(self.trial, part)]
-
-
-def floats_of(value: object) -> list[torch.Tensor]:
-    """Return the floating-point tensors in a result, in the order in which a LayerCall has leaves for them."""
-    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and v.is_floating_point()]
 
 
 def _leaves(model: nn.Module, trial: Trial, path: str) -> Iterator[str]:
@@ -213,41 +203,18 @@ def _leaves(model: nn.Module, trial: Trial, path: str) -> Iterator[str]:
     """
     module = model.get_submodule(path)
     children = [f"{path}.{name}" for name, child in module.named_children() if any(True for _ in child.parameters())]
-    are_called = bool(children) and all(_is_called_once(trial, child) for child in children)
-    if not are_called or module._parameters or _attends_itself(trial, path):
+    are_called = bool(children) and all(sum(call.path == child for call in trial.calls) == 1 for child in children)
+    inner = [call for call in trial.calls if call.path.rpartition(".")[0] == path]
+    attends_itself = trial.first[path].attention > sum(call.attention for call in inner)
+    if not are_called or module._parameters or attends_itself:
         yield path
         return
     for child in children:
         yield from _leaves(model, trial, child)
 
 
-def _attends_itself(trial: Trial, path: str) -> bool:
-    """Return whether attention runs in the module itself, outside of the modules that it calls."""
-    inner = [call for call in trial.calls if call.path.rpartition(".")[0] == path]
-    return _call(trial, path).attention > sum(call.attention for call in inner)
-
-
-def _call(trial: Trial, path: str) -> Call:
-    call = trial.first(path)
-    assert call is not None  # the path was found by its call
-    return call
-
-
-def _is_called_once(trial: Trial, path: str) -> bool:
-    return sum(call.path == path for call in trial.calls) == 1
-
-
 def _calls(trial: Trial, part: LayerSpec) -> list[Call]:
-    return [_call(trial, path) for path in part.modules]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _is_inside(reader: str, path: str) -> bool:
-    return reader == path or reader.startswith(f"{path}.")
+    return [trial.first[path] for path in part.modules]
 
 
 def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
@@ -256,14 +223,12 @@ def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
     It may be a little larger if a norm would otherwise be a group of its own.
     """
     sums = sorted({sum(sizes[a:b]) for a, b in itertools.combinations(range(len(sizes) + 1), 2)})
-    least = next(limit for limit in sums if 0 < len(list(_packed(sizes, limit))) <= most)
+    least = next(limit for limit in sums if limit >= max(sizes) and len(list(_packed(sizes, limit))) <= most)
     return list(_packed(sizes, least + sum(sizes) // SMALL))
 
 
 def _packed(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield groups of neighbours of at most `limit`, each as long as possible; none if one item exceeds the limit."""
-    if max(sizes) > limit:
-        return
+    """Yield groups of neighbours of at most `limit`, each as long as possible. No item exceeds the limit."""
     start, total = 0, 0
     for i, size in enumerate(sizes):
         if total + size > limit:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch.utils.flop_counter import flop_registry
 
-from megatrain_ray.engine.discovery.trial_forward import Trial, draws
+from megatrain_ray.engine.discovery.trial_forward import Trial, draws, storages_of, tensors_in, unique_bytes
 from megatrain_ray.engine.layer_calls.chunked_mlp import installed
 from megatrain_ray.engine.layer_calls.compiled_call import own_code, problem_in
 from megatrain_ray.engine.layer_calls.layer_call import LayerCall
@@ -32,17 +32,12 @@ ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
 
 @dataclass(frozen=True)
 class BudgetCost:
-    """Holds the cost of one activation budget for one micro-batch through one layer.
-
-    kept_bytes: bytes kept for the backward beyond the layer's inputs and weights.
-    recomputed_flops: FLOPs of matrix products that the backward recomputes, including attention.
-    of_attention: the part of `recomputed_flops` that is attention.
-    """
+    """Holds the cost of one activation budget for one micro-batch through one layer."""
 
     activation_budget: float
-    kept_bytes: int
-    recomputed_flops: float
-    of_attention: float = 0.0
+    kept_bytes: int  # for the backward, beyond the layer's inputs and weights
+    recomputed_flops: float  # of matrix products that the backward recomputes, including attention
+    of_attention: float = 0.0  # the part of `recomputed_flops` that is attention
 
 
 @dataclass(frozen=True)
@@ -59,13 +54,8 @@ class CompileTrial:
     def times(self, count: int) -> CompileTrial:
         """Return the costs for `count` such micro-batches in one."""
         budgets = (
-            BudgetCost(
-                cost.activation_budget,
-                count * cost.kept_bytes,
-                count * cost.recomputed_flops,
-                count * cost.of_attention,
-            )
-            for cost in self.budgets
+            BudgetCost(c.activation_budget, count * c.kept_bytes, count * c.recomputed_flops, count * c.of_attention)
+            for c in self.budgets
         )
         return replace(self, budgets=tuple(budgets))
 
@@ -73,30 +63,26 @@ class CompileTrial:
 def try_compiling(
     model: nn.Module, structure: ModelStructure, trial: Trial, *, chunked: bool = False
 ) -> tuple[CompileTrial | None, ...]:
-    """Trace each kind of block for the call that the trial forward made.
-
-    The result is None for layers that are no blocks.
+    """Trace each kind of block for the call that the trial forward made. The result is None for other layers.
 
     model: a model of fake tensors; call this under their mode.
     chunked: whether MLPs are computed in chunks.
     """
-    calls: dict[str, LayerCall] = {}
-    blocks = {layer.modules[0]: layer.mlp for layer in structure.layers if layer.kind is LayerKind.BLOCK}
-    for path in blocks:
-        call = trial.first(path)
-        assert call is not None  # every block was called
-        calls[path] = LayerCall(0, path, *call.arguments.again())
-    modules = {path: model.get_submodule(path) for path in calls}
+    mlps = {layer.modules[0]: layer.mlp for layer in structure.layers if layer.kind is LayerKind.BLOCK}
+    modules = {path: model.get_submodule(path) for path in mlps}
     recorder = Recorder(model, structure.base, modules.items())
     kinds: dict[str, object] = {}
+    calls: dict[str, LayerCall] = {}
     for path, module in modules.items():
+        call = trial.first[path]
+        args, kwargs, _ = call.arguments.refilled(call.contents)
+        calls[path] = LayerCall(0, path, args, kwargs)
         kinds[path] = structure_of(module), tuple(p.requires_grad for p in module.parameters()), calls[path].kind
     trials: dict[object, CompileTrial] = {}
     for path, kind in kinds.items():
         if kind not in trials:
             shared = list(kinds.values()).count(kind) > 1
-            mlp = blocks[path] if chunked else None
-            trials[kind] = _try(modules[path], recorder, calls[path], mlp, shared=shared)
+            trials[kind] = _try(modules[path], recorder, calls[path], mlps[path] if chunked else None, shared=shared)
     of_paths = {path: trials[kind] for path, kind in kinds.items()}
     return tuple(of_paths.get(layer.modules[0]) if layer.modules else None for layer in structure.layers)
 
@@ -166,60 +152,47 @@ class _Partitions:
         """Partition the graph and record the costs. This is the partition function that AOTAutograd calls."""
         from megatrain_ray.engine.layer_calls.partition import Partitioner
 
-        kept, flops, of_attention = [], [], []
+        found: list[tuple[float, int, float, float]] = []
         budgets = ACTIVATION_BUDGETS[:1] if _draws(joint.graph) else ACTIVATION_BUDGETS
         for budget in reversed(budgets):  # the graphs of the last one are returned, and run on fake tensors
-            twin = fx.GraphModule(joint, _copied(joint.graph))
+            graph = fx.Graph()  # a copy, because the partitioner changes its argument
+            graph.output(graph.graph_copy(joint.graph, {}))
+            twin = fx.GraphModule(joint, graph)
             with functorch_config.patch(activation_memory_budget=budget):
                 forward, backward = Partitioner()(
                     twin, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
                 )
-            kept.append(_kept_bytes(forward.graph, num_fwd_outputs))
-            flops.append(product_flops(backward.graph))
-            of_attention.append(attention_flops(backward.graph))
+            found.append((budget, _kept_bytes(forward.graph, num_fwd_outputs), *_product_flops(backward.graph)))
         if _draws(backward.graph):
             raise ConfigError("its backward would draw random numbers of its forward again")
-        costs = zip(budgets, reversed(kept), reversed(flops), reversed(of_attention), strict=True)
+        *_, least_flops, least_attention = found[-1]  # of the largest budget, the basis of comparison
         self.costs = tuple(
-            BudgetCost(budget, num_bytes, all_flops - flops[-1], attending - of_attention[-1])
-            for budget, num_bytes, all_flops, attending in costs
+            BudgetCost(budget, num_bytes, flops - least_flops, of_attention - least_attention)
+            for budget, num_bytes, flops, of_attention in reversed(found)
         )
         return forward, backward
 
 
 def _draws(graph: fx.Graph) -> bool:
-    """Return whether the graph draws random numbers."""
     return any(draws(node.target, node.args, node.kwargs) for node in graph.nodes)
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of the graph, because the partitioner changes its argument."""
-    twin = fx.Graph()
-    twin.output(twin.graph_copy(graph, {}))
-    return twin
 
 
 def _kept_bytes(graph: fx.Graph, num_fwd_outputs: int) -> int:
     """Return the bytes of the storages that a forward graph passes to its backward, except those of its inputs."""
-    given = {_storage(node)._cdata for node in graph.nodes if node.op == "placeholder" and _is_tensor(node)}
     (outputs,) = graph.output_node().args
-    saved = [node for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node) and _is_tensor(node)]  # type: ignore[index, union-attr]
-    storages = {_storage(node)._cdata: _storage(node).nbytes() for node in saved}
-    return sum(num_bytes for key, num_bytes in storages.items() if key not in given)
+    saved = [node for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]  # type: ignore[index, union-attr]
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    given, values = (tensors_in([node.meta.get("val") for node in nodes]) for nodes in (inputs, saved))
+    return unique_bytes(values, storages_of(given))
 
 
-def product_flops(graph: fx.Graph) -> float:
-    """Return the FLOPs of matrix products and attention in a traced graph.
+def _product_flops(graph: fx.Graph) -> tuple[float, float]:
+    """Return the FLOPs of matrix products and attention in a graph, and those of attention where it is one operation.
 
     Causal attention counts half of its square.
     """
-    return sum(_flops(node) for node in graph.nodes if node.op == "call_function")
-
-
-def attention_flops(graph: fx.Graph) -> float:
-    """Return the FLOPs of attention only, where it is one operation."""
-    nodes = (node for node in graph.nodes if node.op == "call_function")
-    return sum(_flops(node) for node in nodes if "attention" in str(node.target))
+    flops = {node: _flops(node) for node in graph.nodes if node.op == "call_function"}
+    return sum(flops.values()), sum(n for node, n in flops.items() if "attention" in str(node.target))
 
 
 def _flops(node: fx.Node) -> float:
@@ -232,12 +205,3 @@ def _flops(node: fx.Node) -> float:
         return float(2 * batch * heads * queries * keys * (width + values)) / (2 if is_causal else 1)
     count = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=node.meta["val"]))
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _storage(node: fx.Node) -> torch.UntypedStorage:
-    storage: torch.UntypedStorage = node.meta["val"].untyped_storage()
-    return storage

@@ -27,21 +27,20 @@ POSITIONS = (0, 1, 2, 0, 1, 0, 1, 2)  # three documents
 def check_packing(factory: ModelFactory, structure: ModelStructure) -> None:
     """Raise ConfigError unless every block receives a mask that keeps documents apart.
 
-    The error names the first that does not.
-
-    Also raised for a block with a convolution along the tokens, which layers with a recurrent state have: it ignores
-    masks.
+    Also raised for a block with a convolution along the tokens, which ignores masks (layers with a recurrent state).
     """
     layers = {path: layer for layer in structure.layers if layer.kind is LayerKind.BLOCK for path in layer.modules}
-    skeleton = ProxiedModel(build_empty(factory, torch.float32), structure, torch.device("cpu"))
+    proxied = ProxiedModel(build_empty(factory, torch.float32), structure, torch.device("cpu"))
     keep_apart: dict[str, bool] = {}  # blocks, by path
-    for call in _calls(skeleton, _trial(factory)):
+    with FakeTensorMode(), Answers():
+        trial = run_trial(factory(torch.float32), torch.zeros(1, len(POSITIONS), dtype=torch.int64))
+    for call in _calls(proxied, trial):
         if call.path not in layers:
             continue
         part = layers[call.path].part
         block = part.block if part else call.path
         keep_apart[block] = any(map(_keeps_apart, call.arguments)) or keep_apart.get(block, False)
-        if any(isinstance(inner, nn.Conv1d) for inner in skeleton.modules[call.path].modules()):
+        if any(isinstance(inner, nn.Conv1d) for inner in proxied.modules[call.path].modules()):
             raise _refusal(f"{block} of this model hands a state from token to token, across documents")
     for block, keeps in keep_apart.items():
         if not keeps:
@@ -52,21 +51,14 @@ def _refusal(reason: str) -> ConfigError:
     return ConfigError(f"data.packing: true: {reason}; set data.packing: false, which cuts each document alone")
 
 
-def _calls(skeleton: ProxiedModel, trial: Trial) -> Iterator[LayerCall]:
+def _calls(proxied: ProxiedModel, trial: Trial) -> Iterator[LayerCall]:
     """Yield the layer calls of a forward in which each layer returns zeros."""
     positions = torch.tensor([POSITIONS])
-    forward_pass = ForwardPass(lambda: skeleton.forward(torch.zeros_like(positions), positions))
+    forward_pass = ForwardPass(lambda: proxied.forward(torch.zeros_like(positions), positions))
     forward_pass.start()
     while (call := forward_pass.pending) is not None:
         yield call
-        made = trial.first(call.path)
-        assert made is not None  # the trial ran the same forward
-        forward_pass.answer(tree_map(_zeros, made.output))
-
-
-def _trial(factory: ModelFactory) -> Trial:
-    with FakeTensorMode(), Answers():
-        return run_trial(factory(torch.float32), torch.zeros(1, len(POSITIONS), dtype=torch.int64))
+        forward_pass.answer(tree_map(_zeros, trial.first[call.path].output))  # the trial ran the same forward
 
 
 def _zeros(value: Any) -> Any:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.device.device import Device, Event
-from megatrain_ray.engine.device.task_failures import first_failure
 from megatrain_ray.engine.host.interfaces import Host, Lease
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import MegatrainError, first_failure
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Op, Stage
 

@@ -33,11 +33,7 @@ class ChunkedMlp(nn.Module):
     """Replaces the module `inner` in a template: [B, T, D] → [B, T, D]."""
 
     def __init__(self, inner: nn.Module, chunk_tokens: int, function: Function | None = None) -> None:
-        """Wrap `inner`.
-
-        chunk_tokens: tokens in a chunk.
-        function: calls `inner`, for instance compiled; None: `inner` itself.
-        """
+        """Wrap `inner`, to be called through `function`, for instance compiled, if that is given."""
         super().__init__()
         self.inner = inner
         self.number = next(_NUMBERS)
@@ -53,15 +49,15 @@ class ChunkedMlp(nn.Module):
         output: torch.Tensor = torch.ops.megatrain.chunked_mlp(hidden, parameters, self.number)
         return output
 
-    @contextmanager
-    def ordinary(self) -> Iterator[None]:
-        """Dispatch operations of the block as if they ran outside of any graph.
+    def uncompiled(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of this module, which itself calls compiled functions, as if it ran outside of any graph.
 
         A custom operation runs without autograd, and under other dispatch keys while it is compiled than later. A
         compiled chunk would depend on both.
         """
+        function: Callable[P, T] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
         with torch._C._ForceDispatchKeyGuard(*self._keys):
-            yield
+            return function(*args, **kwargs)
 
     def run(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute the forward of all chunks."""
@@ -73,17 +69,12 @@ class ChunkedMlp(nn.Module):
         return output
 
     def gradients(
-        self,
-        gradient: torch.Tensor,
-        hidden: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
+        self, gradient: torch.Tensor, hidden: torch.Tensor, parameters: Sequence[torch.Tensor], wanted: Sequence[bool]
     ) -> list[torch.Tensor]:
-        """Return the gradients of the input and of the parameters, as far as they are wanted.
+        """Return the gradients of the input and then of the parameters, those that are `wanted`.
 
         gradient: gradient of the output, [B, T, D].
         hidden: the input of the forward, [B, T, D].
-        wanted: whether to compute each gradient: first the input's, then the parameters'.
         """
         of_hidden = _like(hidden) if wanted[0] else None
         leaves = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted[1:], strict=True)]
@@ -116,7 +107,7 @@ class ChunkedMlp(nn.Module):
 def install(layer: nn.Module, path: str, chunk_tokens: int, function: Function | None = None) -> ChunkedMlp:
     """Replace the module at `path` in a layer with a ChunkedMlp of it. Tensors bound to its parameters stay bound."""
     chunked = ChunkedMlp(layer.get_submodule(path), chunk_tokens, function)
-    _put(layer, path, chunked)
+    layer.set_submodule(path, chunked)
     return chunked
 
 
@@ -127,12 +118,7 @@ def installed(layer: nn.Module, path: str, chunk_tokens: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _put(layer, path, chunked.inner)
-
-
-def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(layer.get_submodule(parent), name, module)
+        layer.set_submodule(path, chunked.inner)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,8 +135,7 @@ torch.library.define(
 @torch.library.impl("megatrain::chunked_mlp", "CompositeExplicitAutograd")
 def _forward(hidden: torch.Tensor, parameters: list[torch.Tensor], number: int) -> torch.Tensor:
     module = _MODULES[number]
-    with module.ordinary():
-        return _uncompiled(module.run)(hidden, parameters)
+    return module.uncompiled(module.run, hidden, parameters)
 
 
 @torch.library.impl("megatrain::chunked_mlp_backward", "CompositeExplicitAutograd")
@@ -158,14 +143,7 @@ def _backward(
     gradient: torch.Tensor, hidden: torch.Tensor, parameters: list[torch.Tensor], wanted: list[bool], number: int
 ) -> list[torch.Tensor]:
     module = _MODULES[number]
-    with module.ordinary():
-        return _uncompiled(module.gradients)(gradient, hidden, parameters, wanted)
-
-
-def _uncompiled(run: Callable[P, T]) -> Callable[P, T]:
-    """Exclude `run` from compilation: it calls compiled functions itself."""
-    disabled: Callable[P, T] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-    return disabled
+    return module.uncompiled(module.gradients, gradient, hidden, parameters, wanted)
 
 
 @torch.library.register_fake("megatrain::chunked_mlp")  # type: ignore[untyped-decorator]

@@ -1,7 +1,4 @@
-"""Runs a function as one compiled graph for each kind of call.
-
-Compilation happens in a rehearsal, never within a step.
-"""
+"""Runs a function as one graph for each kind of call, compiled in a rehearsal and never within a step."""
 
 from __future__ import annotations
 
@@ -38,10 +35,9 @@ def compiler_options() -> dict[str, Any]:
 
 
 def keep_compiled_graphs() -> None:
-    """Keep compiled kernels in this package's cache folder, so that a second start of the program finds them.
+    """Keep compiled kernels of this process and its children in this package's cache folder, for a second start.
 
-    It applies to this process and its children. Call it before the first compilation. If torch's own variable already
-    names a folder, that folder stays.
+    Call it before the first compilation. A folder that the user has named in torch's own variable stays.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -52,24 +48,15 @@ def keep_compiled_graphs() -> None:
 
 
 class CompiledCall:
-    """Calls `function` compiled if that kind of call was rehearsed, else uncompiled, with one line in the log.
-
-    Compute thread only.
-    """
+    """Calls a function compiled if that kind of call was rehearsed, else uncompiled. Compute thread only."""
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        activation_budget: float = 1.0,
-        inner: CompiledCall | None = None,
+        self, name: str, function: Callable[..., Any], activation_budget: float = 1.0, inner: CompiledCall | None = None
     ) -> None:
-        """Prepare the compilation of `function`; nothing is compiled yet.
+        """Prepare the compilation of `function`, named `name` in the log; nothing is compiled yet.
 
-        name: name in log messages.
         activation_budget: share of the activations wanted by the backward that the forward keeps (LayerPlan).
-        inner: a call made within this one that has graphs of its own. It is rehearsed and given up together with this
-            call.
+        inner: a call made within this one that has graphs of its own; it is rehearsed and given up together with it.
         """
         self.function = function
         self.problem: str | None = None  # why it is not compiled
@@ -80,7 +67,7 @@ class CompiledCall:
             own_code(_call), fullgraph=True, dynamic=False, options=compiler_options()
         )
         self._rehearses = False
-        self._told = False
+        self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.problem is not None:
@@ -110,8 +97,8 @@ class CompiledCall:
 
     def uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that is unlike all rehearsed calls, and log a warning the first time."""
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning("%s run uncompiled for a call unlike those compiled before the first step", self._name)
         with torch.compiler.set_stance("default"):  # functions that the model compiles itself (flex attention) stay so
             return self.function(*args, **kwargs)

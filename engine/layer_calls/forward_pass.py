@@ -46,7 +46,9 @@ class LayerProxy(nn.Module):
         current = getcurrent()
         if not isinstance(current, _Suspendable):
             raise MegatrainError(f"{self.path} was called outside a forward pass")
-        return current.suspend(self.path, args, kwargs)
+        call = LayerCall(current.num_calls, self.path, args, kwargs)
+        current.num_calls += 1
+        return current.parent.switch(call)  # returns when the step answers the call
 
 
 class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
@@ -54,30 +56,13 @@ class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
 
     num_calls = 0
 
-    def suspend(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = LayerCall(self.num_calls, path, args, kwargs)
-        self.num_calls += 1
-        return self.parent.switch(call)
-
-
-class OutputAlias(NamedTuple):
-    """Holds the leaf of an output, and the autograd node of the alias that the model received for it."""
-
-    leaf: torch.Tensor
-    node: Any
-
 
 class _Cut(NamedTuple):
-    """Records where glue enters a call.
+    """Records where glue enters a call."""
 
-    tensor: the tensor that entered the call; it begins at `leaf` from there on.
-    leaf: collects the gradient that later operations send to the tensor.
-    origin: alias of the tensor with the graph that computed it.
-    """
-
-    tensor: torch.Tensor
-    leaf: torch.Tensor
-    origin: torch.Tensor
+    tensor: torch.Tensor  # entered the call; it begins at `leaf` from there on
+    leaf: torch.Tensor  # collects the gradient that later operations send to the tensor
+    origin: torch.Tensor  # alias of the tensor with the graph that computed it
 
 
 class ForwardPass:
@@ -93,9 +78,8 @@ class ForwardPass:
         self.result: Any = None
         self.calls: list[LayerCall] = []  # those that have a backward
         self._owner: dict[int, int] = {}  # id(leaf) → index of its call; the calls keep their leaves alive
-        self._aliases: dict[
-            int, OutputAlias
-        ] = {}  # id(alias given to the model) → its leaf; calls keep the aliases alive
+        # id(alias given to the model) → its leaf and its autograd node; the calls keep the aliases alive
+        self._aliases: dict[int, tuple[torch.Tensor, Any]] = {}
         self._cuts: dict[int, list[_Cut]] = {}  # by index of the first call that the tensor enters
         self._views: dict[int, list[torch.Tensor]] = {}  # views of leaves' aliases, by index of the first call
         # id(glue tensor) → the tensor, its gradient so far, index of the latest call that it was computed from
@@ -115,10 +99,10 @@ class ForwardPass:
             self.calls.append(call)
         self._owner.update({id(leaf): call.index for leaf in call.leaves})
         for tensor, leaf in zip(call.aliases, call.leaves, strict=True):
-            self._aliases[id(tensor)] = OutputAlias(leaf, tensor.grad_fn)
+            self._aliases[id(tensor)] = leaf, tensor.grad_fn
         for key, values in outcome.recorded.items():
             self._recorded.setdefault(key, []).extend(values)
-        call.stores.write(outcome.added)
+        call.given.write(outcome.added)
         self.answer(outcome.result)
         if self.pending is None:
             for key, values in self._recorded.items():
@@ -143,17 +127,14 @@ class ForwardPass:
         The call is not kept and has no backward.
         """
         answer = self._greenlet.switch(*result)
-        finished = self._greenlet.dead
-        self.pending = None if finished else answer
-        if finished:
-            self.result = answer
-        else:
-            glue = [port.tensor for port in answer.ports if self._is_glue(port.tensor)]
-            self._cuts[answer.index] = [self._cut(tensor, answer) for tensor in glue if not tensor._is_view()]
-            self._views[answer.index] = [tensor for tensor in glue if self._is_new_view(tensor)]
-
-    def _is_glue(self, tensor: torch.Tensor) -> bool:
-        return self._leaf(tensor) is None and tensor.grad_fn is not None
+        if self._greenlet.dead:
+            self.pending, self.result = None, answer
+            return
+        call = self.pending = answer
+        ports = [port.tensor for port in call.ports]
+        glue = [tensor for tensor in ports if self._leaf(tensor) is None and tensor.grad_fn is not None]
+        self._cuts[call.index] = [self._cut(tensor, call) for tensor in glue if not tensor._is_view()]
+        self._views[call.index] = [tensor for tensor in glue if self._is_new_view(tensor)]
 
     def _is_new_view(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of something that begins at a leaf, and has not entered a call before.
@@ -176,7 +157,7 @@ class ForwardPass:
             with _unsafe_preserve_version_counter(tensor):  # its elements do not change
                 _Rebased.apply(leaf, tensor)  # type: ignore[no-untyped-call]
         self._owner[id(leaf)] = call.index
-        self._aliases[id(tensor)] = OutputAlias(leaf, tensor.grad_fn)
+        self._aliases[id(tensor)] = leaf, tensor.grad_fn
         return _Cut(tensor, leaf, origin)
 
     def send(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -190,21 +171,24 @@ class ForwardPass:
         leaf = self._leaf(tensor)
         if leaf is not None:
             return leaf.grad
-        return self._waiting[id(tensor)][1] if id(tensor) in self._waiting else None
+        entry = self._waiting.get(id(tensor))
+        return None if entry is None else entry[1]
 
     def _put(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
         leaf = self._leaf(tensor)
         if leaf is not None:
             leaf.grad = gradient
             return
-        key = id(tensor)
-        latest = self._waiting[key][2] if key in self._waiting else self._latest_call(tensor)
-        self._waiting[key] = (tensor, gradient, latest)
+        if id(tensor) in self._waiting:
+            latest = self._waiting[id(tensor)][2]
+        else:
+            latest = max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
+        self._waiting[id(tensor)] = (tensor, gradient, latest)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the leaf that the tensor aliases. None if the tensor is glue, or was changed in place since."""
-        alias = self._aliases.get(id(tensor))
-        return alias.leaf if alias is not None and alias.node is tensor.grad_fn else None
+        leaf, node = self._aliases.get(id(tensor), (None, None))
+        return leaf if node is tensor.grad_fn else None
 
     def flush_glue(self, call: LayerCall) -> None:
         """Run the backward of the glue after this call, so that the gradients of its leaves are complete."""
@@ -247,10 +231,6 @@ class ForwardPass:
         self._views.clear()
         self._waiting.clear()
         self.result = None
-
-    def _latest_call(self, tensor: torch.Tensor) -> int:
-        """Return the index of the last call whose output the tensor was computed from; -1 if there is none."""
-        return max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
 
 
 class _Rebased(torch.autograd.Function):

@@ -7,7 +7,9 @@ graphs. If nothing in a call needs a gradient, neither a parameter nor an input,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,10 +17,50 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatrain_ray.engine.layer_calls.call_containers import MutableContainers
 from megatrain_ray.errors import MegatrainError
 
 Function = Callable[..., tuple[Any, dict[str, list[torch.Tensor]]]]
+Saving = AbstractContextManager[None]  # saved-tensor context under which a graph is built
+Key = int | str  # position among the positional arguments, or keyword
+
+
+class CallArguments:
+    """Holds a call's arguments, and the mappings among them (not those nested inside other arguments).
+
+    Layers pass tensors to later layers through these containers, for example keys and values that several layers share.
+    An entry that a layer adds is an output of the layer. An entry that it finds there is an input.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._arguments: dict[Key, Any] = dict((*enumerate(args), *kwargs.items()))
+        self.containers: dict[Key, MutableMapping[Any, Any]] = {
+            key: value for key, value in self._arguments.items() if isinstance(value, dict | UserDict)
+        }
+
+    def contents(self) -> dict[Key, Any]:
+        """Return the arguments with each container replaced by a plain dict of its current entries."""
+        return self._arguments | {key: dict(container) for key, container in self.containers.items()}
+
+    def refilled(
+        self, contents: dict[Key, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[Key, MutableMapping[Any, Any]]]:
+        """Return arguments for another call, made from `contents`, and the containers among them, which it may change.
+
+        contents: as returned by the method `contents`; tensors in it may have been replaced.
+        """
+        fresh = {key: copy.copy(container) for key, container in self.containers.items()}
+        for key, twin in fresh.items():
+            twin.clear()
+            twin.update(contents[key])
+        arguments = contents | fresh
+        args = tuple(value for key, value in arguments.items() if isinstance(key, int))
+        return args, {key: value for key, value in arguments.items() if isinstance(key, str)}, fresh
+
+    def write(self, added: Sequence[dict[Any, Any]]) -> None:
+        """Write the entries that a call added to the model's own containers (Outcome.added)."""
+        for container, entries in zip(self.containers.values(), added, strict=True):
+            container.update(entries)
 
 
 @dataclass(frozen=True)
@@ -32,20 +74,17 @@ class Port:
 class Outcome(NamedTuple):
     """Holds what a call produced."""
 
-    result: Any  # what the layer returned
-    added: list[dict[Any, Any]]  # what it added to containers among its arguments (MutableContainers.added)
-    recorded: dict[str, list[torch.Tensor]]  # outputs of inner modules, by key
+    result: Any
+    added: list[dict[Any, Any]]  # for each container among its arguments, the entries that it added or replaced
+    recorded: dict[str, list[torch.Tensor]]  # outputs of inner modules, by key (output_recorder.py)
 
 
 @dataclass
 class _Graph:
-    """Holds the autograd graph of one call, from `inputs` and `parameters` to `outputs`.
-
-    entries: aliases of the inputs, one autograd node after them; the layer's function received these.
-    """
+    """Holds the autograd graph of one call, from `inputs` and `parameters` to `outputs`."""
 
     inputs: list[torch.Tensor]
-    entries: list[torch.Tensor]
+    entries: list[torch.Tensor]  # aliases of the inputs, one autograd node after them, which the layer received
     parameters: Sequence[torch.Tensor]
     outputs: list[torch.Tensor]
 
@@ -54,57 +93,42 @@ class LayerCall:
     """Holds the arguments, outputs and side outputs of one call, and its graph if the forward kept one."""
 
     def __init__(self, index: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the arguments of the call.
-
-        index: number of the call within its micro-batch.
-        path: path of the module that was called.
-        """
-        self.index = index
-        self.path = path
-        self.stores = MutableContainers(args, kwargs)
-        self.arguments, self._spec = tree_flatten(self.stores.contents())
+        self.index = index  # number of the call within its micro-batch
+        self.path = path  # of the module that was called
+        self.given = CallArguments(args, kwargs)
+        self.arguments, self._spec = tree_flatten(self.given.contents())
         ports: dict[int, Port] = {}
         for i, value in enumerate(self.arguments):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 ports.setdefault(id(value), Port(value)).positions.append(i)
         self.ports = list(ports.values())
         self._graph: _Graph | None = None
-        self.needs_gradient = False  # known after `forward`
-        self.leaves: list[torch.Tensor] = []
+        self.needs_gradient = False  # whether the call has a backward; known after `forward`
+        self.leaves: list[torch.Tensor] = []  # where the floating-point outputs begin
         self.aliases: list[torch.Tensor] = []  # for each leaf the alias of it that the model receives
 
     def twin(self) -> LayerCall:
         """Return another call with the same arguments, before anything is written to containers among them."""
-        return LayerCall(self.index, self.path, *self.stores.given)
+        return LayerCall(self.index, self.path, self.given.args, self.given.kwargs)
 
     @property
     def kind(self) -> object:
         """Return a hashable description of the arguments. Calls of one kind differ only in the values of tensors."""
         return str(self._spec), tuple(_kind_of(value) for value in self.arguments)
 
-    def forward(
-        self,
-        function: Function,
-        parameters: Sequence[torch.Tensor],
-        saving: AbstractContextManager[None] | None,
-    ) -> Outcome:
+    def forward(self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None) -> Outcome:
         """Run the layer. In the returned outcome, floating-point tensors are replaced by aliases of new leaves.
 
         function: returns the layer's result and the recorded outputs of inner modules.
-        saving: saved-tensor context under which the graph is built and kept for the backward. With None only the
-            arguments are kept, and nothing if nothing needs a gradient.
+        saving: context under which the graph is built and kept for the backward. With None only the arguments are kept,
+            and nothing if nothing needs a gradient.
         """
         self.needs_gradient = bool(self.ports) or any(parameter.requires_grad for parameter in parameters)
-        if not self.needs_gradient or saving is None:
-            with torch.no_grad():
-                outcome = self._call(function, [port.tensor for port in self.ports])
-            if not self.needs_gradient:
-                return outcome
-            values, spec = tree_flatten(tuple(outcome))
-        else:
-            values, spec, self._graph = self._traced(function, parameters, saving)
+        if not self.needs_gradient:
+            return self._untraced(function)
+        values, spec, self._graph = self._run(function, parameters, saving)
         for i, value in enumerate(values):
-            if _is_floating(value):
+            if is_floating(value):
                 self.leaves.append(value.detach().requires_grad_(True))
                 values[i] = alias_output(self.leaves[-1])
                 self.aliases.append(values[i])
@@ -112,30 +136,18 @@ class LayerCall:
 
     def infer(self, function: Function) -> Any:
         """Run the layer without gradients, write what it adds to the model's own containers, and return its result."""
-        with torch.no_grad():
-            outcome = self._call(function, [port.tensor for port in self.ports])
-        self.stores.write(outcome.added)
+        outcome = self._untraced(function)
+        self.given.write(outcome.added)
         return outcome.result
 
-    def recompute(
-        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
-    ) -> None:
+    def recompute(self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving) -> None:
         """Run the layer again on its arguments and keep the graph for the backward."""
-        _, _, self._graph = self._traced(function, parameters, saving)
+        _, _, self._graph = self._run(function, parameters, saving)
 
-    def replay(
-        self,
-        function: Function,
-        parameters: Sequence[torch.Tensor],
-        saving: AbstractContextManager[None] | None,
-    ) -> None:
+    def replay(self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None) -> None:
         """Run the layer again as `forward` did, and refill those of its outputs whose memory was released."""
-        if saving is None:
-            with torch.no_grad():
-                values, _ = tree_flatten(tuple(self._call(function, [port.tensor for port in self.ports])))
-        else:
-            values, _, _ = self._traced(function, parameters, saving)
-        for leaf, value in zip(self.leaves, filter(_is_floating, values), strict=True):
+        values, _, _ = self._run(function, parameters, saving)
+        for leaf, value in zip(self.leaves, filter(is_floating, values), strict=True):
             to, source = leaf.untyped_storage(), value.untyped_storage()
             if not to.nbytes():
                 to.resize_(source.nbytes())
@@ -148,14 +160,11 @@ class LayerCall:
     def backward(
         self, pending: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Compute the gradients of the ports and of the parameters, each in order.
+        """Compute the gradients of the ports and of the parameters, each in order; None where no gradient flowed.
 
-        An entry is None if no gradient flowed to it, or if the parameter is frozen.
-
-        pending: what later calls sent to each port. It is included in the returned gradients of the ports.
-
-        A pending gradient enters at the port's entry. So autograd adds this call's contributions to it one by one, as
-        in a graph of the whole model.
+        pending: what later calls sent to each port. It is included in the returned gradients of the ports: it enters at
+            the port's entry, so that autograd adds this call's contributions to it one by one, as in a graph of the
+            whole model.
         """
         graph = self._graph
         if graph is None:
@@ -194,26 +203,36 @@ class LayerCall:
         self.leaves = []
         self.aliases = []
 
-    def _traced(
-        self, function: Function, parameters: Sequence[torch.Tensor], saving: AbstractContextManager[None]
-    ) -> tuple[list[Any], TreeSpec, _Graph]:
+    def _run(
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None
+    ) -> tuple[list[Any], TreeSpec, _Graph | None]:
+        """Return the flattened outcome, its structure, and the graph if `saving` is given."""
+        if saving is None:
+            return *tree_flatten(tuple(self._untraced(function))), None
         inputs = [port.tensor.detach().requires_grad_(True) for port in self.ports]
         with torch.enable_grad(), saving:
             entries = [tensor.view_as(tensor) for tensor in inputs]
             outcome = self._call(function, entries)
         values, spec = tree_flatten(tuple(outcome))
-        return values, spec, _Graph(inputs, entries, parameters, [value for value in values if _is_floating(value)])
+        return values, spec, _Graph(inputs, entries, parameters, [value for value in values if is_floating(value)])
+
+    def _untraced(self, function: Function) -> Outcome:
+        with torch.no_grad():
+            return self._call(function, [port.tensor for port in self.ports])
 
     def _call(self, function: Function, inputs: Sequence[torch.Tensor]) -> Outcome:
         values = list(self.arguments)
         for port, tensor in zip(self.ports, inputs, strict=True):
             for position in port.positions:
                 values[position] = tensor
-        spec: TreeSpec = self._spec
-        contents = tree_unflatten(values, spec)
-        args, kwargs, fresh = self.stores.refilled(contents)
+        contents = tree_unflatten(values, self._spec)
+        args, kwargs, fresh = self.given.refilled(contents)
         result, recorded = function(*args, **kwargs)
-        return Outcome(result, self.stores.added(contents, fresh), recorded)
+        added = [
+            {entry: value for entry, value in twin.items() if entry not in held or held[entry] is not value}
+            for twin, held in ((twin, contents[key]) for key, twin in fresh.items())
+        ]
+        return Outcome(result, added, recorded)
 
 
 def alias_output(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,10 +268,7 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class _OutputAlias(torch.autograd.Function):
-    """Aliases a leaf, one autograd node after it.
-
-    Unlike a leaf or a view of one, the model may change the alias in place.
-    """
+    """Aliases a leaf, one autograd node after it. Unlike a leaf or a view of one, it may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
@@ -264,5 +280,5 @@ class _OutputAlias(torch.autograd.Function):
         return gradient
 
 
-def _is_floating(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.layer_call import LayerCall
 from megatrain_ray.engine.model.structure import Part
 
 
 @contextmanager
-def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def collecting_saved(saved: list[torch.Tensor], before_read: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Append to `saved` each tensor that autograd saves in graphs built in the block.
 
-    check_there: called with each saved tensor before a backward reads it.
+    before_read: called with each saved tensor before a backward reads it.
     """
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,7 +27,7 @@ def noting_saved(saved: list[torch.Tensor], check_there: Callable[[torch.Tensor]
         return tensor
 
     def checked(tensor: torch.Tensor) -> torch.Tensor:
-        check_there(tensor)
+        before_read(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, checked):
@@ -57,17 +55,11 @@ def release_spent(forward_pass: ForwardPass, part: Part) -> None:
 
 
 def glue_storages(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:
-    """Return the storages that the block's own forward saved and that no call received as an argument.
-
-    saved: tensors saved by the operations between the calls of parts.
-    """
+    """Return the storages of tensors `saved` by the block's own forward, between calls, that no call received."""
     calls = [call for call in forward_pass.calls if call.path.startswith(f"{part.block}.")]
     if forward_pass.pending is not None:
         calls.append(forward_pass.pending)
-    given = {key for call in calls for key in _storages_of_arguments(call)}
+    arguments = (t for call in calls for t in call.arguments if isinstance(t, torch.Tensor))
+    given = {tensor.untyped_storage()._cdata for tensor in arguments}
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
     return [storage for key, storage in found.items() if key not in given]
-
-
-def _storages_of_arguments(call: LayerCall) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tree_leaves(call.arguments) if isinstance(t, torch.Tensor)}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.layer_calls.forward_pass import LayerProxy
+from megatrain_ray.engine.layer_calls.layer_call import is_floating
 from megatrain_ray.engine.model.attention import PACKED, AttentionSwitch, answer_packed, packed_arguments
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.output_recorder import Recorder
@@ -20,13 +21,10 @@ from megatrain_ray.errors import ConfigError
 
 
 class ProxiedModel:
-    """Takes over a model on the meta device and replaces its layers with proxies.
-
-    modules: the layers' modules by path, to be called as templates.
-    attention: the attention switch of the whole model.
-    """
+    """Takes over a model on the meta device and replaces its layers with proxies."""
 
     def __init__(self, model: nn.Module, structure: ModelStructure, device: torch.device) -> None:
+        # The layers' modules by path, to be called as templates.
         self.modules = {p: model.get_submodule(p) for layer in structure.layers for p in layer.modules}
         self.recorder = Recorder(model, structure.base, self.modules.items())
         for module in model.modules():
@@ -35,17 +33,18 @@ class ProxiedModel:
         dtypes = (p.dtype for module in self.modules.values() for p in module.parameters())
         for path, module in self.modules.items():
             if path not in structure.loss_modules:
-                _replace(model, path, LayerProxy(path, module))
+                model.set_submodule(path, LayerProxy(path, module))
         self._base = model.get_submodule(structure.base)
         self._stub = _StubBaseModel(self._base)
-        _replace(model, structure.base, self._stub)
+        model.set_submodule(structure.base, self._stub)
         self._model = model
         self.attention = AttentionSwitch(model)
         answer_packed()
+        # A Transformers model reports the dtype and device of its first parameter as its own.
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
         for module in {model, *self._base.modules()}:
             if hasattr(module, "base_model_prefix"):
-                _anchor(module, anchor)
+                module._parameters = {"_anchor": nn.Parameter(anchor, requires_grad=False), **module._parameters}
 
     def forward_of(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
         """Return the forward of a micro-batch, for a ForwardPass. Its token ids are uploaded to the device at once."""
@@ -75,8 +74,7 @@ class ProxiedModel:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
         """Return the base model's output for [B, T] ids. To be run by a ForwardPass.
 
-        positions: [B, T]; given if a row holds several documents, which the model keeps apart by their positions
-            (discovery/packing_check.py).
+        positions: [B, T], by which the model keeps the documents of a row apart (discovery/packing_check.py).
         """
         output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
         self._stub.kind = type(output)
@@ -91,22 +89,27 @@ class ProxiedModel:
     def auxiliary(self, output: Any) -> torch.Tensor | None:
         """Return what the model's own forward adds to its loss for side outputs, such as a router's load balancing.
 
-        The result is a scalar whose graph ends at those side outputs that require a gradient. It is None if there are
-        no side outputs. The head's parameters must be bound: the head runs on one token, whose loss is taken to be
-        zero.
+        The result is a scalar whose graph ends at those side outputs that require a gradient; None without side
+        outputs. The head's parameters must be bound: the head runs on one token, whose loss is taken to be zero.
 
         output: the base model's output.
 
         Raises ConfigError if the model computes its loss without self.loss_function.
         """
-        hidden = output.last_hidden_state[:1, :1].detach()
-        if not any(_is_side_output(value) for name, value in vars(output).items() if name != "last_hidden_state"):
+        side_outputs = [value for name, value in vars(output).items() if name != "last_hidden_state"]
+        if not any(map(is_floating, tree_leaves(side_outputs))):
             return None
+        hidden = output.last_hidden_state[:1, :1].detach()
         one_token = copy.copy(output)
         one_token.last_hidden_state = hidden
-        loss_function = _ZeroLoss()
+        zeros: list[torch.Tensor] = []  # what the replaced loss over tokens has returned
+
+        def zero_loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            zeros.append(torch.zeros((), dtype=torch.float32, device=logits.device))
+            return zeros[-1]
+
         before = vars(self._model).get("_loss_function")
-        self._model.loss_function = loss_function  # type: ignore[assignment]
+        self._model.loss_function = zero_loss  # type: ignore[assignment]
         labels = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
         try:
             with torch.enable_grad(), self._stub.returning(one_token):
@@ -115,22 +118,12 @@ class ProxiedModel:
             vars(self._model).pop("_loss_function")
             if before is not None:
                 self._model.loss_function = before
-        if loss is not None and not loss_function.was_called:
+        if loss is not None and not zeros:
             raise ConfigError(
                 f"{type(self._model).__name__} computes its loss without self.loss_function: what it adds for its side "
                 "outputs cannot be told from the loss of tokens; switch them off in the model's configuration"
             )
         return loss
-
-
-class _ZeroLoss:
-    """Replaces the model's loss over tokens with zero, and records whether it was called."""
-
-    was_called = False
-
-    def __call__(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.was_called = True
-        return torch.zeros((), dtype=torch.float32, device=logits.device)
 
 
 class _StubBaseModel(nn.Module):
@@ -156,18 +149,3 @@ class _StubBaseModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._output
-
-
-def _is_side_output(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in tree_leaves(value))
-
-
-def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, replacement)
-
-
-def _anchor(module: nn.Module, like: torch.Tensor) -> None:
-    """Add a first parameter with the dtype and device of `like`: a Transformers model reports those as its own."""
-    anchor = nn.Parameter(like, requires_grad=False)
-    module._parameters = {"_anchor": anchor, **module._parameters}

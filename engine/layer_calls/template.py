@@ -26,7 +26,8 @@ class Template:
         """Wrap `module`, whose parameters have these `names`. `bound` takes them in this order."""
         self.module = module
         self.names = tuple(names)
-        self._places = [_place(module, name) for name in names]
+        paths = (name.rpartition(".") for name in names)
+        self._places = [(module.get_submodule(path), attribute) for path, _, attribute in paths]
 
     def positions_of(self, module: nn.Module) -> Positions:
         """Return the position attributes of `module`, which has the template's structure, and of its submodules."""
@@ -49,11 +50,6 @@ class Template:
         finally:
             for (owner, name), original in zip(self._places, before, strict=True):
                 owner._parameters[name] = original
-
-
-def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
 
 
 def structure(module: nn.Module) -> object:

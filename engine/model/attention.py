@@ -24,14 +24,10 @@ MIN_HEAD_DIM = 16  # smallest head_dim that flex attention's kernels support
 
 
 class Attention(Enum):
-    """Names the implementations of attention.
+    """Names the implementations of attention."""
 
-    SDPA: Transformers' default choice, which is eager attention for a model that does not support SDPA.
-    FLEX: flex attention.
-    """
-
-    SDPA = "sdpa"
-    FLEX = "flex"
+    SDPA = "sdpa"  # Transformers' default choice, which is eager attention for a model that does not support SDPA
+    FLEX = "flex"  # flex attention
 
 
 def flex_problem(model: nn.Module) -> str | None:
@@ -67,13 +63,12 @@ class AttentionSwitch:
 def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Return the forward arguments that tell a model that a row holds several documents.
 
-    Models with positions along three axes, as images need them, get the text's positions in front of those: [4, B, T].
-
     positions: [B, T], beginning again in every document; None: no arguments are needed.
     """
     if positions is None:
         return {}
     config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    # Models with positions along three axes, as images need them, get the text's in front of those: [4, B, T].
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return {"position_ids": positions.expand(4, -1, -1) if "mrope_section" in rope else positions}
 
@@ -127,10 +122,9 @@ def _document_numbers(look_up: Any, positions: torch.Tensor) -> torch.Tensor | N
 def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> Iterator[None]:
     """Give the model's forward on fake tensors, within the block, the masks that real tensors would give it.
 
-    Only the values of real tensors tell whether a row holds several documents. For flex attention there are no masks,
-    and what it keeps for the backward is what SDPA keeps without a mask.
+    For flex attention there are no masks, and what it keeps for the backward is what SDPA keeps without a mask.
 
-    packed: whether a row holds several documents.
+    packed: whether a row holds several documents, which only the values of real tensors tell.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -139,15 +133,12 @@ def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> I
     masks, functions = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
     built = masks["sdpa"]
 
+    # No mask where a plain causal one would do. A pattern of the model's own (use_vmap) keeps its mask.
     def whole_rows(*args: Any, **kwargs: Any) -> Any:
-        """Make no mask where a plain causal one would do. A pattern of the model's own (use_vmap) keeps its mask."""
         return built(*args, **kwargs | {"allow_is_causal_skip": not kwargs.get("use_vmap")})
 
+    # Flex attention caps scores. SDPA keeps as much for the backward without a cap, and refuses some models with one.
     def without_cap(*args: Any, **kwargs: Any) -> Any:
-        """Run SDPA without the cap on scores that flex attention applies.
-
-        SDPA keeps as much for the backward without a cap, and refuses some models with one.
-        """
         return sdpa_attention_forward(*args, **kwargs | {"softcap": None})
 
     switch = AttentionSwitch(model)

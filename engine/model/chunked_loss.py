@@ -1,6 +1,6 @@
-"""Computes head and loss over one chunk of tokens at a time.
+"""Computes head and loss over one chunk of tokens at a time, each with its gradient.
 
-The gradient of each chunk is computed at once, so the logits of all tokens never exist at the same time.
+So the logits of all tokens never exist at the same time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from megatrain_ray.io.tokens.token_files import IGNORED
 
 @dataclass(frozen=True)
 class Objective:
-    """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
+    """Defines what is minimised for each supervised token: cross-entropy, and optional terms."""
 
-    z_loss: weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
-    label_smoothing: targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception
-        architecture for computer vision", 2016).
-    """
-
+    # Weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
     z_loss: float = 0.0
+    # Targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception architecture
+    # for computer vision", 2016).
     label_smoothing: float = 0.0
 
     @property
@@ -32,9 +30,7 @@ class Objective:
         return not self.z_loss and not self.label_smoothing
 
     def sums(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums over the supervised tokens of the objective and of the plain cross-entropy.
-
-        The plain cross-entropy has no autograd graph.
+        """Return the sums over the supervised tokens of the objective and, without a graph, of the plain cross-entropy.
 
         scores: FP32 [1, t, V].
         targets: [t].
@@ -48,33 +44,30 @@ class Objective:
 
 
 class OpenSum(NamedTuple):
-    """Holds a parameter's FP32 gradient sum over the step, to accumulate into.
-
-    empty: the sum begins here; its current values are meaningless.
-    """
+    """Holds a parameter's FP32 gradient sum over the step, to accumulate into."""
 
     total: torch.Tensor
-    empty: bool
+    empty: bool  # the sum begins here; its current values are meaningless
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """Holds the losses and gradients of one micro-batch.
+    """Holds the losses and gradients of one micro-batch."""
 
-    losses, cross_entropies: for each chunk, its share of the step's loss and of the step's plain cross-entropy.
-    hidden: gradient of the hidden state; None if it needs none.
-    parameters: gradients of the head's parameters. None for one that needs no gradient, that got none, or whose
-        gradient was added to a sum.
-    """
-
-    losses: list[torch.Tensor]
-    cross_entropies: list[torch.Tensor]
-    hidden: torch.Tensor | None
+    losses: list[torch.Tensor]  # for each chunk its share of the step's loss
+    cross_entropies: list[torch.Tensor]  # for each chunk its share of the step's plain cross-entropy
+    hidden: torch.Tensor | None  # gradient of the hidden state; None if it needs none
+    # Gradients of the head's parameters. None for one that needs none, that got none, or whose gradient was added to a
+    # sum.
     parameters: list[torch.Tensor | None]
 
 
 Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # as Device.add: total, value, out
 ChunkSums = Callable[[Objective, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+    torch.add(total, value, out=out)
 
 
 def chunk_sums(
@@ -99,7 +92,7 @@ def chunked_loss(
     *,
     chunk_tokens: int,
     num_supervised: int | torch.Tensor,
-    add: Add | None = None,
+    add: Add = _add,
     into: Sequence[OpenSum | None] = (),
 ) -> LossResult:
     """Return the sum of the objective over supervised tokens ÷ `num_supervised`, and its gradients.
@@ -111,7 +104,7 @@ def chunked_loss(
     hidden: [B, T, D].
     targets: [B, T], `IGNORED` where unsupervised.
     num_supervised: number of supervised tokens of the whole step.
-    add: Device.add; None: torch.add.
+    add: as Device.add.
     into: for each of `parameters` a sum that its gradients are added to as they come, or None. It may be empty.
     """
     tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
@@ -119,7 +112,7 @@ def chunked_loss(
     chunks = range(0, tokens.shape[1], chunk_tokens)
     losses, cross_entropies = [], []
     hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
-    sums = GradientSums(into or [None] * len(parameters), add or _add, several=len(chunks) > 1)
+    sums = GradientSums(into or [None] * len(parameters), add, several=len(chunks) > 1)
     for start in chunks:
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
@@ -162,10 +155,6 @@ def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor, label_smoothing:
     return F.cross_entropy(flat, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
 
 
-def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-    torch.add(total, value, out=out)
-
-
 class GradientSums:
     """Accumulates the gradients of weights over chunks of tokens."""
 
@@ -182,28 +171,22 @@ class GradientSums:
         self._several = several
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for i, gradient in enumerate(gradients):
+        for i, (into, gradient) in enumerate(zip(self._into, gradients, strict=True)):
             if gradient is None:
                 continue
             before = self._sums[i]
             self._dtypes[i] = gradient.dtype
-            if before is None:
-                self._sums[i] = self._begin(self._into[i], gradient)
-            else:
+            if before is not None:
                 self._add(before, gradient, before)
-
-    def _begin(self, into: OpenSum | None, gradient: torch.Tensor) -> torch.Tensor:
-        if into is not None:
-            return into.total.copy_(gradient)
-        return gradient.float() if self._several else gradient
+            elif into is not None:
+                self._sums[i] = into.total.copy_(gradient)
+            else:
+                self._sums[i] = gradient.float() if self._several else gradient
 
     def rounded(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each weight, rounded to its type; None if it went into a sum or there is none.
-
-        Zeros the sums of `into` that were to begin here and got no gradient.
-        """
+        """Return the gradient of each weight, rounded to its type; None if it went into a sum or there is none."""
         for into, total in zip(self._into, self._sums, strict=True):
-            if into is not None and total is None:
+            if into is not None and total is None:  # the sum was to begin here and got no gradient
                 into.total.zero_()
         return [
             None if into is not None or total is None else total.to(dtype)

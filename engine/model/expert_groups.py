@@ -1,7 +1,4 @@
-"""Divides the fused experts of a block into groups.
-
-Each group is a module that is called once, so that a part of a block can end between two of them
-(discovery/block_parts.py).
+"""Divides the fused experts of a block into groups, so that a part of a block can end between two of them.
 
 Transformers holds the experts of a block as one module, with the matrices of all experts stacked in each parameter.
 Here it becomes several modules of the same class with a part of the stack each. Everything from the trial forward on
@@ -18,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +51,7 @@ class GroupedFactory:
 def _num_groups(module: nn.Module, most: int) -> int:
     """Return the largest number of equal groups, at most `most`, that leaves an update's rounding unchanged.
 
-    1 for a module that cannot be divided. Rounding is unchanged if the elements of each parameter of a group are a
-    multiple of WHOLE_VECTORS.
+    That is so if the elements of each parameter of a group are a multiple of WHOLE_VECTORS. 1: it cannot be divided.
     """
     if not _is_stack(module):
         return 1
@@ -67,10 +62,7 @@ def _num_groups(module: nn.Module, most: int) -> int:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether the module is a stack of experts that can be divided into groups.
-
-    It must use the implementation (grouped_mm) whose results `_Groups` reproduces.
-    """
+    """Return whether the module is a stack of experts that uses grouped_mm, whose results `_Groups` reproduces."""
     # Experts of older versions of Transformers lack these two attributes.
     if not hasattr(module, "is_transposed") or getattr(module, "_is_expert_parallel", False):
         return False
@@ -179,18 +171,12 @@ class _Group(nn.Module):
 
 
 def _group(experts: nn.Module, kind: type[nn.Module], size: int) -> nn.Module:
-    """Return a copy of the experts with parameters for `size` of them.
-
-    The parameters have no values: the model is on meta or fake tensors.
-    """
+    """Return a copy of the experts with parameters for `size` of them. They have no values (meta or fake)."""
     group = kind.__new__(kind)
     own = {key: copy(value) if isinstance(value, dict) else value for key, value in experts.__dict__.items()}
-    empty = {key: _first(p, size) for key, p in experts._parameters.items()}
+    empty = {
+        key: None if p is None else nn.Parameter(p.detach()[:size].clone(), p.requires_grad)
+        for key, p in experts._parameters.items()
+    }
     group.__dict__ |= own | {"_parameters": empty, "_modules": deepcopy(experts._modules), "num_experts": size}
     return group
-
-
-def _first(parameter: Any, size: int) -> Any:
-    if parameter is None:
-        return None
-    return nn.Parameter(parameter.detach()[:size].clone(), parameter.requires_grad)

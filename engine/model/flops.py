@@ -10,37 +10,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatrain_ray.engine.layout.expert_names import whole_name
-from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, ModelStructure
 
-# Path of one expert in a list of experts.
-_MEMBER = re.compile(r".*\.experts\.\d+(?=\.)")
+# Path of one expert in a list of experts: that of the list, then the expert's number.
+_MEMBER = re.compile(r"(?P<list>.*\.experts)\.\d+(?=\.)")
 
 
 class Product(NamedTuple):
-    """Describes the products of one matrix with tokens.
+    """Describes the products of one matrix with tokens."""
 
-    elements: elements that one token is multiplied with; of experts, only those that it is routed to.
-    trained: whether the matrix is trained.
-    of_mlp: whether it belongs to the part of a block that can be computed in chunks of tokens.
-    """
-
-    elements: float
+    elements: float  # that one token is multiplied with; of experts, only those that it is routed to
     trained: bool
-    of_mlp: bool = False
+    of_mlp: bool = False  # whether it belongs to the part of a block that can be computed in chunks of tokens
 
 
 class BlockAttention(NamedTuple):
-    """Describes the attention of one layer.
+    """Describes the attention of one layer."""
 
-    width: heads × head_dim.
-    window: how many tokens back a token attends to; None: all of its document.
-    passes: 1 for a forward, and 2 more for a backward.
-    """
-
-    width: float
-    window: int | None
-    passes: int = 3
+    width: float  # heads × head_dim
+    window: int | None  # how many tokens back a token attends to; None: all of its document
+    passes: int = 3  # 1 for a forward, and 2 more for a backward
 
     def flops(self, num_tokens: int, sum_squared_lengths: int) -> float:
         """Return the FLOPs of one pass. Causal attention counts half of all pairs of tokens.
@@ -54,15 +43,11 @@ class BlockAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Describes what one layer computes.
-
-    attention: None if the layer does not attend.
-    has_backward: whether a gradient reaches the layer.
-    """
+    """Describes what one layer computes."""
 
     products: tuple[Product, ...]
-    attention: BlockAttention | None
-    has_backward: bool
+    attention: BlockAttention | None  # None if the layer does not attend
+    has_backward: bool  # whether a gradient reaches the layer
 
     @property
     def flops_of_token(self) -> float:
@@ -99,13 +84,9 @@ def work_of(
 
 
 def _stacks(structure: ModelStructure) -> Mapping[str, int]:
-    """Return the number of experts in each stack of experts, by the name of the whole stack.
-
-    Ranges of a stack are added up, whatever layers they are in.
-    """
-    several = [p for layer in structure.layers for p in layer.parameters if len(p.shape) == 3]
+    """Return the number of experts in each stack of experts, by the name of the whole stack, over all layers."""
     found: Counter[str] = Counter()
-    for p in several:
+    for p in (p for layer in structure.layers for p in layer.parameters if len(p.shape) == 3):
         # A stack of matrices with one row each is the weight of a depthwise convolution.
         found[whole_name(p.name)] += p.shape[0] if p.shape[1] > 1 else 1
     return found
@@ -114,24 +95,14 @@ def _stacks(structure: ModelStructure) -> Mapping[str, int]:
 def _products(
     layer: LayerSpec, structure: ModelStructure, stacks: Mapping[str, int], active: int | None
 ) -> Iterator[Product]:
-    num_members = Counter(match[0] for p in layer.parameters if (match := _MEMBER.search(p.name)))
-    num_groups = Counter(name[: name.rindex(".experts.")] for name in num_members)
+    members = {match[0] for p in layer.parameters if (match := _MEMBER.search(p.name))}
+    in_list = Counter(name.rpartition(".")[0] for name in members)  # number of experts by the path of their list
     for p in layer.parameters:
         looked_up = layer.kind is LayerKind.EMBEDDING and (p.tied_to or p.name) in structure.looked_up
         if looked_up or len(p.shape) < 2 or p.name.endswith("bias"):
             continue
-        num_experts = _num_experts(p, num_groups, stacks)
+        match = _MEMBER.search(p.name)
+        num_experts = in_list[match["list"]] if match else stacks.get(whole_name(p.name), 1)
         elements = math.prod(p.shape) * min(active or num_experts, num_experts) / num_experts
         of_mlp = layer.mlp is not None and p.local.startswith(f"{layer.mlp.path}.")
         yield Product(elements, p.group.trained, of_mlp)
-
-
-def _num_experts(parameter: ParameterSpec, num_siblings: Mapping[str, int], stacks: Mapping[str, int]) -> int:
-    """Return how many experts the parameter's list or stack of experts has; 1: it belongs to no expert.
-
-    num_siblings: number of experts by the path of their list, where each expert has parameters of its own.
-    stacks: from `_stacks`.
-    """
-    if match := _MEMBER.search(parameter.name):
-        return num_siblings[match[0][: match[0].rindex(".experts.")]]
-    return stacks.get(whole_name(parameter.name), 1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +39,9 @@ def module_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Lora:
-    """Says which matrices get a LoRA pair, and with which settings.
+    """Says which matrices get a LoRA pair, and with which settings."""
 
-    match: patterns (`re.search`) for the paths of modules.
-    """
-
-    match: tuple[str, ...]
+    match: tuple[str, ...]  # patterns (`re.search`) for the paths of modules
     rank: int
     alpha: float
     dropout: float = 0.0
@@ -55,9 +51,7 @@ class Lora:
         return self.alpha / self.rank
 
     def attach(self, model: nn.Module) -> None:
-        """Add a pair to every linear module that matches.
-
-        The pairs get no values, because the model is on meta or fake tensors.
+        """Add a pair to every linear module that matches. It gets no values: the model is on meta or fake tensors.
 
         Raises ConfigError for a pattern that matches no linear module, and for a matrix that cannot have a pair.
         """
@@ -65,8 +59,9 @@ class Lora:
         kinds: dict[type[nn.Module], type[nn.Module]] = {}
         for path in self._targets(model):
             module = model.get_submodule(path)
-            num_in, num_out = _sides(module)
-            like: dict[str, Any] = {"device": module.weight.device, "dtype": module.weight.dtype}
+            weight = module.get_parameter("weight")
+            num_in, num_out = weight.shape if is_transposed(module) else weight.shape[::-1]
+            like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
             kind = type(module)
             module.__class__ = kinds.setdefault(kind, type(f"Adapted{kind.__name__}", (_Adapted, kind), {}))
             module.scale = self.scale  # type: ignore[assignment]  # a plain attribute
@@ -91,21 +86,20 @@ class Lora:
         return [path for path, module in matched if _is_linear(module)]
 
     def _problem(self, module: nn.Module, uses: Counter[int]) -> str | None:
-        """Return why a matching module cannot have a pair; None if it can.
-
-        A module that holds no matrix, such as a norm, is skipped: None, too.
+        """Return why a matching module cannot have a pair; None if it can, or if it holds no matrix and is skipped.
 
         uses: how many parameters of the model have each storage, by the storage's identity.
         """
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-        if own and not _is_linear(module):
+        if not own:
+            return None
+        if not _is_linear(module):
             return f"is of class {type(module).__name__}: a pair stands beside the matrix of a linear module only"
         if any(uses[p.untyped_storage()._cdata] > 1 for p in own):
             return "shares its matrix with another module, and a pair would serve one of its two uses"
-        if own and self.rank > min(own[0].shape):
-            return (
-                f"is {' × '.join(map(str, own[0].shape))}, and lora.rank is {self.rank}: set at most the smaller side"
-            )
+        if self.rank > min(own[0].shape):
+            sides = " × ".join(map(str, own[0].shape))
+            return f"is {sides}, and lora.rank is {self.rank}: set at most the smaller side"
         return None
 
 
@@ -129,12 +123,14 @@ class LoraRules(ParameterRules):
     def assign(self, model: nn.Module) -> dict[str, ParameterGroup]:
         """Return the group of each parameter, as ParameterRules.assign does.
 
-        Raises ConfigError for a pair that is frozen. Also raises it for a trained parameter of a module that has a
-        pair, or that contains a module with one: an adapter's file could not hold both.
+        Raises ConfigError for a pair that is frozen, and for a trained parameter of a module that has a pair, or that
+        contains a module with one: an adapter's file could not hold both.
         """
         groups = ParameterRules((ADAPTERS, *self.trainable), self.freeze, self.groups).assign(model)
         adapters = [name for name in groups if is_adapter(name)]
-        holders = {path for name in adapters for path in _and_around(module_of(name))}
+        # Modules with a pair, and those that contain them.
+        parts = [module_of(name).split(".") for name in adapters]
+        holders = {".".join(path[:depth]) for path in parts for depth in range(1, len(path) + 1)}
         for name, group in groups.items():
             if is_adapter(name) and not group.trained:
                 raise ConfigError(
@@ -162,10 +158,6 @@ class _Adapted(nn.Module):
         return result + product * self.scale
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or is_transposed(module)
-
-
 def is_transposed(module: nn.Module) -> bool:
     """Return whether the module is Transformers' Conv1D: a linear module whose matrix is [in, out]."""
     from transformers.pytorch_utils import Conv1D  # takes seconds to import; imported late so that errors come first
@@ -173,14 +165,5 @@ def is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def _sides(module: nn.Module) -> tuple[int, int]:
-    """Return the numbers of inputs and of outputs of a linear module."""
-    rows, columns = module.get_parameter("weight").shape
-    return (rows, columns) if is_transposed(module) else (columns, rows)
-
-
-def _and_around(path: str) -> Iterator[str]:
-    """Yield the path of the module, then those of the modules that contain it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed(module)

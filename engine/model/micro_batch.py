@@ -1,27 +1,22 @@
-"""Defines the micro-batch, the input of one forward and backward of the whole model."""
+"""Defines the micro-batch, the input of one forward and backward of the whole model, and seeds of its dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the tokens of one micro-batch, in host memory.
-
-    input_ids: int64 [B, T].
-    targets: int64 [B, T]; a target of -100 is not supervised.
-    positions: int64 [B, T], beginning at 0 in every document of a row; None: each row is one document.
-    """
+    """Holds the tokens of one micro-batch, in host memory. All tensors are int64 [B, T]."""
 
     input_ids: torch.Tensor
-    targets: torch.Tensor
-    positions: torch.Tensor | None = None
+    targets: torch.Tensor  # a target of -100 is not supervised
+    positions: torch.Tensor | None = None  # beginning at 0 in every document of a row; None: each row is one document
 
     @property
     def is_packed(self) -> bool:
@@ -32,8 +27,16 @@ class MicroBatch:
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     """Return the sequences of an update as micro-batches of `size`. All of them have positions or none has."""
-    ids, targets = torch.split(batch.input_ids, size), torch.split(batch.targets, size)
-    positions: Sequence[torch.Tensor | None] = [None] * len(ids)
-    if batch.positions is not None:
-        positions = torch.split(batch.positions, size)
-    return tuple(map(MicroBatch, ids, targets, positions))
+    tensors = (batch.input_ids, batch.targets, *([] if batch.positions is None else [batch.positions]))
+    return tuple(map(MicroBatch, *(torch.split(tensor, size) for tensor in tensors)))
+
+
+def dropout_seed(seed: int, step: int, micro_batch: int, layer: int, call: int) -> int:
+    """Return a 63-bit seed: the splitmix64 chain of the arguments, so that any order of work draws the same numbers.
+
+    step: counts from 1.
+    micro_batch: counts from 0 over all ranks.
+    layer: 0 for the embedding, 1..N for the decoder layers, N + 1 for the final norm and the head.
+    call: 0 before that layer runs and 1 after it.
+    """
+    return splitmix64_chain(seed, step, micro_batch, layer, call) >> 1

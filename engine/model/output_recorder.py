@@ -1,9 +1,8 @@
 """Records side outputs of modules inside layers, such as the logits of routers, which an auxiliary loss needs.
 
-A Transformers model says in `_can_record_outputs` which inner modules' outputs it returns besides the hidden state. Its
-configuration (`output_router_logits`) says whether it does. It collects them with hooks while its forward runs. In this
-engine layers do not run inside that forward, so the engine collects the outputs and returns them as outputs of the
-layer.
+A Transformers model says in `_can_record_outputs` which inner modules' outputs it returns besides the hidden state, if
+its configuration (`output_router_logits`) says so. It collects them with hooks while its forward runs. In this engine
+layers do not run inside that forward, so the engine collects these outputs, as outputs of the layer.
 """
 
 from __future__ import annotations
@@ -18,27 +17,22 @@ UNNEEDED = frozenset({"hidden_states", "attentions", "cross_attentions"})  # no 
 
 
 class Wanted(NamedTuple):
-    """Selects output number `output` of every module of `target_class`, or whose path ends with `class_name`.
+    """Selects output number `output` of every module of `target_class`, or whose path ends with `class_name`."""
 
-    key: name under which the outputs are recorded.
-    layer_name: name that must also be part of the module's path; None: any path.
-    """
-
-    key: str
+    key: str  # name under which the outputs are recorded
     target_class: type[nn.Module] | None
     class_name: str | None
-    output: int
-    layer_name: str | None
+    output: int = 1
+    layer_name: str | None = None  # name that must also be part of the module's path; None: any path
 
 
 class Recorder:
     """Collects the wanted outputs of inner modules while a layer runs."""
 
     def __init__(self, model: nn.Module, base: str, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Register hooks on the modules whose outputs are wanted.
+        """Register hooks on the modules inside `modules`, the layers', whose outputs are wanted.
 
         base: path of the module whose output the recorded outputs become part of.
-        modules: the layers' modules, with their paths.
         """
         self._recorded: dict[str, list[torch.Tensor]] = {}
         hooks = {want: self._hook(want) for want in _wanted(model, base)}
@@ -78,19 +72,12 @@ def _wanted(model: nn.Module, base: str) -> Iterator[Wanted]:
             if key in UNNEEDED or not getattr(module.config, f"output_{key}", False):
                 continue
             for spec in several if isinstance(several, list) else [several]:
-                yield _normalized(key, spec)
-
-
-def _normalized(key: str, spec: Any) -> Wanted:
-    """Return the Wanted of a model's entry in `_can_record_outputs`.
-
-    spec: a class, the end of a module's path, or an OutputRecorder of Transformers, which has all the fields.
-    """
-    if isinstance(spec, str):
-        return Wanted(key, None, spec, 1, None)
-    if isinstance(spec, type):
-        return Wanted(key, spec, None, 1, None)
-    return Wanted(key, spec.target_class, spec.class_name, spec.index, spec.layer_name)
+                if isinstance(spec, str):  # the end of a module's path
+                    yield Wanted(key, None, spec)
+                elif isinstance(spec, type):
+                    yield Wanted(key, spec, None)
+                else:  # an OutputRecorder of Transformers
+                    yield Wanted(key, spec.target_class, spec.class_name, spec.index, spec.layer_name)
 
 
 def _matches(want: Wanted, module: nn.Module, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Selects by patterns over parameter names which parameters are trained, and how.
+"""Selects which parameters are trained, and how: by patterns over their names, and those that Muon trains by shape.
 
 A pattern is a regular expression that may match anywhere in a name (`re.search`). A shared parameter has several names;
 one that matches is enough. A range of experts is matched by the name of the whole stack.
@@ -7,16 +7,19 @@ one that matches is enough. A range of experts is matched by the name of the who
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from megatrain_ray.engine.layout.expert_names import whole_name
-from megatrain_ray.engine.layout.flat_layout import COMMON, FROZEN, ParameterGroup
+from megatrain_ray.engine.layout.flat_layout import COMMON, FROZEN, ParameterGroup, ParameterSpec
+from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.errors import ConfigError
 
+MUON_DIMENSIONS = (2, 3)  # of a matrix; of a stack of matrices, one per expert
 NEAR = 0.4  # cutoff of difflib's ratio; low, since even the intended name is not very similar to a pattern
 
 
@@ -30,18 +33,12 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class ParameterRules:
-    """Holds the patterns of a run.
+    """Holds the patterns of a run."""
 
-    trainable: parameters that match none of these are frozen; empty: all may be trained.
-    freeze: parameters that match one of these are frozen.
-    groups: the first rule that matches a parameter applies.
-    muon: whether Muon trains the matrices of blocks, unless a group says otherwise.
-    """
-
-    trainable: tuple[str, ...] = ()
-    freeze: tuple[str, ...] = ()
-    groups: tuple[GroupRule, ...] = ()
-    muon: bool = False
+    trainable: tuple[str, ...] = ()  # parameters that match none of these are frozen; empty: all may be trained
+    freeze: tuple[str, ...] = ()  # parameters that match one of these are frozen
+    groups: tuple[GroupRule, ...] = ()  # the first rule that matches a parameter applies
+    muon: bool = False  # whether Muon trains the matrices of blocks, unless a group says otherwise
 
     def assign(self, model: nn.Module) -> dict[str, ParameterGroup]:
         """Return the group of each parameter of the model, by each of the parameter's names.
@@ -58,18 +55,26 @@ class ParameterRules:
                     f"{key}: {pattern!r} matches no parameter of the model ({len(aliases)} of them); "
                     f"{near(pattern, list(map(whole_name, aliases)))}"
                 )
-        trained = [name for name in aliases if model.get_parameter(name).requires_grad]
-        open_to_all = not self.trainable
-        trained = [name for name in trained if open_to_all or _matches(self.trainable, aliases[name])]
-        trained = [name for name in trained if not _matches(self.freeze, aliases[name])]
+        trained = [
+            name
+            for name, names in aliases.items()
+            if model.get_parameter(name).requires_grad
+            and (not self.trainable or _matches(self.trainable, names))
+            and not _matches(self.freeze, names)
+        ]
         if not trained:
             raise ConfigError("train.trainable and train.freeze leave no parameter to train; freeze less")
         groups = {name: self._group(aliases[name]) for name in trained}
-        self._check_used(groups.values())
+        used = {id(group) for group in groups.values()}
+        for number, rule in enumerate(self.groups):
+            if id(rule.group) not in used:
+                raise ConfigError(
+                    f"train.groups.{number}: every parameter that it matches is frozen or in an earlier group; leave "
+                    "it out, or put it before the others"
+                )
         return {alias: groups.get(name, FROZEN) for name, names in aliases.items() for alias in names}
 
     def _patterns(self) -> Iterator[tuple[str, str]]:
-        """Yield each pattern with the configuration key that holds it, key first."""
         yield from (("train.trainable", pattern) for pattern in self.trainable)
         yield from (("train.freeze", pattern) for pattern in self.freeze)
         for number, rule in enumerate(self.groups):
@@ -78,17 +83,42 @@ class ParameterRules:
     def _group(self, names: Sequence[str]) -> ParameterGroup:
         return next((rule.group for rule in self.groups if _matches(rule.match, names)), COMMON)
 
-    def _check_used(self, groups: Iterable[ParameterGroup]) -> None:
-        used = {id(group) for group in groups}
-        for number, rule in enumerate(self.groups):
-            if id(rule.group) not in used:
-                raise ConfigError(
-                    f"train.groups.{number}: every parameter that it matches is frozen or in an earlier group; leave "
-                    "it out, or put it before the others"
-                )
-
 
 ALL_ALIKE = ParameterRules()
+
+
+def with_muon(structure: ModelStructure, model: nn.Module) -> ModelStructure:
+    """Return the structure with those parameters marked that Muon trains.
+
+    Raises ConfigError if a group gives Muon a parameter of other than 2 or 3 dimensions, or if nothing is left for it.
+    """
+    layers = []
+    for layer in structure.layers:
+        in_block = layer.kind is LayerKind.BLOCK
+        marked = (replace(p, muon=_is_for_muon(p, structure, model, in_block=in_block)) for p in layer.parameters)
+        layers.append(replace(layer, parameters=tuple(marked)))
+    if not any(p.muon for layer in layers for p in layer.parameters):
+        raise ConfigError(
+            "train.optimizer: muon has no matrix of the model's layers to train: they are frozen, or left to AdamW by "
+            "train.groups; set adamw"
+        )
+    return replace(structure, layers=tuple(layers))
+
+
+def _is_for_muon(p: ParameterSpec, structure: ModelStructure, model: nn.Module, *, in_block: bool) -> bool:
+    if not p.group.trained or p.tied_to:
+        return False
+    if p.group.muon and len(p.shape) not in MUON_DIMENSIONS:
+        raise ConfigError(
+            f"train.groups: optimizer: muon is for matrices and stacks of them, and {p.name} has {len(p.shape)} "
+            "dimensions; match less, or leave it to adamw"
+        )
+    if p.group.muon is not None:
+        return p.group.muon
+    path, _, local = p.name.rpartition(".")
+    # Neither tables whose rows are looked up, nor convolutions, nor stacks of biases count as matrices.
+    is_table = p.name in structure.looked_up or isinstance(model.get_submodule(path), _ConvNd)
+    return in_block and len(p.shape) in MUON_DIMENSIONS and not is_table and not local.endswith("bias")
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -106,15 +136,10 @@ def _matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
 
 def near(pattern: str, names: Sequence[str]) -> str:
     """Return a hint at what a pattern that matches none of `names` may have meant, for an error message."""
-    close = get_close_matches(re.sub(r"\\|\W+$|^\W+", "", pattern), _wholes_and_parts(names), n=3, cutoff=NEAR)
-    return f"near it are {', '.join(close)}" if close else f"the first are {', '.join(names[:3])}"
-
-
-def _wholes_and_parts(names: Sequence[str]) -> Mapping[str, None]:
-    """Return all names, their beginnings (a layer) and their ends (the same matrix of every layer), each once."""
-    found: dict[str, None] = {}
+    candidates: dict[str, None] = {}  # names, their beginnings (a layer) and ends (the same matrix of every layer)
     for name in names:
         parts = name.split(".")
         for cut in range(len(parts)):
-            found[".".join(parts[cut:])] = found[".".join(parts[: cut + 1])] = None
-    return found
+            candidates[".".join(parts[cut:])] = candidates[".".join(parts[: cut + 1])] = None
+    close = get_close_matches(re.sub(r"\\|\W+$|^\W+", "", pattern), candidates, n=3, cutoff=NEAR)
+    return f"near it are {', '.join(close)}" if close else f"the first are {', '.join(names[:3])}"

@@ -28,70 +28,46 @@ class LayerKind(Enum):
 
 
 class Mlp(NamedTuple):
-    """Describes the MLP of a block: a module that computes each token independently of the others.
+    """Describes the MLP of a block: a module that computes each token independently of the others."""
 
-    path: path within the block.
-    width: elements per token of its largest tensor.
-    """
-
-    path: str
-    width: int
+    path: str  # within the block
+    width: int  # elements per token of its largest tensor
 
 
 class Entered(NamedTuple):
-    """Identifies an input tensor of a module's call.
-
-    path: path of the module.
-    position: index among the arguments, with containers flattened.
-    """
+    """Identifies an input tensor of a call of the module at `path`."""
 
     path: str
-    position: int
+    position: int  # index among the arguments, with containers flattened
 
 
 class Returned(NamedTuple):
-    """Identifies an output tensor of a module's call.
-
-    path: path of the module.
-    number: index among the floating-point tensors that the call returned.
-    """
+    """Identifies an output tensor of a call of the module at `path`."""
 
     path: str
-    number: int
+    number: int  # index among the floating-point tensors that the call returned
 
 
 class Part(NamedTuple):
-    """Describes a layer that is one part of a block (discovery/block_parts.py).
+    """Describes a layer that is one part of a block (discovery/block_parts.py)."""
 
-    block: path of the block.
-    later: what the block's own forward saves after this part is read by the backward of the part this many further on.
-    leaving: inputs of calls in the block that the block's forward does not read after this part.
-    spent: outputs of calls in the block that nothing reads after this part, not even the backward.
-    """
-
-    block: str
+    block: str  # path of the block
     is_last: bool
-    later: int
-    leaving: tuple[Entered, ...]
-    spent: tuple[Returned, ...]
+    later: int  # what the block saves after this part is read by the backward of the part this many further on
+    leaving: tuple[Entered, ...]  # inputs of calls in the block that the block's forward does not read after this part
+    spent: tuple[Returned, ...]  # outputs of calls in the block that nothing reads after this part, not even a backward
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Describes a layer of the schedule.
-
-    modules: paths of the modules that it consists of.
-    parameters: their parameters in model order.
-    mlp: the module of a block that can be computed for some tokens at a time; None: there is none.
-    part: describes a layer that is one part of a block; None for all other layers.
-    """
+    """Describes a layer of the schedule."""
 
     name: str
     kind: LayerKind
-    modules: tuple[str, ...]
-    parameters: tuple[ParameterSpec, ...]
-    mlp: Mlp | None = None
-    part: Part | None = None
+    modules: tuple[str, ...]  # paths of the modules that it consists of
+    parameters: tuple[ParameterSpec, ...]  # their parameters in model order
+    mlp: Mlp | None = None  # the module of a block that can be computed for some tokens at a time, if there is one
+    part: Part | None = None  # for a layer that is one part of a block
 
 
 @dataclass(frozen=True)
@@ -135,11 +111,7 @@ class ModelStructure:
     @property
     def undivided_names(self) -> tuple[str, ...]:
         """Return a name for each layer: that of its block (`layers.` and the block's number), else the layer's own."""
-        names = [layer.name for layer in self.layers]
-        for number, block in enumerate(self.blocks):
-            for i in block:
-                names[i] = f"layers.{number}"
-        return tuple(names)
+        return tuple(".".join(layer.name.split(".")[:2]) for layer in self.layers)
 
     @property
     def is_divided(self) -> bool:
@@ -167,11 +139,9 @@ class ModelStructure:
     def lowest_trained(self) -> int:
         return self.layout().lowest_trained
 
-    def layer_of(self, path: str) -> int:
-        return self._layers_by_module[path]
-
     @cached_property
-    def _layers_by_module(self) -> Mapping[str, int]:
+    def layer_of(self) -> Mapping[str, int]:
+        """The layer of each module, by path."""
         return {path: i for i, layer in enumerate(self.layers) for path in layer.modules}
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from megatrain_ray.engine.device.device import Event
-from megatrain_ray.engine.device.task_failures import first_failure
 from megatrain_ray.engine.layout.flat_layout import ElementRange
 from megatrain_ray.engine.layout.model_layout import ModelLayout, WeightPart
 from megatrain_ray.engine.plan.plan import Plan
@@ -27,7 +26,7 @@ from megatrain_ray.engine.plan.spill_layout import WORKING, Extent, SpillLayout
 from megatrain_ray.engine.spill.spill_ring import POISON
 from megatrain_ray.engine.spill.spill_table import SpillTable
 from megatrain_ray.engine.spill.spill_transfers import TRANSFERS
-from megatrain_ray.errors import DeadlineError
+from megatrain_ray.errors import DeadlineError, first_failure
 from megatrain_ray.io.storage.blob_store import Blob, BlobStore, aligned_block
 from megatrain_ray.spans import Row, SpanLog
 

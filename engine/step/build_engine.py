@@ -95,5 +95,5 @@ def build_engine(
         runner=runner,
         evaluator=Evaluator(device, model, streamer, plan.compute.loss_chunk_tokens),
         warm_up=WarmUp(plan, memory, model, step_loss),
-        captured_step=CapturedStep(plan, device, runner, store) if plan.step.captured else None,
+        captured_step=CapturedStep(plan, device, runner, store) if plan.step.captured and ranks.size == 1 else None,
     )

@@ -1,10 +1,9 @@
 """Captures a whole step as one device graph, and launches that graph in every step.
 
-The graph holds the forward, loss, backward and norms of all micro-batches. It is captured before the first step. The
-host then spends no time on layers. Where layers are small, launching their kernels one by one takes the host longer
-than the device needs to compute them.
+The graph holds the forward, loss, backward and norms of all micro-batches, so the host spends no time on layers. Where
+layers are small, launching their kernels one by one takes the host longer than the device needs to compute them.
 
-This works for plans in which every layer lives on the device. The inputs of a step are copied to where the capture read
+This works for one rank, if every layer lives on the device. The inputs of a step are copied to where the capture read
 them. Its results, gradients and norms, are where the capture wrote them.
 """
 
@@ -22,7 +21,7 @@ from megatrain_ray.engine.gradients.gradient_store import Completed, GradientSto
 from megatrain_ray.engine.model.attention import as_uncaptured
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner, Submitted, World
+from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner, Submitted
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.errors import CaptureError
 from megatrain_ray.virtual_clock import Op
@@ -58,23 +57,15 @@ class _CapturedGraph(NamedTuple):
 
 
 class CapturedStep:
-    """Launches steps of the kinds that were captured as graphs, and runs all others uncaptured.
-
-    Compute thread only.
-    """
+    """Launches steps of the kinds that were captured as graphs; runs all others uncaptured. Compute thread only."""
 
     def __init__(self, plan: Plan, device: Device, runner: StepRunner, store: GradientStore) -> None:
-        """Create it without any captured graph.
-
-        store: receives the gradients and norms of a step.
-        """
         self._plan = plan
         self._device = device
         self._runner = runner
-        self._store = store
-        self._graphs: dict[
-            bool, _CapturedGraph
-        ] = {}  # key: whether rows have positions (in a step all rows have, or none has)
+        self._store = store  # receives the gradients and norms of a step
+        # By whether rows have positions: in a step all rows have, or none has.
+        self._graphs: dict[bool, _CapturedGraph] = {}
         self._num_supervised = torch.ones((), dtype=torch.float32, device=device.torch_device)
 
     def capture(self, coming: WarmUpShapes) -> None:
@@ -90,17 +81,14 @@ class CapturedStep:
             log.warning("steps run uncaptured, layer by layer: %s", error)
 
     def run(self, step: StepInput) -> StepOutput:
-        """Run a step whose update waits for its norm, and return its output.
-
-        The step runs uncaptured if no graph fits it or if there are several ranks.
-        """
+        """Run a step whose update waits for its norm: uncaptured if no graph fits it."""
         graph = self._graphs.get(step.micro_batches[0].positions is not None)
-        if graph is None or step.world.size > 1:
+        if graph is None:
             return self._runner.read(self._runner.submit(step))
         self._runner.current_phase = f"step {step.step}, captured"
         for static, micro_batch in zip(graph.inputs, step.micro_batches, strict=True):
             static.fill(micro_batch, self._device.upload)
-        self._num_supervised.fill_(step.world.num_supervised)
+        self._num_supervised.fill_(step.num_supervised)
         with self._device.timed(Op("captured step", 0)):
             graph.capture.replay()
         self._store.restore(graph.completed)
@@ -113,13 +101,10 @@ class CapturedStep:
         self._graphs.clear()
 
     def _graph_of(self, coming: WarmUpShapes, *, packed: bool) -> _CapturedGraph:
-        """Capture one step, after running the same step uncaptured.
-
-        The uncaptured run creates whatever is made on first use. Raises CaptureError if the step cannot be captured.
-        """
+        """Capture one step. Raises CaptureError if it cannot be captured."""
         inputs = tuple(self._static_input(packed=packed) for _ in range(self._plan.step.num_micro_batches))
-        step = StepInput(0, inputs, World(self._num_supervised), 0, coming.objective)
-        self._runner.submit(step)
+        step = StepInput(0, inputs, self._num_supervised, 0, coming.objective)
+        self._runner.submit(step)  # uncaptured, to create whatever is made on first use
         found: list[tuple[Submitted, Completed]] = []
 
         def run() -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,4 @@
-"""Runs the asyncio side of a step: one compute thread runs the step, the event loop moves data and waits for it.
-
-`Engine` is what a GpuWorker actor holds. It also runs in any process that has an event loop.
-"""
+"""Runs the asyncio side of a step: one compute thread runs the step, the event loop moves data and waits for it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ import torch
 from megatrain_ray.engine.activations.activation_store import ActivationStore
 from megatrain_ray.engine.device.device import Device, MemoryStatistics
 from megatrain_ray.engine.device.ranks import Ranks
-from megatrain_ray.engine.device.task_failures import first_failure
 from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.host.interfaces import Host
 from megatrain_ray.engine.model.micro_batch import MicroBatch
@@ -32,7 +28,7 @@ from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRun
 from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import MegatrainError, first_failure
 from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Stage
 
@@ -40,22 +36,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """Reports the result, time and memory of one step.
-
-    cross_entropy: as in `StepOutput`.
-    grad_norm: global gradient norm before clipping.
-    exposed_s: seconds that the compute stage waited, by cause.
-    """
+class StepReport(StepOutput):
+    """Reports the result, time and memory of one step."""
 
     step: int
-    loss: float
-    cross_entropy: float | None
-    grad_norm: float
-    skipped: bool
-    bad_parameter: str | None
     step_s: float
-    exposed_s: dict[str, float]
+    exposed_s: dict[str, float]  # seconds that the compute stage waited, by cause
     memory: MemoryStatistics
 
 
@@ -84,8 +70,7 @@ class Engine:
     async def run_warm_up(self, coming: WarmUpShapes) -> None:
         """Compile what steps like `coming` need, and capture them if the plan says so. Call before the first step."""
         await self.on_compute_thread(lambda: self.warm_up.run(coming))
-        if self.captured_step:
-            captured_step = self.captured_step
+        if captured_step := self.captured_step:
             await self.on_compute_thread(lambda: captured_step.capture(coming))
 
     async def step(self, step: StepInput, params: UpdateParams, clip: float | None) -> StepReport:
@@ -110,24 +95,16 @@ class Engine:
                 self.gradients.end_step()
         self._end_on_timeline()
         self.gradients.offload_deferred(step.step)
-        skip = output.bad_parameter is not None
-        if clip is None and skip:
+        if clip is None and output.skipped:
             raise MegatrainError(
                 f"step {step.step}: the gradient of {output.bad_parameter} is not finite (loss {output.loss}) and "
                 "train.clip is null, so the update has begun; the last save is intact: export it and train on from "
                 "that folder in a new run_dir, with train.clip set or a lower train.lr"
             )
         exposed_s = await self.on_compute_thread(self.device.take_exposed)
+        step_s = time.perf_counter() - start
         return StepReport(
-            step=step.step,
-            loss=output.loss,
-            cross_entropy=output.cross_entropy,
-            grad_norm=output.grad_norm,
-            skipped=skip,
-            bad_parameter=output.bad_parameter,
-            step_s=time.perf_counter() - start,
-            exposed_s=exposed_s,
-            memory=self.device.memory(),
+            **vars(output), step=step.step, step_s=step_s, exposed_s=exposed_s, memory=self.device.memory()
         )
 
     def _compute(self, step: StepInput, params: UpdateParams | None) -> StepOutput:
@@ -147,7 +124,7 @@ class Engine:
         scale = clip_scale(output.grad_norm, clip)
         # Commit before making Muon's directions: those of later layers wait for room in the slab, which comes free as
         # earlier layers are updated.
-        scaled = replace(params, scale=scale, skip=output.bad_parameter is not None)
+        scaled = replace(params, scale=scale, skip=output.skipped)
         await self._commit(scaled, at_s)
 
         def run() -> None:

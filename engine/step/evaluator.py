@@ -18,11 +18,7 @@ from megatrain_ray.virtual_clock import Op
 
 
 class Evaluator:
-    """Runs forwards with the model in evaluation mode.
-
-    Draws no random numbers, keeps nothing for a backward, and leaves the model in the mode it was in. Compute thread
-    only.
-    """
+    """Runs forwards in evaluation mode, keeping nothing for a backward. Compute thread only."""
 
     def __init__(self, device: Device, model: BoundModel, streamer: LayerStreamer, chunk_tokens: int) -> None:
         self._device = device
@@ -56,7 +52,7 @@ class Evaluator:
         return sum(of_chunks)
 
     def _forward(self, layer: int, j: int, forward_pass: ForwardPass) -> None:
-        while (call := forward_pass.pending) is not None and self._model.structure.layer_of(call.path) == layer:
+        while (call := forward_pass.pending) is not None and self._model.structure.layer_of[call.path] == layer:
             op = Op("evaluate", layer, j)
             with self._model.bound(call.path) as (function, _), self._device.compute(op):
                 result = call.infer(function)

@@ -1,8 +1,8 @@
-"""Implements the hooks of a step for what a plan does besides computing.
+"""Implements the hooks of a step for what a plan does besides computing. Muon's hook is muon_updates.py.
 
 At each point hooks are called in the order in which build_engine.py lists them. That order matters only in
 `scale_known`: deferred gradients are requested first, then the device updates its own layers, then Muon's directions
-are computed. Muon's hook is muon_updates.py.
+are computed.
 """
 
 from __future__ import annotations
@@ -53,13 +53,10 @@ class OffloadedGradients(StepHooks):
     """Offloads complete gradients, those that Muon's directions complete excepted."""
 
     def __init__(self, store: GradientStore, offloader: GradientOffloader, deferred_layers: Sequence[int]) -> None:
-        """Create it.
-
-        deferred_layers: layers that shards update and whose gradient waits on the device until the scale is known, in
-            the order in which the shards update them.
-        """
         self._store = store
         self._offloader = offloader
+        # Layers that shards update and whose gradient waits on the device until the scale is known, in the order in
+        # which the shards update them.
         self._deferred_layers = deferred_layers
 
     def gradient_ready(self, layer: int, offload: OffloadGradient | None, params: UpdateParams | None) -> None:
@@ -98,14 +95,10 @@ class DeviceUpdates(StepHooks):
     """Updates the layers that live on the device, each as soon as its gradient and its scale are known."""
 
     def __init__(self, shard: DeviceShard, store: GradientStore, device: Device, gate: DeviceGate | None) -> None:
-        """Create it.
-
-        gate: tells a save about the device's updates, if these layers are saved.
-        """
         self._shard = shard
         self._store = store
         self._device = device
-        self._gate = gate
+        self._gate = gate  # tells a save about the device's updates, if these layers are saved
 
     def gradient_ready(self, layer: int, offload: OffloadGradient | None, params: UpdateParams | None) -> None:
         if offload is None and params is not None:

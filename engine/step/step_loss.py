@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,31 +19,27 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.virtual_clock import Op
 
+Named = list[tuple[Segment, torch.Tensor]]  # parameters of the head's modules
+
 
 @dataclass(frozen=True)
 class LossShare:
-    """Says what a micro-batch's loss is a share of. Both counts are of the step over all ranks.
-
-    num_supervised: target tokens, as in `World`.
-    num_parts: micro-batches.
-    """
+    """Says what a micro-batch's loss is a share of. Both counts are of the step over all ranks."""
 
     objective: Objective
-    num_supervised: int | torch.Tensor
-    num_parts: int
+    num_supervised: int | torch.Tensor  # target tokens, as in `StepInput`
+    num_parts: int  # micro-batches
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
     """Holds the loss of one micro-batch and the gradients of the head.
 
-    losses: shares of the step's loss, one for each chunk, then one for side outputs if there are any.
-    cross_entropies: plain cross-entropy of each chunk, as a share of the step's.
     gradients: by parameter name; None if nothing flowed, or if the gradient was already added to the step's sum.
     """
 
-    losses: list[torch.Tensor]
-    cross_entropies: list[torch.Tensor]
+    losses: list[torch.Tensor]  # shares of the step's loss, one a chunk, then one for side outputs if there are any
+    cross_entropies: list[torch.Tensor]  # of each chunk, as a share of the step's
     gradients: dict[str, torch.Tensor | None]
 
 
@@ -67,7 +63,7 @@ class StepLoss:
         """Compute the loss of micro-batch `j` and send the gradient of its hidden state into the forward pass.
 
         forward_pass: has run all calls except the head's own modules.
-        targets: `[B, T]`.
+        targets: [B, T].
         """
         hidden = forward_pass.final_hidden
         with self._bound() as named:
@@ -84,33 +80,27 @@ class StepLoss:
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
     def run_warm_up(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
-        """Compute the loss of a step's first micro-batch in the same memory, leaving nothing in the gradient store.
+        """Compute a loss as in a step's first micro-batch, in the same memory, and leave no gradient in the store.
 
-        hidden: `[B, T, D]`.
-        targets: `[B, T]`.
+        hidden: [B, T, D].
+        targets: [B, T].
         """
         with self._bound() as named:
             self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1))
         self._gradients.begin()
 
     @contextmanager
-    def _bound(self) -> Iterator[list[tuple[Segment, torch.Tensor]]]:
+    def _bound(self) -> Iterator[Named]:
         """Bind the weights of the head's modules for the block; yield their parameters."""
         with ExitStack() as stack:
-            named: list[tuple[Segment, torch.Tensor]] = []
+            named: Named = []
             for path in sorted(self._model.structure.loss_modules):
                 _, parameters = stack.enter_context(self._model.bound(path))
                 named += zip(self._model.segments[path], parameters, strict=True)
             stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
             yield named
 
-    def _chunked(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        named: Sequence[tuple[Segment, torch.Tensor]],
-        share: LossShare,
-    ) -> LossResult:
+    def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor, named: Named, share: LossShare) -> LossResult:
         sums: dict[str, OpenSum] = {}
         if self._plan.compute.chunks_add_to_sums:  # otherwise chunks are added into a sum of their own
             sums = self._gradients.open_sums(self._head, self._model.structure.loss_parameters)

@@ -1,14 +1,13 @@
-"""Runs one step on the compute thread: forwards, loss and backwards in the order of the visits.
+"""Runs one step on the compute thread: forwards, loss and backwards in the order of the visits (plan/schedule.py).
 
-The order of a step is data (plan/schedule.py). This file says what happens in a visit. What moves between device, host
-and disk is done by hooks (step_hooks.py).
+This file says what happens in a visit. Hooks move data between device, host and disk (step_hooks.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,12 +17,11 @@ from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.interfaces import GradientAccumulator, LayerForward, LayerSource, StepHooks
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.layer_call import LayerCall
-from megatrain_ray.engine.layer_calls.part_memory import noting_saved, release_spent
+from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall
+from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, release_spent
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective
-from megatrain_ray.engine.model.dropout_seed import dropout_seed
-from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
@@ -36,39 +34,30 @@ Gradients = dict[str, torch.Tensor | None]  # by parameter; None: no gradient fl
 
 
 @dataclass(frozen=True)
-class World:
-    """Describes this rank's share of a step.
-
-    num_supervised: target tokens of the step over all ranks and micro-batches. In a captured step this number changes
-        from step to step, so it is an FP32 scalar on the device.
-    """
-
-    num_supervised: int | torch.Tensor
-    rank: int = 0
-    size: int = 1
-
-
-@dataclass(frozen=True)
 class StepInput:
+    """Holds this rank's share of a step."""
+
     step: int  # from 1
     micro_batches: tuple[MicroBatch, ...]
-    world: World
+    # Target tokens of the step over all ranks and micro-batches. In a captured step this number changes from step to
+    # step, so it is an FP32 scalar on the device.
+    num_supervised: int | torch.Tensor
     dropout_seed: int
     objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Holds the loss and the gradient norm of a step.
-
-    cross_entropy: the plain cross-entropy in the loss, if the loss has other terms; else None.
-    bad_parameter: the first parameter in model order whose gradient is not finite; None if all are finite.
-    """
+    """Holds the loss and the gradient norm of a step."""
 
     loss: float
-    cross_entropy: float | None
-    grad_norm: float
-    bad_parameter: str | None
+    cross_entropy: float | None  # the plain cross-entropy in the loss, if the loss has other terms; else None
+    grad_norm: float  # of all gradients, before clipping
+    bad_parameter: str | None  # the first in model order whose gradient is not finite; None if all are finite
+
+    @property
+    def skipped(self) -> bool:
+        return self.bad_parameter is not None
 
 
 class Submitted(NamedTuple):
@@ -76,7 +65,6 @@ class Submitted(NamedTuple):
 
     values: 1-D FP32 on the device, for all ranks: plain cross-entropies of the loss's chunks, then the terms whose sum
         is the loss, then the gradient norm.
-    num_cross_entropies: how many of the values are plain cross-entropies.
     """
 
     values: torch.Tensor
@@ -84,16 +72,16 @@ class Submitted(NamedTuple):
     has_terms: bool  # whether the loss has terms besides cross-entropy
 
 
+@dataclass(frozen=True)
 class _StepState:
-    """Holds what a step remembers between visits. Lists by micro-batch have one entry for each."""
+    """Holds what a step remembers between visits. The first three lists are by micro-batch."""
 
-    def __init__(self, step: StepInput, passes: list[ForwardPass], targets: list[torch.Tensor]) -> None:
-        self.step = step
-        self.passes = passes
-        self.targets = targets
-        self.losses: list[torch.Tensor] = []  # for each micro-batch: one a chunk, then that of side outputs
-        self.cross_entropies: list[torch.Tensor] = []  # one a chunk
-        self.tied: list[Gradients] = [{} for _ in passes]  # set aside for the layer that owns the parameter
+    step: StepInput
+    passes: list[ForwardPass]
+    targets: list[torch.Tensor]
+    tied: list[Gradients]  # set aside for the layer that owns the parameter
+    losses: list[torch.Tensor] = field(default_factory=list)  # of each micro-batch: one a chunk, one of side outputs
+    cross_entropies: list[torch.Tensor] = field(default_factory=list)  # one a chunk
 
 
 class StepRunner:
@@ -110,19 +98,14 @@ class StepRunner:
         ranks: Ranks,
         hooks: Sequence[StepHooks] = (),
     ) -> None:
-        """Keep the components of a step.
-
-        source: provides the weights of each visit.
-        hooks: called at each point of a step in this order.
-        """
         self._plan = plan
         self._device = device
         self._model = model
-        self._source = source
+        self._source = source  # provides the weights of each visit
         self._step_loss = step_loss
         self._gradients = gradients
         self._ranks = ranks
-        self._hooks = hooks
+        self._hooks = hooks  # called at each point of a step in this order
         self._layout = model.layout
         self._visits = plan.visits(self._layout.lowest_trained)
         self._closed: set[str] = set()  # paths of modules whose graphs were seen to end at their arguments and weights
@@ -138,7 +121,8 @@ class StepRunner:
         for hook in self._hooks:
             hook.begin_step(self._visits)
         passes = self._model.forward_passes(step.micro_batches)
-        state = _StepState(step, passes, [self._device.upload(batch.targets) for batch in step.micro_batches])
+        targets = [self._device.upload(micro_batch.targets) for micro_batch in step.micro_batches]
+        state = _StepState(step, passes, targets, [{} for _ in passes])
         for visit in self._visits:
             self.current_phase = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
             with self._source.layer(visit.index) as regions, self._model.weights.bound(regions):
@@ -157,14 +141,10 @@ class StepRunner:
         return Submitted(torch.cat([plain, losses, self._gradients.total_norm()[None]]), len(plain), has_terms)
 
     def read(self, submitted: Submitted) -> StepOutput:
-        """Wait until the device has computed the results, and return them.
-
-        `bad_parameter` is found in the norms that the gradient store holds now.
-        """
+        """Wait until the device has computed the results. The gradient store must still hold the step's norms."""
         with self._device.exposed("loss"):
             *losses, norm = submitted.values.tolist()
-        count = submitted.num_cross_entropies
-        bad = None
+        count, bad = submitted.num_cross_entropies, None
         if not math.isfinite(norm):
             names, norms = self._layout.parameter_order, self._gradients.norms
             bad = next((name for name in names if not bool(torch.isfinite(norms[name]))), "the norm of all")
@@ -211,18 +191,13 @@ class StepRunner:
         return visit.phase in WITH_GRADIENT and self._layout.layers[visit.layer].trained.size > 0
 
     def _forward(self, layer: int, j: int, state: _StepState) -> None:
-        """Run every call of the layer that the micro-batch's forward makes."""
         forward_pass = state.passes[j]
         done = LayerForward(layer, j, forward_pass, [], [], [])
         while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
-            with (
-                self._model.bound(call.path) as (function, parameters),
-                self._device.compute(Op("forward", layer, j)),
-            ):
-                self._seed(state.step, j, layer, 0)
+            with self._bound(call, "forward", layer, j, state.step) as (function, parameters):
                 outcome = call.forward(function, parameters, self._saving(call, layer, done.kept))
             self._seed(state.step, j, layer, 1)
-            with self._device.timed(Op("between layers", layer, j)), self._noting(call, layer, done.between):
+            with self._device.timed(Op("between layers", layer, j)), self._collecting(call, layer, done.between):
                 forward_pass.resume(outcome)
             done.entered.extend([port.tensor for port in call.ports])
         for hook in self._hooks:
@@ -231,7 +206,7 @@ class StepRunner:
         if part:
             release_spent(forward_pass, part)
 
-    def _noting(self, call: LayerCall, layer: int, between: list[torch.Tensor]) -> AbstractContextManager[None]:
+    def _collecting(self, call: LayerCall, layer: int, between: list[torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context that collects in `between` what a divided block's own forward saves after a call of a part.
 
         After the block's last call the model's own forward runs too, and what it saves stays on the device.
@@ -240,7 +215,7 @@ class StepRunner:
         is_last = spec.part is None or (spec.part.is_last and call.path == spec.modules[-1])
         if is_last or self._plan.layers[layer].kept is Tier.HBM:
             return nullcontext()
-        return noting_saved(between, self._before_read)
+        return collecting_saved(between, self._before_read)
 
     def _before_read(self, saved: torch.Tensor) -> None:
         for hook in self._hooks:
@@ -255,11 +230,7 @@ class StepRunner:
         """Run the layer's calls again, and refill the outputs whose memory was released."""
         self._before_backward(Phase.REPLAY, layer, j)
         for call in [call for call in state.passes[j].calls if self._layer_of(call) == layer]:
-            with (
-                self._model.bound(call.path) as (function, parameters),
-                self._device.compute(Op("replay", layer, j)),
-            ):
-                self._seed(state.step, j, layer, 0)
+            with self._bound(call, "replay", layer, j, state.step) as (function, parameters):
                 call.replay(function, parameters, self._saving(call, layer))
 
     def _saving(
@@ -273,21 +244,21 @@ class StepRunner:
 
     def _loss(self, j: int, state: _StepState) -> Gradients:
         step = state.step
-        share = LossShare(step.objective, step.world.num_supervised, len(state.passes) * step.world.size)
+        share = LossShare(step.objective, step.num_supervised, len(state.passes) * self._ranks.size)
         found = self._step_loss.run(j, state.passes[j], state.targets[j], share)
-        state.losses += found.losses
-        state.cross_entropies += found.cross_entropies
+        state.losses.extend(found.losses)
+        state.cross_entropies.extend(found.cross_entropies)
         return found.gradients
 
     def _backward(self, layer: int, j: int, state: _StepState) -> Gradients:
-        """Run the backward of the layer's calls, last call first."""
         forward_pass = state.passes[j]
         self._before_backward(Phase.BACKWARD, layer, j)
         gradients: Gradients = {}
         while forward_pass.calls and self._layer_of(call := forward_pass.calls[-1]) == layer:
             forward_pass.flush_glue(call)
             if not call.has_graph:
-                self._recompute(call, layer, j, state)
+                with self._bound(call, "recompute", layer, j, state.step) as (function, parameters):
+                    call.recompute(function, parameters, self._model.saving(call.path))
             if call.path not in self._closed:  # once is enough: this does not change from step to step
                 call.check_closed()
                 self._closed.add(call.path)
@@ -299,10 +270,9 @@ class StepRunner:
         return gradients
 
     def _keep_tied(self, layer: int, gradients: Gradients, tied: Gradients) -> None:
-        """Set aside gradients of tied parameters until the layer that owns the parameter is visited.
+        """Set aside gradients of parameters that other layers own, and add those set aside for this layer.
 
-        Adds what later layers set aside for this layer to `gradients`. The order is autograd's within a micro-batch:
-        the latest use contributes first.
+        The order is autograd's within a micro-batch: the latest use contributes first.
         """
         for name, gradient in gradients.items():
             gradients[name] = _add(tied.pop(name, None), gradient)
@@ -310,20 +280,21 @@ class StepRunner:
         tied |= {name: gradients[name] for name in gradients if name not in own}
         gradients |= {name: tied.pop(name) for name in own & tied.keys()}
 
-    def _recompute(self, call: LayerCall, layer: int, j: int, state: _StepState) -> None:
-        with self._model.bound(call.path) as (function, parameters), self._device.compute(Op("recompute", layer, j)):
-            self._seed(state.step, j, layer, 0)
-            call.recompute(function, parameters, self._model.saving(call.path))
+    @contextmanager
+    def _bound(
+        self, call: LayerCall, name: str, layer: int, j: int, step: StepInput
+    ) -> Iterator[tuple[Function, list[torch.Tensor]]]:
+        """Bind the weights of the call's module and seed its random numbers, to compute it as operation `name`."""
+        with self._model.bound(call.path) as bound, self._device.compute(Op(name, layer, j)):
+            self._seed(step, j, layer, 0)
+            yield bound
 
     def _layer_of(self, call: LayerCall) -> int:
-        return self._model.structure.layer_of(call.path)
+        return self._model.structure.layer_of[call.path]
 
     def _seed(self, step: StepInput, micro_batch: int, layer: int, call: int) -> None:
-        """Seed the device's random numbers for one call of one micro-batch.
-
-        call: 0 inside the layer, 1 in what the model computes after it.
-        """
-        first = step.world.rank * len(step.micro_batches)
+        """Seed the random numbers of one layer (call 0), or of what the model computes after it (call 1)."""
+        first = self._ranks.rank * len(step.micro_batches)
         self._device.seed(dropout_seed(step.dropout_seed, step.step, first + micro_batch, layer, call))
 
 

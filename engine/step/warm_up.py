@@ -1,7 +1,4 @@
-"""Runs every kind of layer once, forward and backward, before the first step.
-
-What is compiled on first use is compiled then, so no step and no deadline waits for a compiler.
-"""
+"""Runs every kind of layer once before the first step, so that no step and no deadline waits for a compiler."""
 
 from __future__ import annotations
 
@@ -28,15 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WarmUpShapes:
-    """Describes the steps to come, as far as the plan does not.
-
-    packed: whether some of their rows hold several documents.
-    evaluates: whether held-out data are evaluated between them.
-    """
+    """Describes the steps to come, as far as the plan does not."""
 
     objective: Objective = field(default_factory=Objective)
-    packed: bool = False
-    evaluates: bool = False
+    packed: bool = False  # whether some of their rows hold several documents
+    evaluates: bool = False  # whether held-out data are evaluated between them
 
 
 class WarmUp:
@@ -46,9 +39,8 @@ class WarmUp:
     """
 
     def __init__(self, plan: Plan, memory: torch.Tensor, model: BoundModel, step_loss: StepLoss) -> None:
-        """Keep the components of a step; `memory` is the allocation that all slots are cut from."""
         self._plan = plan
-        self._memory = memory
+        self._memory = memory  # the allocation that all slots are cut from
         self._model = model
         self._proxied = model.proxied
         self._step_loss = step_loss
@@ -96,7 +88,7 @@ class WarmUp:
             forward_pass.start()
             while (call := forward_pass.pending) is not None:
                 kind = self._model.graph_of(call.path), call.kind
-                if kind not in results or call.stores:
+                if kind not in results or call.given.containers:
                     results[kind] = self._run(call, lambda call, function, _: call.infer(function))
                 forward_pass.answer(results[kind])
 
@@ -105,12 +97,11 @@ class WarmUp:
         with self._model.weights.bound(self._placed(call.path)), self._model.bound(call.path) as (function, parameters):
             compiled = self._model.compiled(call.path)
             if compiled is not None and compiled.problem is None:
-                twin = call.twin()
-                _compile(compiled, lambda: work(twin, function, parameters))
+                _compile(compiled, partial(work, call.twin(), function, parameters))
             return work(call, function, parameters)
 
     def _forward_and_backward(self, call: LayerCall, function: Function, parameters: list[torch.Tensor]) -> Outcome:
-        policy = self._plan.layers[self._model.structure.layer_of(call.path)].activations
+        policy = self._plan.layers[self._model.structure.layer_of[call.path]].activations
         keeps = policy is ActivationPolicy.KEEP and self._model.keeps(call.path)
         outcome = call.forward(function, parameters, self._model.saving(call.path) if keeps else None)
         if call.needs_gradient:
@@ -131,9 +122,8 @@ class WarmUp:
 
     def _placed(self, path: str) -> Mapping[FragmentId, torch.Tensor]:
         """Return slot memory for the layer of a module and for layers it shares parameters with, unless in HBM."""
-        regions: dict[FragmentId, torch.Tensor] = {}
-        start = 0
-        needed = needed_fragments(self._model.layout, self._model.structure.layer_of(path))
+        regions, start = dict[FragmentId, torch.Tensor](), 0
+        needed = needed_fragments(self._model.layout, self._model.structure.layer_of[path])
         for fragment in streamed(needed, self._plan.hbm_layers):
             span = self._model.layout.layers[fragment.layer].fragments[fragment.index]
             stop = start + span.size * self._plan.precision.working_dtype.itemsize

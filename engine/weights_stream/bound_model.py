@@ -86,7 +86,7 @@ class BoundModel:
         calls: dict[tuple[Template, float], CompiledCall] = {}
         mlps: dict[Template, tuple[str, CompiledCall | None]] = {}  # MLPs that compute in chunks: path, compiled chunk
         for path, module in self.proxied.modules.items():
-            segments, layer = self.segments[path], structure.layer_of(path)
+            segments, layer = self.segments[path], structure.layer_of[path]
             plan, mlp = self._plan.layers[layer], structure.layers[layer].mlp
             names = tuple(segment.local for segment in segments)
             template = templates.setdefault((structure_of(module), names), Template(module, names))

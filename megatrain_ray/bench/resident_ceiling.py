@@ -17,7 +17,7 @@ import torch
 from megatrain_ray.engine.measure.resident_model import ResidentModel
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch
-from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.model.flop_count import FlopCount
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.workers.open_device import make_device
@@ -127,5 +127,5 @@ def _random_step(run_spec: RunSpec, micro_batch_size: int) -> StepInput:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(run_spec.structure.vocab_size, (micro_batch_size, seq_len + 1), generator=generator)
     micro_batch = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    world = World(micro_batch_size * seq_len)
-    return StepInput(1, (micro_batch,), world, train.seed, Objective(train.z_loss, train.label_smoothing))
+    num_supervised = micro_batch_size * seq_len
+    return StepInput(1, (micro_batch,), num_supervised, train.seed, Objective(train.z_loss, train.label_smoothing))

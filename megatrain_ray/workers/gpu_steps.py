@@ -12,7 +12,7 @@ from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
-from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.metrics.step_rows import StepRows
@@ -68,8 +68,8 @@ class GpuSteps:
         train = self._run_spec.config.train
         if step < train.steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-        world = World(batch.num_supervised, self._rank, self._run_spec.plan.hosts.num_gpus)
-        inputs = StepInput(step, self._micro_batches(batch), world, train.seed, objective_of(self._run_spec))
+        objective = objective_of(self._run_spec)
+        inputs = StepInput(step, self._micro_batches(batch), batch.num_supervised, train.seed, objective)
         params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
         with memory_explained(self._run_spec.plan, f"step {step}"):
             report = await self._engine.step(inputs, params, train.clip)

@@ -13,7 +13,7 @@ from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
-from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.io.batching.batch_stream import Batch
 from tests.support.reference import Recipe
 
@@ -56,7 +56,7 @@ def hyper_of(recipe: Recipe) -> AdamWConstants:
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
     objective = Objective(recipe.z_loss, recipe.label_smoothing)
-    return StepInput(step, micro_batches, World(batch.num_supervised), recipe.seed, objective)
+    return StepInput(step, micro_batches, batch.num_supervised, recipe.seed, objective)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateParams:

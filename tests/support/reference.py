@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_ray.engine.layout.split_master import to_working
-from megatrain_ray.engine.model.dropout_seed import dropout_seed
+from megatrain_ray.engine.model.micro_batch import dropout_seed
 from tests.support.rounded_moments import round_moments
 
 Named = dict[str, Tensor]

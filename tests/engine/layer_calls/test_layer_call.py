@@ -21,7 +21,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.step.build_engine import build_engine
-from megatrain_ray.engine.step.step_runner import StepInput, World
+from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.errors import ConfigError, MegatrainError
 from tests.support.local_host import LocalHost
 from tests.support.reference import Recipe
@@ -123,7 +123,7 @@ def engine_gradients(model: ToyModel, batches: list[MicroBatch], mode: Mode) -> 
         host = LocalHost(plan, layout, working, [recorder], device.timeline)  # type: ignore[list-item]
         engine = build_engine(make, structure, plan, device, host, poison=True)
         num_supervised = sum(b.targets.numel() for b in batches)
-        step = StepInput(1, tuple(batches), World(num_supervised), 0)
+        step = StepInput(1, tuple(batches), num_supervised, 0)
         report = await engine.step(step, UpdateParams(1, 1, 1e-3), None)
         await host.drain(1)
         await host.close()

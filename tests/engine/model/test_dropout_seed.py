@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from megatrain_ray.engine.model.dropout_seed import dropout_seed
+from megatrain_ray.engine.model.micro_batch import dropout_seed
 
 
 def test_values_are_fixed_for_ever() -> None:

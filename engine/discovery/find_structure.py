@@ -1,0 +1,238 @@
+"""Finds a model's layers in its trial forward, and checks that they can be streamed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from megatrain_ray.engine.discovery.block_parts import name_of, parts_of, with_departures
+from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of
+from megatrain_ray.engine.layout.flat_layout import ParameterGroup, ParameterSpec
+from megatrain_ray.engine.model.lora import is_adapter, module_of
+from megatrain_ray.engine.model.output_recorder import is_recorded
+from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, Mlp, ModelStructure, kept_in_fp32
+from megatrain_ray.errors import ConfigError
+
+# A trial cannot show whether one token depends on another. Modules of Transformers with these names compute each token
+# independently (tests/engine/layer_calls/test_chunked_mlp.py runs every family's). Modules in a model's own code may
+# not.
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe")
+LIBRARY = "transformers."
+
+
+class StructureFinder:
+    """Finds the parts of a model's structure one after the other."""
+
+    def __init__(
+        self, model: nn.Module, trial: Trial, groups: Mapping[str, ParameterGroup], batch_size: int, block_parts: int
+    ) -> None:
+        self._model = model
+        self._trial = trial
+        self._groups = groups  # of each parameter, by all of its names
+        self._batch_size = batch_size  # of the trial, in sequences
+        self._block_parts = block_parts  # largest number of parts into which a block is divided
+        self._name = type(model).__name__
+        self._owners: dict[int, str] = {}  # id(parameter) → its name in the first layer that has it
+
+    def structure(self) -> ModelStructure:
+        """Return the structure. Raises ConfigError for a model that cannot be streamed, and names the cause."""
+        list_path = self._find_list()
+        base = self._find_base(list_path)
+        blocks = self._blocks(list_path)
+        before, head = self._outer(list_path, blocks)
+        in_loss = frozenset(path for path in head if self._trial.first[path].start > base.stop)
+        layers = (
+            self._spec("embedding", LayerKind.EMBEDDING, before),
+            *(spec for i, block in enumerate(blocks) for spec in self._block_specs(i, block, base)),
+            self._spec("head", LayerKind.HEAD, head),
+        )
+        self._check_reads(layers)
+        self._check_names(layers)
+        of_layers = [self._owners[id(p)] for p in self._model.parameters() if id(p) in self._owners]
+        trained = tuple(name for name in of_layers if self._groups[name].trained)
+        if not trained:
+            raise ConfigError(f"{self._name}: a text reaches no parameter that is left to train; freeze less")
+        vocab_size: int = self._model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        return ModelStructure(
+            layers=layers,
+            parameter_order=trained,
+            base=base.path,
+            loss_modules=in_loss,
+            vocab_size=vocab_size,
+            attention_widths=tuple(map(self._attention_width, layers[1:-1])),
+            looked_up=frozenset(self._trial.looked_up),
+            norms=frozenset(p for p in head if p not in in_loss and _is_norm(self._model, self._trial, base.path, p)),
+        )
+
+    def _find_list(self) -> str:
+        """Return the path of the layer list: the module list with most parameters whose members are called."""
+        sizes = {
+            path: sum(p.numel() for p in module.parameters())
+            for path, module in self._model.named_modules()
+            if isinstance(module, nn.ModuleList)
+            and any(f"{path}.{name}" in self._trial.first for name, _ in module.named_children())
+        }
+        if not sizes:
+            raise ConfigError(
+                f"{self._name} has no list of layers (a ModuleList whose members run one after the other): only "
+                "decoder-only models that have one can be streamed"
+            )
+        largest: str = max(sizes, key=lambda path: (sizes[path], -len(path)))
+        return largest
+
+    def _find_base(self, list_path: str) -> Call:
+        """Return the call of the outermost module below the model that holds the list. It returns the hidden state."""
+        parts = list_path.split(".")
+        for length in range(1, len(parts)):
+            call = self._trial.first.get(".".join(parts[:length]))
+            if call is not None:
+                return call
+        raise ConfigError(f"{self._name}: its layers ({list_path}) are no part of a base model; not supported")
+
+    def _blocks(self, list_path: str) -> list[Call]:
+        layer_list = self._model.get_submodule(list_path)
+        members = [f"{list_path}.{name}" for name, _ in layer_list.named_children()]
+        called = [call for call in self._trial.calls if call.path in members]
+        paths = [call.path for call in called]
+        expected = [path for path in members if path in paths]
+        if paths != expected or len(layer_list) != len(members):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"{self._name} calls its layers as {paths[:4]}…, expected each once in order "
+                f"({expected[0]} … {expected[-1]}): shared or skipped layers are not supported yet"
+            )
+        return called
+
+    def _outer(self, list_path: str, blocks: Sequence[Call]) -> tuple[list[str], list[str]]:
+        """Return the largest modules with parameters that are called before the layer list, and after it."""
+        found: set[str] = set()
+
+        def descend(module: nn.Module, path: str) -> None:
+            for name, child in module.named_children():
+                child_path = f"{path}.{name}" if path else name
+                if child_path == list_path or not any(True for _ in child.parameters()):
+                    continue
+                if child_path in self._trial.first and not list_path.startswith(child_path + "."):
+                    found.add(child_path)
+                else:
+                    descend(child, child_path)
+
+        descend(self._model, "")
+        calls = [call for call in self._trial.calls if call.path in found]
+        paths = [call.path for call in calls]
+        between = [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]
+        twice = [path for path in paths if paths.count(path) > 1]
+        if between or twice:
+            where = "between its layers" if between else "twice"
+            raise ConfigError(f"{self._name} calls {(between or twice)[0]} {where}; not supported")
+        num_before = sum(call.start < blocks[0].start for call in calls)
+        return paths[:num_before], paths[num_before:]
+
+    def _block_specs(self, index: int, block: Call, base: Call) -> list[LayerSpec]:
+        name = f"layers.{index}"
+        modules = parts_of(self._model, self._trial, block, self._block_parts) if self._block_parts > 1 else []
+        if len(modules) < 2:
+            spec = self._spec(name, LayerKind.BLOCK, [block.path])
+            return [replace(spec, mlp=_find_mlp(self._model, self._trial, base.path, block.path))]
+        parts = [
+            self._spec(f"{name}.{name_of(self._model, paths, block.path)}", LayerKind.BLOCK, paths) for paths in modules
+        ]
+        return with_departures(self._model, self._trial, block, base, parts)
+
+    def _attention_width(self, block: LayerSpec) -> float:
+        return sum(self._trial.first[path].attention for path in block.modules) / self._batch_size
+
+    def _spec(self, name: str, kind: LayerKind, modules: Sequence[str]) -> LayerSpec:
+        """Return the specification of a layer. A parameter that an earlier layer has is tied to that one's."""
+        parameters = []
+        for path in modules:
+            for local, parameter in self._model.get_submodule(path).named_parameters():
+                full = f"{path}.{local}"
+                owner = self._owners.setdefault(id(parameter), full)
+                # Decoupled weight decay applies to matrices only: norms and biases have one dimension.
+                decay, tied_to = parameter.dim() > 1, None if owner == full else owner
+                shape, group = tuple(parameter.shape), self._groups[full]
+                parameters.append(ParameterSpec(full, local, shape, decay, tied_to, group))
+        return LayerSpec(name, kind, tuple(modules), tuple(parameters))
+
+    def _check_reads(self, layers: Sequence[LayerSpec]) -> None:
+        """Raise ConfigError unless every parameter is read while a module of the schedule that holds it runs."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        held = {
+            path: {names[id(p)] for p in self._model.get_submodule(path).parameters()}
+            for layer in layers
+            for path in layer.modules
+        }
+        for parameter, readers in self._trial.reads.items():
+            for reader in readers:
+                around = [path for path in held if f"{reader}.".startswith(f"{path}.")]
+                if not any(parameter in held[path] for path in around):
+                    raise ConfigError(
+                        f"{self._name}: parameter {parameter} belongs to no layer: it is read "
+                        f"{'in ' + reader if reader else 'by the model itself'}; not supported yet"
+                    )
+
+    def _check_names(self, layers: Sequence[LayerSpec]) -> None:
+        """Raise ConfigError for a LoRA pair that would never compute, and for a parameter of another type.
+
+        Everything that is streamed has one type, so the model must not keep a parameter in FP32 while the rest is BF16.
+        """
+        reads, dtype = self._trial.reads, next(self._model.parameters()).dtype
+        names = [p.name for layer in layers for p in layer.parameters]
+        for name in filter(is_adapter, names):
+            if name not in reads and f"{module_of(name)}.weight" in reads:
+                raise ConfigError(
+                    f"lora.match: the matrix of {module_of(name)} is read without a call of the module, so a pair "
+                    "beside it would never compute; make the pattern narrower"
+                )
+        for name in names if dtype != torch.float32 else ():
+            if kept_in_fp32(self._model, name):
+                raise ConfigError(
+                    f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
+                )
+
+
+def _find_mlp(model: nn.Module, trial: Trial, base: str, block: str) -> Mlp | None:
+    """Return the MLP of a block, which may be computed for a chunk of tokens at a time; None if there is none.
+
+    It is a module of Transformers with one of MLP_NAMES. It contains no convolution.
+    """
+    for path in (f"{block}.{name}" for name in MLP_NAMES):
+        if path not in trial.first or not _is_per_token(model, trial, base, path):
+            continue
+        module = model.get_submodule(path)
+        is_known = type(module).__module__.startswith(LIBRARY)
+        if is_known and not any(isinstance(part, _ConvNd) for part in module.modules()):
+            return Mlp(path.removeprefix(f"{block}."), _width(module, trial, trial.first[path]))
+    return None
+
+
+def _is_norm(model: nn.Module, trial: Trial, base: str, path: str) -> bool:
+    """Return whether the module is a norm of Transformers or torch that may be computed in chunks, as an MLP may."""
+    kind = type(model.get_submodule(path))
+    is_named = "Norm" in kind.__name__ and kind.__module__.startswith((LIBRARY, "torch."))
+    return is_named and _is_per_token(model, trial, base, path)
+
+
+def _is_per_token(model: nn.Module, trial: Trial, base: str, path: str) -> bool:
+    """Return whether the module is called once, turns a hidden state into another, and may do so token by token.
+
+    In chunks it would draw other random numbers, and the model could not return anything from inside of it.
+    """
+    (call, *others) = [call for call in trial.calls if call.path == path]
+    if others or call.draws or call.attention or list(call.contents) != [0] or is_recorded(model, base, path):
+        return False
+    given, returned = call.contents[0], call.output
+    both = isinstance(given, torch.Tensor) and isinstance(returned, torch.Tensor)
+    return both and given.dim() == 3 and given.shape == returned.shape and given.dtype == returned.dtype
+
+
+def _width(module: nn.Module, trial: Trial, call: Call) -> int:
+    """Return the elements per token of the largest tensor that the module saves for its backward, or returns."""
+    weights = storages_of(module.parameters())
+    saved = (t for t in trial.saved[slice(*call.saved)] if storage_of(t) not in weights)
+    num_tokens = call.output.numel() // call.output.shape[-1]
+    return int(-(-max(t.numel() for t in (*saved, call.output)) // num_tokens))
