@@ -18,10 +18,12 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Whole runs first: a long file at the end would leave a worker idle. Tests with Ray, which wait much, go one after the
-# other in one of the workers.
+# Tests with Ray go one after the other: each starts as many processes as there are cores. They wait much, so the others
+# run beside them; of those whole runs come first, since a long file at the end would leave a worker idle.
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(CASES) tests/runs tests
+	$(BIN)/python -m pytest -m ray $(CASES) >$(VENV)/tests_with_ray.log 2>&1 & with_ray=$$!; \
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 2 --dist loadfile --no-loadscope-reorder $(CASES) tests/runs tests; \
+	status=$$?; wait $$with_ray || status=$$?; cat $(VENV)/tests_with_ray.log; exit $$status
 
 # Every case of every test, and the kill campaign (docs/testing.md says when).
 test-all: CASES = --all-cases --hypothesis-profile=many

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -40,18 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run everything that is long by nature, as make test-all")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what uses the tests' cluster as `ray`; leave out long tests.
+    """Mark what uses the tests' cluster as `ray`, since it starts as many processes as there are cores.
 
-    Tests with Ray come first and one after the other, in one process, since each starts as many as there are cores.
+    Leave out long tests.
     """
     for item in items:
         if uses_cluster(item):
             item.add_marker("ray")
-        group = "ray" if item.get_closest_marker("ray") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     if not config.getoption("--all-cases"):
         left_out = {id(item) for item in left_for_all_cases(items)}
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
@@ -140,9 +135,9 @@ def train(actors: Actors) -> Train:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which a thread of ours still runs, or more shared memory or sockets are open than before.
 
-    Tests in a process that has been connected to Ray are not checked: Ray keeps connections and threads as it likes.
+    Tests with Ray in this process are not checked: Ray keeps connections and threads as it likes.
     """
-    if uses_cluster(request.node) or ("ray" in sys.modules and sys.modules["ray"].is_initialized()):
+    if uses_cluster(request.node):
         yield
         return
     threads, files = running_threads(), open_files()

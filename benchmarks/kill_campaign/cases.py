@@ -206,8 +206,8 @@ def _of_steps(case: Callable[..., Case], source: random.Random, num_layers: int)
     yield case(GPU, at=by_stack("backward", "step_runner.py", "_backward", near=IN_STEP))
     yield case(GPU, at=by_stack("adding up gradients", "gradient_store.py", "add", near=IN_STEP))
     yield case(GPU, at=by_stack("norms", "gradient_store.py", "finalize", near=BACKWARD))
-    yield case(GPU, at=by_stack("copy to the device", "cpu_device.py", "work", thread="h2d", near=IN_STEP))
-    yield case(GPU, at=by_stack("copy to the host", "cpu_device.py", "work", thread="d2h", near=IN_STEP))
+    yield case(GPU, at=by_stack("copy to the device", "cpu_device.py", "move", thread="h2d", near=IN_STEP))
+    yield case(GPU, at=by_stack("copy to the host", "cpu_device.py", "move", thread="d2h", near=IN_STEP))
     for phase in (BACKWARD, LANDED, UPDATE):
         yield case(GPU, at=phase)
 
@@ -236,7 +236,7 @@ def _of_others(case: Callable[..., Case], num_layers: int) -> Iterator[Case]:
     yield case(SHARD_0, at=under_way, variant=Variant.UNCLIPPED)
     yield case(GPU, at=under_way, variant=Variant.UNCLIPPED)
     yield case(SHARD_1, at=SAVING, variant=Variant.UNCLIPPED)
-    yield case(GPU, at=by_stack("recomputing", "step_runner.py", "_recompute", near=IN_STEP), variant=Variant.TIGHT)
+    yield case(GPU, at=by_stack("recomputing", "layer_call.py", "recompute", near=IN_STEP), variant=Variant.TIGHT)
     waiting = by_stack(
         "sums waiting on the host", "gradient_store.py", "offload_partial", "load_partial", "_accumulator", near=IN_STEP
     )

@@ -141,7 +141,7 @@ class ModelStructure:
 
     @cached_property
     def layer_of(self) -> Mapping[str, int]:
-        """The layer of each module, by path."""
+        """Return the layer of each module, by path."""
         return {path: i for i, layer in enumerate(self.layers) for path in layer.modules}
 
 
