@@ -24,8 +24,6 @@ from tests.support.runs import TIMEOUT_S, assert_same_masters, cli, command, los
 from tests.support.spilling import spilling_settings, with_all_on_disk
 from tests.support.tiny import TEXT
 
-pytestmark = pytest.mark.ray
-
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
 END_S = 150.0
 
@@ -48,19 +46,31 @@ class Cluster:
         return run_dir
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=[pytest.mark.ray, pytest.mark.long], id="two nodes")])
 def cluster() -> Iterator[Cluster]:
     with ray_nodes() as nodes:
         yield Cluster(nodes)
 
 
-@pytest.mark.long
-def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -> None:
-    """One host has none of the held-out data, and each has two shards."""
-    (tmp_path / "held_out.txt").write_text(TEXT.read_text()[:170])
-    changes = {"eval_every": 5, "data__eval_path": str(tmp_path / "held_out.txt"), "hardware__num_shards": 2}
+def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path) -> None:
+    changes = of_two_hosts(tmp_path)
+    one = trained(IN_PROCESS, tmp_path / "one", 1, **changes)
+    assert_two_are_one(trained(IN_PROCESS, tmp_path / "two", 2, hardware__num_hosts=2, **changes), one)
+
+
+def test_two_nodes_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -> None:
+    changes = of_two_hosts(tmp_path)
     one = trained(IN_PROCESS, tmp_path / "one", 1, model__config=SHAPE, **changes)
-    two = cluster.train(tmp_path / "two", 2, 2, **changes)
+    assert_two_are_one(cluster.train(tmp_path / "two", 2, 2, **changes), one)
+
+
+def of_two_hosts(folder: Path) -> dict[str, Any]:
+    """Return settings of which one host has none of the held-out data, and each has two shards."""
+    (folder / "held_out.txt").write_text(TEXT.read_text()[:170])
+    return {"eval_every": 5, "data__eval_path": str(folder / "held_out.txt"), "hardware__num_shards": 2}
+
+
+def assert_two_are_one(two: Path, one: Path) -> None:
     plan, of_one = plan_of(two), plan_of(one)
     assert (plan.hosts.num_gpus, plan.hosts.num_hosts, plan.batch_size, plan.step.num_micro_batches) == (2, 2, 12, 3)
     assert plan.gradients.slab_bytes == of_one.gradients.slab_bytes // 2
@@ -78,7 +88,6 @@ def test_two_hosts_compute_what_one_gpu_does(tmp_path: Path, cluster: Cluster) -
     assert_same_masters(two, one, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
 def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Cluster) -> None:
     """Two GPUs on each of two hosts, one alone, one on each of two hosts; some layers live on the devices."""
     constant = {"train__schedule": "constant", "model__config": NO_DROPOUT, "hardware__hbm_layers": 2}
@@ -90,7 +99,6 @@ def test_a_save_goes_on_with_other_hosts_and_gpus(tmp_path: Path, cluster: Clust
     assert worst(run_dir, whole) < CLOSE
 
 
-@pytest.mark.long
 def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, cluster: Cluster) -> None:
     """A save leaves the base out; a host with all of it makes sure that it is the same."""
     changes = {
@@ -108,7 +116,6 @@ def test_an_adapter_of_several_hosts_goes_on_upon_the_same_base(tmp_path: Path, 
     assert worst(run_dir, whole) < CLOSE
 
 
-@pytest.mark.long
 def test_two_hosts_with_a_disk_compute_what_they_do_in_memory(tmp_path: Path, cluster: Cluster) -> None:
     """Each has its share of gradients and state there, and its own GPU's activations."""
     two = {"hardware__num_hosts": 2, "hardware__num_shards": 2, "train__steps": 4}
@@ -131,11 +138,8 @@ LONG = {"train__steps": 60, "save_every": 4, "model__config": NO_DROPOUT}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Return the losses of two hosts, which are those of one GPU."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run_dir = trained(IN_PROCESS, folder / "run", 2, hardware__num_hosts=2, **LONG)
-    assert worst(run_dir, trained(IN_PROCESS, folder / "one", 1, **LONG)) < CLOSE
-    return losses(run_dir)
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    return losses(trained(IN_PROCESS, run_dir, 2, hardware__num_hosts=2, **LONG))
 
 
 def disturbed(
@@ -160,7 +164,6 @@ def disturbed(
         run.close()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name"), [("ShardWorker", "optimizer shard 1"), ("ArenaOwner", "arena owner of host 1")]
 )
@@ -181,7 +184,6 @@ def test_who_dies_on_the_second_host_is_replaced_there(
     assert found == undisturbed
 
 
-@pytest.mark.long
 def test_a_gpu_worker_of_the_second_host_that_dies_is_made_good(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
 ) -> None:
