@@ -155,6 +155,7 @@ def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_addre
     done = cli_here("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3")
     assert done.returncode == 0, done.stderr
     assert len(rows(tmp_path / "run")) == STEPS
+    assert (tmp_path / "run" / "report.html").exists()
     assert [p.name for p in (tmp_path / "run" / "saves").iterdir()] == [f"step_{STEPS}"]
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
     again = cli_here("train", str(path))
