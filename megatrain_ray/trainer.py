@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +13,13 @@ from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say
+from megatrain_ray.console.start_summary import describe_start
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.convert.training_arguments import with_arguments
 from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
+from megatrain_ray.data.data_worker import count_windows
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.data.tokenize_data import check_there
 from megatrain_ray.driver.attempts import Trained, train
@@ -31,7 +33,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import export_run, has_adapters, load_exported
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
-from megatrain_ray.machine.machine import machine_of
+from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource, read_model
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
 from megatrain_ray.planning.run_spec import RunSpec, check_length, prepare
@@ -138,6 +140,7 @@ class Trainer:
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
             tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
+            _describe(run_spec, tokens, manifest)
             budget = FailureBudget(run.config.max_failures)
             job = RunContext(run_spec, tokens, held_out, run, interrupts, daemons, startup, budget, at_end)
             with held(job.token_folders):
@@ -163,6 +166,22 @@ def _machine(config: TrainConfig, startup: Startup) -> Machine:
     hardware = config.hardware
     num_gpus = hardware.num_gpus // hardware.num_hosts
     return with_spill(measured(machine_of(hardware), hardware.profile, startup, num_gpus), config.spill)
+
+
+def _describe(run_spec: RunSpec, tokens: Sequence[Path], manifest: Manifest | None) -> None:
+    """Print what is about to be trained."""
+    config, plan = run_spec.config, run_spec.plan
+    num_rows = count_windows(config.data, tokens, run_spec.structure.vocab_size)
+    if warning := unused_gpu(config.hardware):
+        say(warning)
+    for line in describe_start(
+        config,
+        plan,
+        model_type=run_spec.source.config["model_type"],
+        num_rows=num_rows,
+        num_made=manifest.step if manifest else 0,
+    ):
+        say(line)
 
 
 def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None) -> None:

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+import torch
+
 from megatrain_ray.config.groups import HardwareConfig
 from megatrain_ray.engine.device.cuda_info import num_gpus as gpus_here
 from megatrain_ray.engine.device.cuda_info import pci_addresses, total_memory_bytes
@@ -86,6 +88,18 @@ def driver_version(root: Path = Path("/")) -> str:
     """Return the version of NVIDIA's kernel module; empty without one."""
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", read_text(root / "proc/driver/nvidia/version"))
     return found[0] if found else ""
+
+
+def unused_gpu(hardware: HardwareConfig, root: Path = Path("/")) -> str | None:
+    """Return a warning if training falls back to the CPU where the driver of a GPU is loaded; None otherwise."""
+    driver = driver_version(root)
+    if hardware.device != "auto" or not driver or total_memory_bytes() is not None:
+        return None
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return (
+        f"warning: NVIDIA's driver {driver} is loaded, and torch {torch.__version__} ({built}) sees no GPU: training "
+        "on the CPU. Install a torch that this driver supports (pytorch.org/get-started), or set hardware.device: cpu"
+    )
 
 
 def ram_bytes(root: Path = Path("/")) -> int:

@@ -11,7 +11,7 @@ import pytest
 from megatrain_ray.config.groups import HardwareConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine import machine
-from megatrain_ray.machine.machine import machine_of, ram_bytes
+from megatrain_ray.machine.machine import machine_of, ram_bytes, unused_gpu
 
 GIB = 1 << 30
 V1_UNLIMITED = "9223372036854771712"
@@ -92,3 +92,15 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         machine_of(HardwareConfig(device="cuda"), imagined=True, root=root)
     imagined = machine_of(HardwareConfig(device="cuda", hbm_limit=24 * GIB), imagined=True, root=root)
     assert (imagined.device, imagined.hbm_bytes) == ("cuda", 24 * GIB)
+
+
+def test_a_gpu_that_torch_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "total_memory_bytes", lambda: None)
+    by_default = HardwareConfig()
+    assert unused_gpu(by_default, tmp_path) is None, "no driver"
+    write(tmp_path, "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15\n")
+    warning = unused_gpu(by_default, tmp_path)
+    assert warning and warning.startswith("warning: NVIDIA's driver 570.86.15 is loaded, and torch ")
+    assert unused_gpu(HardwareConfig(device="cpu"), tmp_path) is None, "as the user wants it"
+    monkeypatch.setattr(machine, "total_memory_bytes", lambda: 1 << 34)
+    assert unused_gpu(by_default, tmp_path) is None

@@ -1,0 +1,59 @@
+"""Says before the first step what is trained, on what, how, in which memory, and how long it will take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.units import format_bytes, format_count, format_duration
+
+
+def describe_start(config: TrainConfig, plan: Plan, *, model_type: str, num_rows: int, num_made: int) -> Iterator[str]:
+    """Yield five lines: model, data, step, memory and time.
+
+    model_type: the model's type in Transformers.
+    num_rows: number of sequences in one epoch of the data.
+    num_made: steps that earlier starts of the run have made.
+    """
+    train, steps = config.train, config.train.steps
+    trained = "" if plan.num_trained == plan.num_parameters else f", {format_count(plan.num_trained)} of them trained"
+    yield (
+        f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.precision.value}, "
+        f"on {plan.device}"
+    )
+    yield (
+        f"data      {num_rows} rows of {plan.step.seq_len} tokens; {steps} steps of {plan.batch_size} rows are "
+        f"{steps * plan.batch_size / num_rows:.3g} epochs"
+    )
+    warmed_up = f" after {train.warmup_steps} steps of warm-up" if train.warmup_steps else ""
+    rate = f"{train.lr:g}" if train.schedule == "constant" else f"{train.lr:g}, {train.schedule} to {train.min_lr:g}"
+    yield (
+        f"step      {plan.batch_size} × {plan.step.seq_len} tokens, {plan.step.num_micro_batches} micro-batches of "
+        f"{plan.step.micro_batch_size}{_gpus(plan)}; learning rate {rate}{warmed_up}"
+    )
+    yield f"memory    {', '.join(_memory(plan))}"
+    if plan.prediction:
+        step_s, to_come = plan.prediction.step_s, steps - num_made
+        speed = format_count(plan.batch_size * plan.step.seq_len / step_s)
+        yield (
+            f"time      predicted {step_s:.3g} s a step, {speed} tokens/s, {format_duration(step_s * to_come)} for "
+            f"{to_come} steps"
+        )
+
+
+def _gpus(plan: Plan) -> str:
+    return f" on each of {plan.hosts.num_gpus} GPUs" if plan.hosts.num_gpus > 1 else ""
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    """Yield what the plan takes of each memory, and the limit it keeps."""
+    limits = plan.limits
+    for name, tier, limit in (
+        ("GPU", Tier.HBM, limits.hbm_bytes),
+        ("RAM", Tier.HOST, limits.ram_bytes),
+        ("disk", Tier.NVME, limits.spill_bytes),
+    ):
+        if limit is not None:
+            yield f"{name} {format_bytes(plan.total_bytes(tier))} of {format_bytes(limit)}"
