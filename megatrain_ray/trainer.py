@@ -21,7 +21,7 @@ from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import count_windows
 from megatrain_ray.data.python_objects import Objects
-from megatrain_ray.data.tokenize_data import check_there
+from megatrain_ray.data.tokenize_data import check_there, describe_template
 from megatrain_ray.driver.attempts import Trained, train
 from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import RunContext, check_inputs
@@ -182,6 +182,9 @@ def _describe(run_spec: RunSpec, tokens: Sequence[Path], manifest: Manifest | No
         num_made=manifest.step if manifest else 0,
     ):
         say(line)
+    if config.data.kind == "sft":
+        for line in describe_template(config.data, config.tokenizer):
+            say(line)
 
 
 def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None) -> None:

@@ -20,12 +20,14 @@ from megatrain_ray.data.data_worker import naming_eval_path, sources_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
+from megatrain_ray.io.chat.end_marks import end_of_turn
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.find_files import find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, tokenizer_folder
 from megatrain_ray.units import format_bytes, format_count
 
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens
@@ -61,6 +63,20 @@ def check_there(config: TrainConfig) -> None:
     if config.eval_every and config.data.held_out is not None:
         with naming_eval_path():
             _find(config.data.held_out)
+
+
+def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
+    """Yield a line that names the chat template, and a warning if generation cannot stop after its answers.
+
+    Raises ConfigError as load_chat_template.
+    """
+    template = load_chat_template(tokenizer, data.chat_template, data.chat_template_args)
+    yield f"template  {template.name}"
+    if tokenizer != "bytes" and end_of_turn(FolderTokenizer(tokenizer_folder(tokenizer)), template) is None:
+        yield (
+            "warning: this template ends an answer with ordinary text, at which generation does not stop by itself; "
+            "set data.chat_template to one that ends answers with a special token"
+        )
 
 
 def _find(data: DataConfig) -> None:

@@ -72,6 +72,8 @@ def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_
     first = train(str(path))
     assert first.returncode == 0, first.stderr
     assert "\n400 records: " in first.stderr
+    assert f"\ntemplate  of {tmp_path}/tokenizer\n" in first.stderr
+    assert "warning: this template" not in first.stderr
     assert "too long, cut inside an answer" in first.stderr
     whole = losses(run_dir)
     shutil.rmtree(run_dir / "saves" / "step_4")
