@@ -110,9 +110,9 @@ def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ra
             assert losses[1] > 0
             crew.stop()
     small, large = sizes.values()
-    # A row holds byte counts, which take a few more digits for the larger model.
-    assert small == pytest.approx(large, abs=16)
-    assert max(large) < 10_000
+    # A row holds byte counts, with more digits for the larger model, and a time more where something was waited for.
+    assert small == pytest.approx(large, abs=100)
+    assert max(large) < 5_000
 
 
 def pid_of(actor: Any) -> int:

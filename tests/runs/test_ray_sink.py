@@ -65,7 +65,7 @@ class Now:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def faulty(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Plan:
+def faulty(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> tuple[MetricSinks, Plan]:
     """Write what a run with deaths and a disk writes, before another run: series can be scraped some seconds later."""
     plan, tmp_path = planned(PROFILE, spilled=True), tmp_path_factory.mktemp("faulty")
     sinks = MetricSinks({"Ray's metrics": RaySink("faulty", 9, plan)})
@@ -77,10 +77,11 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, ray_address: str) -> Plan:
         of_gpu = {"weights_read": 7, "activations_read": 1, "activations_written": 0}
         moved = {"shards_read": read, "shards_written": written, **of_gpu}
         sinks.write({"step": 1, "step_s": 1.0, "disk_bytes": moved, "spill_bytes": 4097})
-    return plan
+    return sinks, plan
 
 
-def test_faults_and_the_disk_can_be_scraped(faulty: Plan) -> None:
+def test_faults_and_the_disk_can_be_scraped(faulty: tuple[MetricSinks, Plan]) -> None:
+    sinks, plan = faulty
     expected = {
         "ray_megatrain_deaths_total,kind=optimizer shard": 1,
         "ray_megatrain_deaths_total,kind=GPU worker": 1,
@@ -89,9 +90,9 @@ def test_faults_and_the_disk_can_be_scraped(faulty: Plan) -> None:
         "ray_megatrain_disk_written_bytes_total,kind=optimizer shard": 36,
         "ray_megatrain_disk_read_bytes_total,kind=GPU worker": 24,
         "ray_megatrain_tier_bytes,tier=nvme": 4097,
-        "ray_megatrain_planned_tier_bytes,tier=nvme": faulty.total_bytes(Tier.NVME),
+        "ray_megatrain_planned_tier_bytes,tier=nvme": plan.total_bytes(Tier.NVME),
     }
-    series = await_series(expected, run="faulty")
+    series = await_series(expected, sinks.keep, run="faulty")
     for unheard in ("ray_megatrain_replacements_total", "ray_megatrain_disk_written_bytes_total"):
         assert series.value(unheard, run="faulty", kind="GPU worker") is None
 

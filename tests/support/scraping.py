@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from urllib.request import urlopen
 
 import pytest
@@ -27,18 +27,20 @@ class Series(dict[str, list[tuple[Labels, float]]]):
         return None
 
 
-def await_series(expected: Mapping[str, float], **labels: str) -> Series:
+def await_series(expected: Mapping[str, float], keep: Callable[[], None] = lambda: None, **labels: str) -> Series:
     """Wait until these samples have these values on the node of this process's cluster, and return all series.
 
     A process reports some of its series before others.
 
     expected: values by `name` or `name,label=value`.
+    keep: called while waiting, to set gauges again that Ray would drop.
     labels: every sample must have these, too.
     """
     wanted = [(name, labels | dict(pair.split("=") for pair in more), value)
               for name, *more, value in ((*key.split(","), value) for key, value in expected.items())]  # fmt: skip
     deadline_s = time.monotonic() + SCRAPED_S
     while True:
+        keep()
         series = _scrape()
         found = [(name, of, value, series.value(name, **of)) for name, of, value in wanted]
         missed = [sample for sample in found if sample[3] != pytest.approx(sample[2])]
