@@ -100,17 +100,20 @@ class AdamState(NamedTuple):
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-def learning_rate(step: int, *, peak: float, min_lr: float, steps: int, warmup_steps: int, schedule: Schedule) -> float:
+def learning_rate(
+    step: int, *, peak: float, min_lr: float, steps: int, warmup_steps: int, schedule: Schedule, from_zero: bool = False
+) -> float:
     """Return the learning rate of `step` (1-based) in a run of `steps` updates.
 
     Warm-up: peak * step / warmup_steps, so that step 1 has a rate above zero and step `warmup_steps` has the peak.
+    `from_zero`: peak * (step - 1) / warmup_steps, as in transformers.get_scheduler, so that step 1 has a rate of zero.
 
     After it, with progress = (step - 1 - warmup_steps) / (steps - warmup_steps) in [0, 1): `cosine` is min_lr + (peak -
     min_lr) * (1 + cos(pi * progress)) / 2, and `linear` is peak - (peak - min_lr) * progress. They would reach min_lr
     in the step after the last, so that no update of a run is made at a rate of zero.
     """
     if step <= warmup_steps:
-        return peak * step / warmup_steps
+        return peak * (step - from_zero) / warmup_steps
     progress = (step - 1 - warmup_steps) / (steps - warmup_steps)
     match schedule:
         case "constant":

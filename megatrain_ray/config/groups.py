@@ -135,6 +135,8 @@ class OptimizationConfig(Group):
     """Course of the learning rate from its peak to min_lr, after a linear warm-up."""
     warmup_steps: NotNegative = 0
     """Updates until the learning rate reaches its peak."""
+    warmup_from_zero: bool = False
+    """Warm up as Transformers does: step 1 has a rate of zero, and the step after warmup_steps the peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay, times the learning rate; none on norms and biases."""
     trainable: Patterns = ()

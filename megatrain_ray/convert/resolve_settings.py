@@ -192,7 +192,8 @@ def _resolve_steps(
         train["schedule"] = "constant"
     else:
         warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), default_warmup, steps)
-        train.setdefault("warmup_steps", warmup)
+        if train.setdefault("warmup_steps", warmup):
+            train.setdefault("warmup_from_zero", True)
     if "save_every" not in tree:
         tree["save_every"] = _every("save", theirs, steps, epoch_steps)
     if "eval_path" in tree["data"] and "eval_every" not in tree:

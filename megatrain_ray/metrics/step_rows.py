@@ -38,7 +38,7 @@ class StepRows:
             return 0.0
         return learning_rate(
             step, peak=train.lr, min_lr=train.min_lr, steps=train.steps, warmup_steps=train.warmup_steps,
-            schedule=train.schedule,
+            schedule=train.schedule, from_zero=train.warmup_from_zero,
         )  # fmt: skip
 
     def row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "min_lr": 0.0,
             "schedule": "cosine",
             "warmup_steps": 0,
+            "warmup_from_zero": False,
             "weight_decay": 0.1,
             "trainable": (),
             "freeze": (),

@@ -151,7 +151,8 @@ def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str
         },
         "train": {
             "steps": 15, "micro_batch_size": 1, "accumulate": 2, "lr": 1e-5, "schedule": "cosine", "warmup_steps": 2,
-            "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "precision": "bf16", "seed": 42,
+            "warmup_from_zero": True, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "precision": "bf16",
+            "seed": 42,
         },
         "run_dir": "runs/full",
         "save_every": 4,

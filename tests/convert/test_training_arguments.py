@@ -45,7 +45,7 @@ def test_a_script_for_transformers(tmp_path: Path, capsys: pytest.CaptureFixture
         },
         "train": {
             "steps": 8, "micro_batch_size": 2, "accumulate": 2, "lr": 1e-5, "schedule": "cosine", "warmup_steps": 2,
-            "weight_decay": 0.0, "betas": [0.9, 0.999], "precision": "bf16", "seed": 42,
+            "warmup_from_zero": True, "weight_decay": 0.0, "betas": [0.9, 0.999], "precision": "bf16", "seed": 42,
         },
         "hardware": {"device": "cpu"}, "run_dir": f"{tmp_path}/run", "save_every": 3, "save_keep": 1, "eval_every": 3,
     }  # fmt: skip

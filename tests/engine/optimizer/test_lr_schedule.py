@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from megatrain_ray.engine.optimizer.adamw import Schedule, learning_rate
 from tests.support.reference import reference_learning_rate
@@ -45,3 +47,16 @@ def test_the_reference_agrees_to_the_last_bit(schedule: Schedule) -> None:
         for step in range(1, steps + 1):
             ours = learning_rate(step, peak=peak, min_lr=min_lr, steps=steps, warmup_steps=warmup, schedule=schedule)
             assert ours == reference_learning_rate(step, peak, min_lr, steps, warmup, schedule)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4, 10])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_warm_up_from_zero_is_that_of_transformers(schedule: Schedule, warmup_steps: int) -> None:
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    theirs, scheduler = [], get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=10)
+    for _ in range(10):
+        theirs += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates(schedule, min_lr=0.0, warmup_steps=warmup_steps, from_zero=True) == pytest.approx(theirs, abs=1e-18)
