@@ -17,7 +17,8 @@ from megatrain_ray.io.chat.conversation_formats import (
     ChatLayout,
     TurnsLayout,
 )
-from megatrain_ray.io.records.find_files import RECORD_SUFFIXES, find_files
+from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
+from megatrain_ray.io.records.find_files import find_files, is_saved_dataset
 
 
 class ChatSource(NamedTuple):
@@ -48,7 +49,7 @@ def find_chats(
 
 
 def _files(pattern: str) -> tuple[Path, ...]:
-    if (Path(pattern) / FILE_NAME).exists():
+    if (Path(pattern) / FILE_NAME).exists() and not is_saved_dataset(Path(pattern)):
         raise ConfigError(f"data.path: {pattern} holds a {FILE_NAME}: name that file, and data.dataset")
     return find_files(pattern, RECORD_SUFFIXES)
 

@@ -1,31 +1,29 @@
-"""Reads the records of a file (a JSON list, JSON lines, or Parquet) in order, and counts what became of records."""
+"""Reads the records of a file (JSON or a table) in order, and counts what became of records."""
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow
-import pyarrow.parquet
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.find_files import JSON, JSONL_ZST, PARQUET, format_of
+from megatrain_ray.io.records.file_formats import JSON, open_bytes, suffix_of
+from megatrain_ray.io.records.read_tables import DELIMITERS, TABLES, read_rows
 
 BadRecords = Literal["error", "skip"]
 REMEMBERED = 5  # locations kept of each outcome
 NUM_SHOWN = 3  # of these, locations that a line of the report names
 BOM = b"\xef\xbb\xbf"
-CHUNK_BYTES = 1 << 20
-ROWS = 256  # rows of a Parquet file decoded at a time
 
 
 class RecordError(ValueError):
@@ -34,9 +32,9 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """Locates a record: a line of a .jsonl file, a record of a .json list, or a row of a .parquet file, from 1.
+    """Locates a record: a line of JSON lines or CSV, a record of a JSON list, or a row of another table, from 1.
 
-    unit: empty for a .txt file, which is one document.
+    unit: empty for a text file, which is one document.
     read_bytes: about how many bytes of the file have been read up to and including it, for a progress bar.
     """
 
@@ -54,19 +52,17 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
 
     A record that cannot be decoded comes as the RecordError that says why, and reading continues after it.
 
-    columns: of a Parquet file, the columns to read; None: all.
+    columns: of a Parquet or Arrow file, the columns to read; None: all.
 
     Raises ConfigError, naming file and location, for a file that cannot be read, is cut off or is damaged.
     """
-    if format_of(file) == PARQUET:
-        records = _parquet(file, columns)
-    else:
-        records = _json(file) if format_of(file) == JSON else _json_lines(file)
+    suffix = suffix_of(file)
+    records = _rows(file, columns) if suffix in TABLES else _json(file) if suffix == JSON else _json_lines(file)
     location = None
     try:
         for location, record in records:
             yield location, record
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, csv.Error) as error:
         raise unreadable(file, error, f" after {location.unit} {location.number}" if location else "") from None
 
 
@@ -109,26 +105,16 @@ def check_unicode(text: str, what: str) -> str:
     return text
 
 
-@contextmanager
-def _open_lines(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield the file as it is on disk, whose `tell` gives the bytes read, and its lines; a .zst is decompressed."""
-    if format_of(file) != JSONL_ZST:
-        with file.open("rb", buffering=CHUNK_BYTES) as plain:
-            yield plain, plain
-        return
-    # Arrow's stream raises if a frame ends too early; that of the zstandard package would end silently.
-    with pyarrow.OSFile(str(file)) as raw, pyarrow.CompressedInputStream(raw, "zstd") as stream:
-        yield raw, io.BufferedReader(stream, CHUNK_BYTES)
-
-
 def _json_lines(file: Path) -> Iterator[tuple[RecordLocation, Any]]:
-    with _open_lines(file) as (raw, lines):
+    with open_bytes(file) as (raw, lines):
         yield from _decoded_lines(file, lines, raw)
 
 
 def _json(file: Path) -> Iterator[tuple[RecordLocation, Any]]:
     """Yield the records of a .json file: a list, or JSON lines, which many tools write under this suffix."""
-    content = file.read_bytes().removeprefix(BOM)
+    size = file.stat().st_size
+    with open_bytes(file) as (_, stream):
+        content = stream.read().removeprefix(BOM)
     if not content.lstrip().startswith(b"["):
         lines = io.BytesIO(content)
         yield from _decoded_lines(file, lines, lines)
@@ -137,7 +123,7 @@ def _json(file: Path) -> Iterator[tuple[RecordLocation, Any]]:
     if isinstance(records, RecordError):
         raise ConfigError(f"data.path: {file} is {records}; expected a list of records")
     for number, record in enumerate(records, 1):
-        yield RecordLocation(file, "record", number, len(content) * number // len(records)), record
+        yield RecordLocation(file, "record", number, size * number // len(records)), record
 
 
 def _decoded_lines(file: Path, lines: Iterable[bytes], raw: Any) -> Iterator[tuple[RecordLocation, Any]]:
@@ -163,20 +149,12 @@ def _not_utf8(error: UnicodeDecodeError) -> RecordError:
     return RecordError(f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}")
 
 
-def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[RecordLocation, Any]]:
-    number, size = 0, file.stat().st_size
-    with pyarrow.parquet.ParquetFile(file) as table:
-        for batch in table.iter_batches(ROWS, columns=columns):
-            for row in range(batch.num_rows):  # one at a time: texts may be long, and one of them bad
-                number += 1
-                yield RecordLocation(file, "row", number, size * number // table.metadata.num_rows), _row(batch, row)
-
-
-def _row(batch: Any, row: int) -> Any:
-    try:
-        return batch.slice(row, 1).to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return _not_utf8(error)
+def _rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[RecordLocation, Any]]:
+    unit = "line" if suffix_of(file) in DELIMITERS else "row"
+    for number, read_bytes, value in read_rows(file, columns):
+        problem = _not_utf8(value) if isinstance(value, UnicodeDecodeError) else value
+        record = RecordError(str(problem)) if isinstance(problem, ValueError) else value
+        yield RecordLocation(file, unit, number, read_bytes), record
 
 
 class RecordOutcome(Enum):

@@ -1,17 +1,17 @@
-"""Reads files as texts: a .txt file is one document, and so is each line of JSON or row of Parquet."""
+"""Reads files as texts: a .txt file is one document, and so is each record of JSON or row of a table."""
 
 from __future__ import annotations
 
 import codecs
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
-import pyarrow.parquet
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.find_files import PARQUET, TEXT, format_of
+from megatrain_ray.io.records.file_formats import TEXT, open_bytes, suffix_of
 from megatrain_ray.io.records.read_records import (
     RecordError,
     RecordLocation,
@@ -23,6 +23,7 @@ from megatrain_ray.io.records.read_records import (
     read_records,
     unreadable,
 )
+from megatrain_ray.io.records.read_tables import TABLES, table_columns
 
 BLOCK_BYTES = 1 << 20  # bytes of a .txt file read at a time
 
@@ -45,10 +46,11 @@ def read_texts(file: Path, text_field: str, tally: RecordTally) -> Iterator[Text
     A byte order mark at the start of a file is dropped; line ends are kept as they are. Raises ConfigError naming file
     and line, row or offset for what cannot be read or ends too early, and for a bad record unless `tally` skips those.
     """
-    if format_of(file) == TEXT:
+    suffix = suffix_of(file)
+    if suffix == TEXT:
         yield from _read_plain(file, tally)
         return
-    if format_of(file) == PARQUET:
+    if suffix in TABLES:
         _check_column(file, text_field)
     for location, record in read_records(file, columns=[text_field]):
         try:
@@ -66,17 +68,17 @@ def _read_plain(file: Path, tally: RecordTally) -> Iterator[TextBlock]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, num_bytes = "", 0
     try:
-        with file.open("rb") as stream:
+        with open_bytes(file) as (raw, stream):
             while data := stream.read(BLOCK_BYTES):
                 num_bytes += len(data)
                 text = _decoded(decoder, data, file, num_bytes)
                 if held and text:
-                    yield TextBlock(held, False, RecordLocation(file, "", 1, num_bytes))
+                    yield TextBlock(held, False, RecordLocation(file, "", 1, raw.tell()))
                 held = text or held
-    except OSError as error:
-        raise unreadable(file, error) from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise unreadable(file, error, f" after {num_bytes} bytes of text" if num_bytes else "") from None
     held += _decoded(decoder, b"", file, num_bytes)
-    location = RecordLocation(file, "", 1, num_bytes)
+    location = RecordLocation(file, "", 1, file.stat().st_size)
     if held:
         yield TextBlock(held, True, location)
     else:
@@ -110,10 +112,10 @@ def _text_of(record: Any, text_field: str) -> str:
 
 
 def _check_column(file: Path, text_field: str) -> None:
-    """Raise ConfigError if a Parquet file has no column of texts of this name, or cannot be read."""
+    """Raise ConfigError if a table has no column of texts of this name, or cannot be read."""
     try:
-        schema = pyarrow.parquet.read_schema(file)
-    except (OSError, pyarrow.ArrowException) as error:
+        schema = table_columns(file)
+    except (OSError, pyarrow.ArrowException, csv.Error) as error:
         raise unreadable(file, error) from None
     if text_field not in schema.names:
         raise ConfigError(

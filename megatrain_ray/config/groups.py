@@ -48,8 +48,8 @@ class DataConfig(Group):
     kind: Literal["pretrain", "sft", "tokens"] = "pretrain"
     """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids. Keys of other kinds are refused."""
     path: Sources
-    """File, glob, folder, a list of these, or a list of {path, weight}. Texts: .txt, .jsonl, .jsonl.zst, .parquet;
-    chats: .json instead of .txt, or dataset_info.json; token ids: .json instead of .txt."""
+    """File, glob, folder, a list of these, or a list of {path, weight}. Formats: .jsonl, .json, .csv, .tsv (each also
+    with .gz or .zst), .parquet, .arrow; texts: .txt as well; chats: dataset_info.json as well."""
     eval_path: Sources | None = None
     """Held-out data for eval_every, given like data.path."""
     dataset: Names | None = None

@@ -23,7 +23,8 @@ from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
 from megatrain_ray.io.chat.end_marks import end_of_turn
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.files.cache_folder import cache_folder
-from megatrain_ray.io.records.find_files import find_files
+from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
+from megatrain_ray.io.records.find_files import describe_folders, find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta
@@ -42,7 +43,11 @@ def tokenize(
 
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
-    recipes = {name: _recipe(path, data, tokenizer) for name, path in sources_of(data, key).items()}
+    sources = sources_of(data, key)
+    recipes = {name: _recipe(path, data, tokenizer) for name, path in sources.items()}
+    for path in sources.values():
+        for note in describe_folders(path, TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES):
+            say(note)
     return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
 
 

@@ -267,7 +267,7 @@ def test_files_folders_globs_and_lists_in_the_order_given(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=message):
             find_chats(str(tmp_path / path))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty holds no file of a known format \(.json, "):
+    with pytest.raises(ConfigError, match=r"empty holds no file of a known format: .json, "):
         find_chats(str(tmp_path / "empty"))
 
 
