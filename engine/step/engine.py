@@ -98,8 +98,8 @@ class Engine:
         if clip is None and output.skipped:
             raise MegatrainError(
                 f"step {step.step}: the gradient of {output.bad_parameter} is not finite (loss {output.loss}) and "
-                "train.clip is null, so the update has begun; the last save is intact: export it and train on from "
-                "that folder in a new run_dir, with train.clip set or a lower train.lr"
+                "train.clip is null, so the update has begun; the last save is intact: set train.clip or "
+                "lower train.lr, and the same command resumes"
             )
         exposed_s = await self.on_compute_thread(self.device.take_exposed)
         step_s = time.perf_counter() - start

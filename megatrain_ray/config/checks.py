@@ -209,7 +209,7 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
         case "extra_forbidden":
             yield _unknown(key, root)
         case "missing":
-            field = _fields(root).get(_without_numbers(key))
+            field = _fields(root).get(without_numbers(key))
             sentence = " ".join(((field and field.description) or "").split()).partition(". ")[0]
             yield f"{key}: required. {sentence}".rstrip()
         case "value_error":
@@ -222,7 +222,7 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
 
 
 def _unknown(key: str, root: type[BaseModel]) -> str:
-    group, _, name = _without_numbers(key).rpartition(".")
+    group, _, name = without_numbers(key).rpartition(".")
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]
     elsewhere = next((other for other in keys if other.rpartition(".")[2] == name), None)
@@ -249,7 +249,7 @@ def _fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
     return fields
 
 
-def _without_numbers(key: str) -> str:
+def without_numbers(key: str) -> str:
     """Return the key without the numbers of list entries: `train.groups.0.lr` becomes `train.groups.lr`."""
     *groups, name = key.split(".")
     return ".".join([*(part for part in groups if not part.isdigit()), name])

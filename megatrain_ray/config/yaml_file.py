@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from megatrain_ray.config.checks import without_numbers
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 
@@ -16,7 +17,13 @@ SAVE_KEYS = ("save_every", "save_keep", "save_compress")
 EVAL_KEYS = ("eval_every", "data.eval_path", "data.eval_dataset")
 GROUPS = ("hardware", "spill", "log")
 LIMIT_KEYS = ("max_failures", "max_skipped")
-FREE_ON_RESUME = ("train.steps", "train.moments", "run_dir", "resume", *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *GROUPS)
+RATE_KEYS = (
+    "train.lr", "train.min_lr", "train.schedule", "train.warmup_steps", "train.weight_decay", "train.betas",
+    "train.eps", "train.clip", "train.groups.lr", "train.groups.weight_decay",
+)  # fmt: skip
+FREE_ON_RESUME = (
+    "train.steps", "train.moments", "run_dir", "resume", *RATE_KEYS, *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *GROUPS,
+)  # fmt: skip
 
 SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
 
@@ -139,20 +146,37 @@ def config_to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def resume_diff(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """Return the keys that differ although a resume may not change them, as `train.lr: 0.001 -> 0.002`.
+    """Return the keys that differ although a resume may not change them, as `data.seed: 0 -> 1`.
 
     A split into micro-batches that `new` leaves to the plan is no difference. Nor is another split of the same batch on
     another number of GPUs.
     """
-    before, after = dict(leaves(old.resolve().model_dump())), dict(leaves(new.resolve(old).model_dump()))
+    return [f"{key}: {shown(before)} -> {shown(after)}" for key, before, after in _differing(old, new, free=False)]
+
+
+def train_changes(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of `train` that a resume changed and may change, as {key: (before, after)}."""
+    found = _differing(old, new, free=True)
+    return {key: (before, after) for key, before, after in found if key.startswith("train.")}
+
+
+def _differing(old: TrainConfig, new: TrainConfig, *, free: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, before, after) of the settings that differ, either those that a resume may change or the others."""
+    before, after = dict(_one_by_one(old.resolve())), dict(_one_by_one(new.resolve(old)))
     others = old.hardware.num_gpus != new.hardware.num_gpus
     if others or new.train.split_is_free:
         after |= {key: before.get(key) for key in SPLIT_KEYS if others or after[key] is None}
-    return [
-        f"{key}: {_shown(before.get(key))} -> {_shown(after.get(key))}"
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and {key, key.partition(".")[0]}.isdisjoint(FREE_ON_RESUME)
-    ]
+    for key in dict.fromkeys([*before, *after]):
+        is_free = not {without_numbers(key), key.partition(".")[0]}.isdisjoint(FREE_ON_RESUME)
+        if before.get(key) != after.get(key) and is_free == free:
+            yield key, before.get(key), after.get(key)
+
+
+def _one_by_one(config: TrainConfig) -> Iterator[tuple[str, Any]]:
+    """Yield all settings by dotted key, those of a parameter group too: train.groups.0.lr."""
+    tree = config.model_dump()
+    tree["train"]["groups"] = {str(number): group for number, group in enumerate(tree["train"]["groups"])}
+    return leaves(tree)
 
 
 def _read(path: Path) -> str:
@@ -192,7 +216,7 @@ def override(tree: dict[str, Any], setting: str) -> None:
         tree = tree[group]
         if not isinstance(tree, dict):
             where = f"override {setting!r}: {'.'.join(groups[:depth])}"
-            raise ConfigError(f"{where} is {_shown(tree)}, expected a mapping to set a key in")
+            raise ConfigError(f"{where} is {shown(tree)}, expected a mapping to set a key in")
     tree[name] = _parse(text, f"override {setting!r}")
 
 
@@ -205,5 +229,6 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as it would be written in YAML, on one line."""
     return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()

@@ -41,6 +41,7 @@ def train(job: RunContext, manifest: Manifest | None, placement: Placement | Non
     """Train, and record the start and its end in the run's history."""
     plan, steps = job.run_spec.plan, job.run.config.train.steps
     here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
+    here["changed"] = job.run.changes_since(manifest)
     # Recorded before anything of the start can fail.
     with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here):
         return _train(job, manifest, placement)

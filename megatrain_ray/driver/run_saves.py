@@ -139,7 +139,7 @@ class RunSaves:
             if isinstance(error.cause, NonFiniteStateError):
                 raise MegatrainError(
                     f"step {save.step} cannot be saved: {error.cause}, so training has diverged; {self.safe}: lower "
-                    "train.lr, and start again in another run_dir"
+                    "train.lr, and the same command resumes"
                 ) from None
             raise
 

@@ -271,6 +271,5 @@ class Session:
             raise MegatrainError(
                 f"the last {self._progress.step - self._last_applied} steps were skipped, each for a gradient norm "
                 f"that is not finite (max_skipped: {self._config.max_skipped}): training has diverged; "
-                f"{self._saves.safe}: lower train.lr or look at the data of these steps, and start again in another "
-                "run_dir"
+                f"{self._saves.safe}: look at the data of these steps, or lower train.lr, and the same command resumes"
             )

@@ -183,7 +183,13 @@ def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return time, kind and details of an event of the run's history."""
     match row["what"]:
         case "start":
-            details = f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}"
+            changed = row["changed"].items() if isinstance(row.get("changed"), Mapping) else ()
+            details = "".join(
+                [
+                    f"from step {row.get('step')} to {row.get('steps')} on {row.get('host', 'an unknown machine')}",
+                    *(f", {key} {' → '.join(map(str, values))}" for key, values in changed),
+                ]
+            )
         case "died":
             details = f"{row.get('process')}, after step {row.get('step')}"
         case "replaced":

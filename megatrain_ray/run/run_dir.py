@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import dump_config, resume_diff
+from megatrain_ray.config.yaml_file import dump_config, resume_diff, shown, train_changes
 from megatrain_ray.console.logs import say
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_template
@@ -118,8 +118,17 @@ class RunDir(RunFiles):
         with suppress(MegatrainError, OSError):  # the error that ended the run must be reported
             clean_unfinished(self.saves, self.token)
 
-    def tell_of_resume(self, step: int) -> None:
-        """Print what going on from the save of a step means."""
+    def changes_since(self, manifest: Manifest | None) -> dict[str, tuple[Any, Any]]:
+        """Return the settings of `train` that were others when a save was made, as {key: (before, now)}."""
+        if manifest is None:
+            return {}
+        with suppress(ConfigError):  # of an earlier release, with a key that this one does not have
+            return train_changes(TrainConfig.model_validate(manifest.config), self.config)
+        return {}
+
+    def tell_of_resume(self, manifest: Manifest) -> None:
+        """Print what going on from a save means."""
+        step = manifest.step
         num_again = sum(row["step"] > step for row in self.rows())
         again = f"; {num_again} steps that were not saved are made again" if num_again else ""
         say(f"resuming from the save of step {step}{again}")
@@ -131,10 +140,9 @@ class RunDir(RunFiles):
         for saved in list_saves(self.saves):
             if reason := why_kept(self.saves, saved, self.token):
                 say(f"note: {reason}; save_keep does not count it")
-        before, now = self.read_config().train, self.config.train
-        if before.steps != now.steps and now.schedule != "constant":
-            schedule = f"the schedule of {now.steps} steps"
-            say(f"train.steps was {before.steps}: from here on the learning rate follows {schedule}")
+        if changes := self.changes_since(manifest):
+            listed = (f"{key} {shown(before)} -> {shown(now)}" for key, (before, now) in changes.items())
+            say(f"resumed with {', '.join(listed)}: from step {step + 1} on")
 
     def missing_rows(self, step: int) -> list[int]:
         """Return those of the first `step` updates without a row of metrics. Before a save, somebody deleted them."""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import dump_config, load_config, resume_diff
+from megatrain_ray.config.yaml_file import dump_config, load_config, resume_diff, train_changes
 from megatrain_ray.errors import ConfigError
 from tests.support.settings import MISSING, config, settings
 
@@ -140,7 +140,9 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train__steps": 9},
+        {"train__steps": 9, "train__lr": 0.002, "train__min_lr": 0.001, "train__schedule": "linear"},
+        {"train__warmup_steps": 1, "train__weight_decay": 0.0, "train__clip": None},
+        {"train__betas": [0.9, 0.99], "train__eps": 1e-6},
         {"run_dir": "elsewhere"},
         {"resume": False},
         {"save_every": None},
@@ -159,10 +161,8 @@ def test_a_resume_may_change(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "diff"),
     [
-        ({"train__lr": 0.002}, ["train.lr: 0.0001 -> 0.002"]),
-        ({"train__clip": None}, ["train.clip: 1.0 -> null"]),
-        ({"train__betas": [0.9, 0.99]}, ["train.betas: [0.9, 0.95] -> [0.9, 0.99]"]),
-        ({"train__warmup_steps": 1, "data__seed": 1}, ["data.seed: 0 -> 1", "train.warmup_steps: 0 -> 1"]),
+        ({"train__lr": 0.002, "train__seed": 2}, ["train.seed: 0 -> 2"]),
+        ({"train__z_loss": 1e-4, "data__seed": 1}, ["data.seed: 0 -> 1", "train.z_loss: 0.0 -> 0.0001"]),
         ({"data__path": ["a", "b"]}, ["data.path: text.txt -> [a, b]"]),
         ({"train__batch_size": 2}, ["train.batch_size: 1 -> 2"]),
         ({"train__accumulate": 2}, ["train.batch_size: 1 -> 2", "train.accumulate: 1 -> 2"]),
@@ -170,6 +170,29 @@ def test_a_resume_may_change(changes: dict[str, Any]) -> None:
 )
 def test_a_resume_may_not_change(changes: dict[str, Any], diff: list[str]) -> None:
     assert resume_diff(config(), config(**changes)) == diff
+
+
+def test_rates_of_groups_may_change_on_a_resume_and_what_is_in_them_may_not() -> None:
+    def of(*groups: dict[str, Any]) -> TrainConfig:
+        return config(train__groups=list(groups))
+
+    before = of({"match": "a", "lr": 1e-3}, {"match": "b", "weight_decay": 0.0})
+    rates = of({"match": "a", "lr": 2e-3}, {"match": "b", "lr": 1.0})
+    assert resume_diff(before, rates) == []
+    assert train_changes(before, rates) == {
+        "train.groups.0.lr": (1e-3, 2e-3),
+        "train.groups.1.lr": (None, 1.0),
+        "train.groups.1.weight_decay": (0.0, None),
+    }
+    assert resume_diff(before, of({"match": "a", "lr": 1e-3})) == ["train.groups.1.match: [b] -> null"]
+    assert resume_diff(before, of({"match": "c", "lr": 1.0}, {"match": "b", "lr": 1.0})) == [
+        "train.groups.0.match: [a] -> [c]"
+    ]
+
+
+def test_only_settings_of_train_are_named_as_changed() -> None:
+    now = config(train__lr=0.002, train__clip=None, train__seed=2, save_keep=5, log__tensorboard=False)
+    assert train_changes(config(), now) == {"train.lr": (1e-4, 0.002), "train.clip": (1.0, None)}
 
 
 def test_the_models_own_settings_are_compared_one_by_one() -> None:

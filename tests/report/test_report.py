@@ -136,9 +136,15 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
 def test_a_run_without_a_step(tmp_path: Path) -> None:
     with RunDir.open(config(run_dir=str(tmp_path / "run"))) as opened:
         opened.begin("{}", 0)
-        History(opened.path).begin(0, 4, "abc")
+        History(opened.path).begin(0, 4, "abc", changed={"train.lr": (0.001, 0.0005), "train.clip": (1.0, None)})
         page = page_of(opened.path)
-    told = ("starting, process", "No update was made yet.", "No plan that this version reads.", "Nothing was compared")
+    told = (
+        "from step 0 to 4 on an unknown machine, train.lr 0.001 → 0.0005, train.clip 1.0 → None",
+        "starting, process",
+        "No update was made yet.",
+        "No plan that this version reads.",
+        "Nothing was compared",
+    )
     for text in told:
         assert text in page
     assert "<svg" not in page

@@ -87,8 +87,8 @@ def test_a_relative_folder_is_made_absolute(tmp_path: Path, monkeypatch: pytest.
     ("changes", "message"),
     [
         ({"resume": False}, "resume is false, but {} holds a run; set resume: true, or choose another run_dir"),
-        ({"train__lr": 1.0}, "{} holds a run with other settings; set them back, or choose another run_dir:\n"
-                             "  train.lr: 0.0001 -> 1.0"),
+        ({"train__seed": 1}, "{} holds a run with other settings; set them back, or choose another run_dir:\n"
+                             "  train.seed: 0 -> 1"),
     ],
 )  # fmt: skip
 def test_a_refused_resume_changes_nothing(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -98,7 +98,7 @@ def test_a_refused_resume_changes_nothing(tmp_path: Path, changes: dict[str, Any
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("changes", [{"resume": False}, {"train__lr": 1.0}, {"data__tokenizer": "other"}])
+@pytest.mark.parametrize("changes", [{"resume": False}, {"train__seed": 1}, {"data__tokenizer": "other"}])
 def test_a_start_that_made_no_step_may_be_made_again_with_other_settings(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_start_that_made_no_step_may_be_made_again_with_other_settings(
         with RunDir.open(in_folder(tmp_path / "run", **names)) as run:
             run.begin("{}", 0)
             run.keep_tokenizer()
-    assert RunFiles(tmp_path / "run").read_config().train.lr == changes.get("train__lr", 1e-4)
+    assert RunFiles(tmp_path / "run").read_config().train.seed == changes.get("train__seed", 0)
     if "data__tokenizer" in changes:
         assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text() == "other"
 

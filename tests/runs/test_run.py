@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.run.run_history import read_history
 from tests.metrics.test_metric_sinks import scalars
 from tests.support.in_process import Train
+from tests.support.reference import train_reference
 from tests.support.runs import (
     ROOT,
     assert_equals_reference,
@@ -27,10 +30,11 @@ from tests.support.runs import (
     exported_masters,
     losses,
     plan_of,
+    recipe_of,
     rows,
     write_config,
 )
-from tests.support.tiny import build_tiny
+from tests.support.tiny import build_tiny, text_batches
 
 Row = dict[str, Any]
 
@@ -190,6 +194,37 @@ def test_ten_steps_are_four_and_six(tmp_path: Path, train: Train) -> None:
     assert {"lr", "grad_norm", "tokens_per_s", "exposed_s/optimizer"} <= drawn.keys()
 
 
+OTHER_RATES = {
+    "lr": 2e-3, "min_lr": 1e-4, "schedule": "linear", "warmup_steps": 6, "weight_decay": 0.3, "clip": 0.5,
+    "betas": [0.8, 0.99], "eps": 1e-6, "steps": 12, "groups": [{"match": "layernorm", "lr": 5e-3, "weight_decay": 0.2}],
+}  # fmt: skip
+
+
+def test_a_resume_with_other_rates_is_plain_pytorch_with_the_rates_changed_at_that_step(
+    tmp_path: Path, train: Train
+) -> None:
+    model, run = build_tiny(tmp_path / "model"), tmp_path / "run"
+    tree = config(run, model, train__steps=8, save_every=4, train__groups=[{"match": "layernorm", "lr": 1e-4}])
+    path = write_config(tmp_path / "config.yaml", tree)
+    assert train(str(path)).returncode == 0
+    shutil.rmtree(run / "saves" / "step_8")
+    begun = train_reference(model, text_batches(4, 4, 32), recipe_of(run, tree))
+    changed = {**tree, "train": {**tree["train"], **OTHER_RATES}}
+    done = train(str(write_config(path, changed)))
+    assert done.returncode == 0, done.stderr
+    assert "resumed with train.steps 8 -> 12, train.lr 0.001 -> 0.002, " in done.stderr
+    assert "train.groups.0.weight_decay null -> 0.2" in done.stderr
+    rates = {key: value for key, value in OTHER_RATES.items() if key not in ("groups", "clip", "schedule", "betas")}
+    recipe = replace(recipe_of(run, changed), **rates, betas=(0.8, 0.99))
+    theirs = train_reference(model, text_batches(12, 4, 32)[4:], recipe, start=begun)
+    assert losses(run) == begun.losses + theirs.losses
+    assert [row["lr"] for row in rows(run)] == begun.learning_rates + theirs.learning_rates
+    for name, master in exported_masters(run, tmp_path / "out").items():
+        assert torch.equal(master, theirs.masters[name].flatten()), name
+    starts = [row for row in read_history(run) if row["what"] == "start"]
+    assert [start["changed"].get("train.lr") for start in starts] == [None, [1e-3, 2e-3]]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
     """Return the folder of a whole run from random weights, and its configuration. Tests leave it as it is."""
@@ -207,9 +242,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
 def test_resume_refuses_other_settings(made: Path, train: Train) -> None:
     path = str(made / "config.yaml")
     before = sorted(p.relative_to(made) for p in (made / "run").rglob("*"))
-    refused = train(path, "train.lr=2e-3", "train.steps=3")
+    refused = train(path, "train.seed=2", "train.steps=3")
     assert refused.returncode == 2
-    assert "train.lr: 0.001 -> 0.002" in refused.stderr
+    assert "train.seed: 0 -> 2" in refused.stderr
     assert "train.steps" not in refused.stderr
     assert train(path, "resume=false").returncode == 2
     assert sorted(p.relative_to(made) for p in (made / "run").rglob("*")) == before
