@@ -33,7 +33,7 @@ from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.machine.environment import commit, hardware, versions
-from megatrain_ray.planning.run_spec import PlanningProblem, question_of
+from megatrain_ray.planning.run_spec import PlanningProblem, planning_problem
 from tests.support.runs import command, plan_of, rows
 
 CONFIG = Path(__file__).parent / "configs" / "speed" / "qwen2.5_0.5b.yaml"
@@ -180,7 +180,7 @@ def limit_for(question: PlanningProblem, has: Callable[[Plan], object]) -> int:
 
 
 def _question(settings: Sequence[str]) -> PlanningProblem:
-    return question_of(load_config(CONFIG, settings).resolve())
+    return planning_problem(load_config(CONFIG, settings).resolve())
 
 
 def on_disk(plan: Plan) -> dict[str, int]:

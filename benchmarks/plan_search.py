@@ -31,7 +31,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.run_spec import PlanningProblem, question_of
+from megatrain_ray.planning.run_spec import PlanningProblem, planning_problem
 
 HBM = "hardware.hbm_limit=141GB"
 DEPTHS = 28, 80, 180
@@ -99,7 +99,7 @@ def asked(config: str, *settings: str) -> PlanningProblem:
     """Return the planning question of a configuration on an imagined machine."""
     path = CONFIGS / config
     device = () if "hbm_limit" in path.read_text() else (HBM,)
-    question = question_of(load_config(path, [*device, *settings, "run_dir=nowhere"]).resolve())
+    question = planning_problem(load_config(path, [*device, *settings, "run_dir=nowhere"]).resolve())
     machine = replace(question.machine, num_cpus=16, num_nodes=1, nodes=(), gpus=(), profile=None)
     return replace(question, machine=replace(machine, spill=machine.spill and SPILL))
 

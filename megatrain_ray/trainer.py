@@ -136,7 +136,7 @@ class Trainer:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_moments(run.config.train.moments, manifest)
             if manifest is not None:
-                run.tell_of_resume(manifest)
+                run.report_resume(manifest)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
             tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)

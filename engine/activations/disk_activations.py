@@ -24,7 +24,7 @@ from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.layer_calls.layer_call import bytes_of
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.activation_disk_clock import SimulatedFile
-from megatrain_ray.engine.plan.activation_staging import ActivationBlock, DiskAllocator, windows_of
+from megatrain_ray.engine.plan.activation_staging import ActivationBlock, DiskAllocator, staging_buffers_of
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.spill.spill_transfers import Checksums, SpillTransfers
 from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
@@ -113,7 +113,7 @@ class DiskActivations:
         self._clock = SimulatedFile(count * size, lambda stage, op, *after: account(stage, op, after))
         self._changed = threading.Condition()
         self._waiters = {stage: ThreadPoolExecutor(1, f"activations {stage.value}") for stage in (Stage.D2H, Stage.H2D)}
-        words = windows_of(plan).num_blocks(plan.disk_activations)
+        words = staging_buffers_of(plan).num_blocks(plan.disk_activations)
         checksums = Checksums(Words(aligned_block(WORD_BYTES * words), words), 0)
         timeout_s = transfer_deadline_s(plan.total_bytes(Tier.NVME))  # state and gradients may share this disk
         self._transfers = SpillTransfers(store, name, checksums, timeout_s, self._wake)

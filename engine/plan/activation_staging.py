@@ -73,11 +73,11 @@ class StagingBuffers(NamedTuple):
         return self.number * self.num_bytes + WORD_BYTES * self.num_blocks(activations)
 
 
-def windows_of(plan: Plan) -> StagingBuffers:
+def staging_buffers_of(plan: Plan) -> StagingBuffers:
     return StagingBuffers(plan.disk.num_staging_buffers, plan.disk.staging_buffer_bytes)
 
 
-def with_windows(plan: Plan) -> Plan:
+def with_staging_buffers(plan: Plan) -> Plan:
     """Return the plan with windows for the activations that it has on disk, if any."""
     if not plan.disk_activations:
         return plan

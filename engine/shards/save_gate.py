@@ -91,9 +91,9 @@ class WrittenPart:
 class SaveGate:
     """Coordinates a thread that writes one save at a time with a thread that updates the same layers.
 
-    The writing thread calls `write_part`, which reads `pieces` and calls `done`. The updating thread calls `enter`
-    before each update. State that is still read for an abandoned save may be overwritten meanwhile, because what was
-    read is thrown away.
+    The writing thread calls `write_part`, which reads `pieces` and calls `part_read`. The updating thread calls
+    `before_update` before each update. State that is still read for an abandoned save may be overwritten meanwhile,
+    because what was read is thrown away.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class SaveGate:
         """Write part `number` of the save of a step, each layer once it has had that step's update."""
         start_s = time.monotonic()
         save = self.begin(attempt)
-        pieces, done = self.pieces(save), partial(self.done, save)
+        pieces, part_read = self.pieces(save), partial(self.part_read, save)
         try:
-            part = asyncio.run(write_part(save_folder, number, pieces, done, compression, self._shard.spans))
+            part = asyncio.run(write_part(save_folder, number, pieces, part_read, compression, self._shard.spans))
         except BaseException:
             self.abandon(attempt)
             raise
@@ -206,7 +206,7 @@ class SaveGate:
             else:
                 return
 
-    def done(self, save: GatedSave, part: Piece) -> None:
+    def part_read(self, save: GatedSave, part: Piece) -> None:
         """Note that the part was read, so its bytes are no longer needed."""
         layer = self._layers[part.layer]
         with self._changed:
@@ -218,7 +218,7 @@ class SaveGate:
                 self._set(save, layer, LayerState.WRITTEN)
             self._changed.notify_all()
 
-    def enter(self, layer: int, update: int) -> None:
+    def before_update(self, layer: int, update: int) -> None:
         """Wait until the layer may be overwritten by `update`. If there is spare RAM, copy the layer aside for that.
 
         Raises DeadlineError if the save makes no progress, MegatrainError if the shards were stopped meanwhile.

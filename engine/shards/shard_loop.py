@@ -98,7 +98,7 @@ class ShardLoop:
                 continue
             if not self._await(layer, update, committed=True):
                 return False
-            self._gate.enter(layer, update)
+            self._gate.before_update(layer, update)
             self._words.generations.begin(self._index, layer, update)
             params = self._words.updates.params(update)
             gradient = None if layer in self._stored else self._gradient(layer)

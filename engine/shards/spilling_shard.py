@@ -110,7 +110,7 @@ class SpillingShard(AdamShard):
         for number in self._on_disk.gradients_of(layer):
             span = self._on_disk.extents[number].span
             part = gradient[span.start - first : span.stop - first]
-            with self._waits(layer), self._ring.blank(number):
+            with self._waits(layer), self._ring.overwrite(number):
                 self._copy(layer, [(self._ring.bytes_of(number)[GRADIENT], part.view(torch.uint8))])
 
     def _check_gradient(self, layer: int, gradient: Tensor | None) -> None:
@@ -136,7 +136,7 @@ class SpillingShard(AdamShard):
             self._bring(number)
             values, span = self._ring.bytes_of(number)[GRADIENT], self._on_disk.extents[number].span
             yield Gradient(values.view(self._on_disk.offload_dtype), start=span.start), span
-            self._ring.leave(number)
+            self._ring.release(number)
 
     def roll_back(self, layer: int, serial: int) -> None:
         """Roll back a layer, extent after extent if its state is on disk.
@@ -154,9 +154,9 @@ class SpillingShard(AdamShard):
             span = self._on_disk.extents[number].span
             if within is None or within.start <= span.start < within.stop:
                 self._bring(number)
-                self._ring.change(number)
+                self._ring.mark_dirty(number)
                 yield span
-                self._ring.leave(number)
+                self._ring.release(number)
 
     def _copy_state(self, layer: int, copies: Mapping[str, Sequence[Tensor]]) -> None:
         """Fill copies with the layer's state, reading from disk what spills.
@@ -170,7 +170,7 @@ class SpillingShard(AdamShard):
             self._bring(number)
             tensors = self._kinds(layer, self._on_disk.extents[number].span)
             self._copy(layer, [(next(left[kind]), tensor) for kind in tensors for tensor in tensors[kind]])
-            self._ring.pause(number)
+            self._ring.release_unchanged(number)
 
     def fetch(self, part: Piece) -> Piece:
         return part._replace(buffers=[self._in_memory(buffer) for buffer in part.buffers])
@@ -186,14 +186,14 @@ class SpillingShard(AdamShard):
 
     def _bring(self, number: int) -> None:
         with self._waits(self._on_disk.extents[number].layer):
-            self._ring.bring(number)
+            self._ring.acquire(number)
 
     def _waits(self, layer: int) -> AbstractContextManager[None]:
         return self.spans.span(Row.UPDATES, "wait disk", layer, waits=True)
 
     @contextmanager
     def _blank(self, number: int) -> Iterator[tuple[Extent, Mapping[str, Tensor]]]:
-        with self._ring.blank(number):
+        with self._ring.overwrite(number):
             yield self._on_disk.extents[number], self._in_slot(number)
 
     def _in_slot(self, number: int) -> dict[str, Tensor]:

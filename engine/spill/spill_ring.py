@@ -7,8 +7,8 @@ The transfers themselves are in spill_transfers.py.
 
 A slot is in shared memory and outlives the process that updates it. So that another process can go on, the table next
 to it says which extent it holds. That is stored once the extent has been read, and cleared before another one is read.
-The table also says whether the slot is ahead of the blob. That is stored before the first write, and cleared once the
-blob has what was written. While it is set, the slot is right and the blob is not.
+The table also says whether the slot is dirty: it holds changes that the blob lacks. That is stored before the first
+write, and cleared once the blob has what was written. While it is set, the slot is right and the blob is not.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class _SpillSlot:
     memory: Tensor  # 1-D uint8
     state: SpillSlotState = SpillSlotState.EMPTY
     extent: int | None = None
-    is_held: bool = False  # an update works on it
+    is_acquired: bool = False  # an update works on it
 
 
 class SpillRing:
     """Brings one shard's extents into slots of host memory and writes them back.
 
-    `bring`, `change`, `leave`, `pause` and `blank` are for the thread that updates, `wait_written` and `read` for any
-    other. An `extent` is given by its number among `layout.extents`.
+    `acquire`, `mark_dirty`, `release`, `release_unchanged` and `overwrite` are for the thread that updates,
+    `wait_written` and `read` for any other. An `extent` is given by its number among `layout.extents`.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class SpillRing:
             self._adopt()
 
     def bytes_of(self, extent: int) -> dict[str, Tensor]:
-        """Return the bytes of an extent in its slot, by kind. Valid between `bring` and `leave`."""
-        slot = self._held(extent)
+        """Return the bytes of an extent in its slot, by kind. Valid between `acquire` and `release`."""
+        slot = self._acquired(extent)
         return {kind: slot.memory[slice(*span)] for kind, span in self.layout.extents[extent].kinds.items()}
 
-    def bring(self, extent: int) -> None:
-        """Wait until the extent is in its slot, where it stays until `leave`. Read the extents after it ahead.
+    def acquire(self, extent: int) -> None:
+        """Wait until the extent is in its slot, where it stays until `release`. Read the extents after it ahead.
 
         Raises MegatrainError if it cannot be read or is not what was written, and DeadlineError.
         """
@@ -103,51 +103,51 @@ class SpillRing:
             self._advance()
             what = f"{self._described(extent)} to be read"
             slot = self._transfers.wait_for(self._changed, partial(self._ready_slot, extent), what)
-            slot.is_held = True
+            slot.is_acquired = True
 
-    def change(self, extent: int) -> None:
-        """Mark the extent's slot as ahead of the blob. Call it before the first write."""
-        self._table.set_ahead(self._held(extent).index, True)
+    def mark_dirty(self, extent: int) -> None:
+        """Mark the extent's slot as dirty. Call it before the first write."""
+        self._table.set_dirty(self._acquired(extent).index, True)
 
-    def leave(self, extent: int) -> None:
+    def release(self, extent: int) -> None:
         """End the work on an extent. If it was changed, it is written to the blob while other work goes on.
 
         The slot may then take another extent.
         """
         with self._changed:
-            slot = self._held(extent)
-            slot.is_held = False
+            slot = self._acquired(extent)
+            slot.is_acquired = False
             self._at = max(self._at, extent + 1)  # a gradient is left only after the state of its part
-            if self._is_ahead(slot):
+            if self._is_dirty(slot):
                 self._write(slot)
             self._advance()
 
-    def pause(self, extent: int) -> None:
+    def release_unchanged(self, extent: int) -> None:
         """End the work on an extent that is unchanged and whose update is still to come.
 
         It stays in its slot, unless another extent needs that slot first.
         """
         with self._changed:
-            slot = self._held(extent)
-            assert not self._is_ahead(slot)
-            slot.is_held = False
+            slot = self._acquired(extent)
+            assert not self._is_dirty(slot)
+            slot.is_acquired = False
 
     @contextmanager
-    def blank(self, extent: int) -> Iterator[None]:
+    def overwrite(self, extent: int) -> Iterator[None]:
         """Provide a slot that the `with` block fills for the extent, whatever the blob has.
 
         It is written to the blob after the block.
         """
         with self._changed:
-            self._reads_ahead = False  # until the next `bring`, all slots are for extents that are filled
+            self._reads_ahead = False  # until the next `acquire`, all slots are for extents that are filled
             what = f"a slot for {self._described(extent)}"
             slot = self._transfers.wait_for(self._changed, partial(self._slot_to_fill, extent), what)
             self._clear(slot)
             self._hold(slot, extent)
-            slot.is_held = True
-        self.change(extent)
+            slot.is_acquired = True
+        self.mark_dirty(extent)
         yield
-        self.leave(extent)
+        self.release(extent)
 
     def wait_written(self, extent: int) -> None:
         """Wait until the blob has everything that updates made of the extent."""
@@ -160,7 +160,7 @@ class SpillRing:
 
         span: which bytes of the extent.
 
-        No update of the extent may begin before this returns. Raises what `bring` raises.
+        No update of the extent may begin before this returns. Raises what `acquire` raises.
         """
         self.wait_written(extent)
         result = memoryview(bytearray(span.size))
@@ -181,13 +181,13 @@ class SpillRing:
         self._transfers.close()
 
     def _adopt(self) -> None:
-        """Go on from what slots hold if another process used them before, and write what is ahead of the blob."""
+        """Go on from what slots hold if another process used them before, and write what is dirty."""
         with self._changed:
             for slot in self._slots:
                 slot.extent = self._table.extent_of(slot.index)
                 if slot.extent is not None:
                     slot.state = SpillSlotState.READY
-                    if self._is_ahead(slot):
+                    if self._is_dirty(slot):
                         self._write(slot)
 
     def _advance(self) -> None:
@@ -222,7 +222,7 @@ class SpillRing:
         """Pick a slot to evict: an empty one, else the idle one whose extent is needed furthest in the future.
 
         Idle means that its extent is unchanged and nobody works on it. An extent that is needed before `extent` is
-        never evicted. One that is needed after it may have to be read again: every held slot is one less for the
+        never evicted. One that is needed after it may have to be read again: every slot in use is one less for the
         extents to come. Returns None if there is no such slot.
         """
         coming = [*self._coming()] if self._reads_ahead else []
@@ -237,8 +237,8 @@ class SpillRing:
     def _slot_to_fill(self, extent: int) -> _SpillSlot | None:
         """Pick a slot to fill with the extent: its own if it has one, else a slot to evict. None while there is none.
 
-        A process that died while it filled slots may have left the extent in one. `bring` could not tell a second slot
-        with this extent from that one.
+        A process that died while it filled slots may have left the extent in one. `acquire` could not tell a second
+        slot with this extent from that one.
         """
         slot = self._slot_of(extent)
         if slot is None:
@@ -246,7 +246,7 @@ class SpillRing:
         return slot if self._is_idle(slot) else None
 
     def _is_idle(self, slot: _SpillSlot) -> bool:
-        return slot.state is SpillSlotState.READY and not slot.is_held and not self._is_ahead(slot)
+        return slot.state is SpillSlotState.READY and not slot.is_acquired and not self._is_dirty(slot)
 
     def _clear(self, slot: _SpillSlot) -> None:
         self._table.hold(slot.index, None)
@@ -266,16 +266,16 @@ class SpillRing:
     def _slot_of(self, extent: int) -> _SpillSlot | None:
         return next((slot for slot in self._slots if slot.extent == extent), None)
 
-    def _is_ahead(self, slot: _SpillSlot) -> bool:
-        return self._table.is_ahead(slot.index)
+    def _is_dirty(self, slot: _SpillSlot) -> bool:
+        return self._table.is_dirty(slot.index)
 
     def _ready_slot(self, extent: int) -> _SpillSlot | None:
         slot = self._slot_of(extent)
         return slot if slot and slot.state is SpillSlotState.READY else None
 
-    def _held(self, extent: int) -> _SpillSlot:
+    def _acquired(self, extent: int) -> _SpillSlot:
         slot = self._slot_of(extent)
-        assert slot is not None and slot.is_held
+        assert slot is not None and slot.is_acquired
         return slot
 
     def _described(self, extent: int) -> str:
@@ -300,7 +300,7 @@ class SpillRing:
         with self.spans.span(Row.DISK, "write", extent.layer, num_bytes=extent.nbytes):
             await self._transfers.write(extent, memory)
         with self._changed:
-            self._table.set_ahead(slot.index, False)
+            self._table.set_dirty(slot.index, False)
             slot.state = SpillSlotState.READY
             self._advance()
             self._changed.notify_all()

@@ -1,6 +1,6 @@
 """Records, in words in shared memory, what a shard's slots and its blob on disk contain.
 
-The words lie next to the slots. They say which extent each slot holds, and whether the slot is ahead of the blob. For
+The words lie next to the slots. They say which extent each slot holds, and whether it is dirty. For
 every block of the blob they hold its checksum and how much of it is stored. A shard that replaces one that died goes on
 from them, and readers of working copies learn from them when the blob has these.
 """
@@ -42,13 +42,13 @@ class SpillTable:
     def hold(self, slot: int, extent: int | None) -> None:
         self._words.store(SLOT_WORDS * slot, 0 if extent is None else extent + 1)
 
-    def is_ahead(self, slot: int) -> bool:
+    def is_dirty(self, slot: int) -> bool:
         """Return whether the blob lacks what the slot holds."""
         return self._words.load(SLOT_WORDS * slot + 1) == 1
 
-    def set_ahead(self, slot: int, is_ahead: bool) -> None:
-        self._words.store(SLOT_WORDS * slot + 1, int(is_ahead))
+    def set_dirty(self, slot: int, is_dirty: bool) -> None:
+        self._words.store(SLOT_WORDS * slot + 1, int(is_dirty))
 
     def lacks(self, extents: Collection[int]) -> bool:
         """Return whether the blob lacks what some slot holds of these extents."""
-        return any(self.is_ahead(slot) and self.extent_of(slot) in extents for slot in range(self._layout.num_slots))
+        return any(self.is_dirty(slot) and self.extent_of(slot) in extents for slot in range(self._layout.num_slots))

@@ -114,5 +114,5 @@ class DeviceUpdates(StepHooks):
 
     def _update(self, layer: int, params: UpdateParams) -> None:
         if self._gate:
-            self._gate.enter(layer, params.update)
+            self._gate.before_update(layer, params.update)
         self._shard.update(layer, self._store.pop_deferred(layer), params)

@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import SpillSpace
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.run_spec import question_of
+from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
 
 
@@ -28,7 +28,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     raised. Raises ConfigError if the configuration is invalid.
     """
     with spinner("planning"):
-        question = question_of(config)
+        question = planning_problem(config)
         try:
             plan, capacity_error = question.plan(), None
         except CapacityError as error:

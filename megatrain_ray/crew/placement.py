@@ -31,7 +31,7 @@ SOON_S = 10.0  # seconds within which Ray places what it has room for
 
 
 @dataclass(frozen=True)
-class CrewSpec:
+class ActorsSpec:
     """Describes the actors of a run before its plan is known: their resources and their imports."""
 
     num_shards: int  # optimizer shards of each host
@@ -72,9 +72,9 @@ class CrewSpec:
         return {**bundles, **{gpu_name(rank): rank // host_workers for rank in range(self.num_workers)}, DATA: 0}
 
 
-def crew_spec(run_spec: RunSpec) -> CrewSpec:
+def actors_spec(run_spec: RunSpec) -> ActorsSpec:
     plan = run_spec.plan
-    return CrewSpec(
+    return ActorsSpec(
         plan.shards.num_shards,
         plan.device,
         plan.hosts.num_gpus,
@@ -94,7 +94,7 @@ class Placement:
     other nodes.
     """
 
-    def __init__(self, spec: CrewSpec, *, awaits_nodes: bool = False) -> None:
+    def __init__(self, spec: ActorsSpec, *, awaits_nodes: bool = False) -> None:
         """Request the resources and start the first actors.
 
         awaits_nodes: other nodes than this one may still join the cluster.

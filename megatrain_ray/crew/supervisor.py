@@ -14,7 +14,7 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, ActorRole, actor_id, ask_all, ended, result_or_cause
 from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
 from megatrain_ray.crew.host_roles import owner_role, shard_role
-from megatrain_ray.crew.placement import Placement, crew_spec
+from megatrain_ray.crew.placement import Placement, actors_spec
 from megatrain_ray.crew.recovery import Failure, FailureBudget, ProcessKind, RecoveryAction, decide, describe_death
 from megatrain_ray.errors import DeadlineError, LostDeviceError, LostProcessError, MegatrainError, ShardFailedError
 from megatrain_ray.io.arenas.arena_holder import Handles
@@ -62,7 +62,7 @@ class Supervisor:
 
     def _new_placement(self) -> Placement:
         try:
-            return Placement(crew_spec(self._run_spec), awaits_nodes=True)
+            return Placement(actors_spec(self._run_spec), awaits_nodes=True)
         except RayError as error:
             self._check_cluster()  # names the process of Ray that died
             raise MegatrainError(f"the Ray cluster does not answer: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.crew.placement import CrewSpec, Placement, crew_spec
+from megatrain_ray.crew.placement import ActorsSpec, Placement, actors_spec
 from megatrain_ray.crew.ray_cluster import Daemons, cluster, in_ray_job, joins_cluster
 from megatrain_ray.crew.ray_resources import check_device
 from megatrain_ray.crew.worker_group import WorkerGroup
@@ -44,7 +44,7 @@ def start_processes(
         with startup.phase("measuring the disk"):
             check_save_room(job.run_spec, run.saves, progress().step, run.token)
             disk_bytes_per_s = measure_disk(run.saves, plan.save_bytes, config.save_compress)
-    with startup.phase(f"starting {crew_spec(job.run_spec).num_processes} processes"):
+    with startup.phase(f"starting {actors_spec(job.run_spec).num_processes} processes"):
         crew.start(_data_arguments(job, manifest))
     with startup.phase(_loading(job, manifest)):
         crew.load(None if manifest is None else save_folder(run.saves, manifest.step), manifest)
@@ -92,7 +92,7 @@ def _warn_of_stop(job: RunContext, disk_bytes_per_s: float) -> None:
 def ray_processes(config: TrainConfig, machine: Machine, startup: Startup) -> Iterator[tuple[Daemons, Placement]]:
     """Start Ray, and processes for the run, which import what they need. The driver imports Transformers meanwhile."""
     hardware = config.hardware
-    spec = CrewSpec(
+    spec = ActorsSpec(
         num_shards=machine.shards(hardware.num_shards),
         device=machine.device,
         num_workers=hardware.num_gpus,

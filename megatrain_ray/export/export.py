@@ -101,7 +101,7 @@ def _export(
     if lora is not None and not merge:
         empty = _empty(_with_own_code(model, manifest), manifest)
         return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
-    beside = beside_the_save(model, manifest)
+    beside = export_extras(model, manifest)
     # Inference servers read the class here. A run that began with only model.config has no entry for it.
     settings = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
     whole = replace(manifest, model=settings)
@@ -166,7 +166,7 @@ class ExportExtras:
     code: Sequence[Path] = ()
 
 
-def beside_the_save(config: ModelConfig, manifest: Manifest) -> ExportExtras:
+def export_extras(config: ModelConfig, manifest: Manifest) -> ExportExtras:
     """Return what an export needs in addition to a save, from the folder that the run began with.
 
     `rest` are the parameters that text does not reach and the persistent buffers. Raises ConfigError if that folder is

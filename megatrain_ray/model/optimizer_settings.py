@@ -41,7 +41,7 @@ def muon_of(train: OptimizationConfig) -> Muon | None:
     return Muon(muon.momentum, muon.nesterov, muon.ns_steps, LrAdjustment(muon.adjust_lr))
 
 
-def hyper_of(train: OptimizationConfig) -> AdamWConstants:
+def adamw_constants(train: OptimizationConfig) -> AdamWConstants:
     """Return the constants that all optimizer updates of the run use."""
     seed = train.seed if train.moments == "bf16" else None
     return AdamWConstants(train.betas[0], train.betas[1], train.eps, train.weight_decay, muon_of(train), seed)

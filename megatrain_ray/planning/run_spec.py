@@ -100,12 +100,12 @@ class PlanningProblem:
         return self._answer.shortfall if isinstance(self._answer, CapacityError) else 0.0
 
 
-def question_of(config: TrainConfig) -> PlanningProblem:
+def planning_problem(config: TrainConfig) -> PlanningProblem:
     """Return the planner's inputs as `megatrain plan` needs them: without weights, data or a GPU.
 
     Only the model's configuration is read. Raises ConfigError as a training would.
     """
-    return _question_that_fits(config, _source_of(config), _machine(config, imagined=True))
+    return _fitting_problem(config, _source_of(config), _machine(config, imagined=True))
 
 
 def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSource | None = None) -> RunSpec:
@@ -117,7 +117,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     Raises CapacityError if no plan fits, and ConfigError.
     """
     source = _source_of(config, source)
-    question = _question_that_fits(config, source, machine or _machine(config, imagined=False))
+    question = _fitting_problem(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
     split = config.with_split(plan.step.micro_batch_size, plan.step.num_micro_batches)
     return RunSpec(split, question.source, question.structure, plan)
@@ -158,7 +158,7 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
     return source
 
 
-def _question_that_fits(config: TrainConfig, source: ModelSource, machine: Machine) -> PlanningProblem:
+def _fitting_problem(config: TrainConfig, source: ModelSource, machine: Machine) -> PlanningProblem:
     """Return the planner's inputs, with blocks divided into parts if whole blocks do not fit the device.
 
     Among several numbers of parts, the one with the fastest predicted step is chosen. If nothing fits, the one with the

@@ -126,7 +126,7 @@ class RunDir(RunFiles):
             return train_changes(TrainConfig.model_validate(manifest.config), self.config)
         return {}
 
-    def tell_of_resume(self, manifest: Manifest) -> None:
+    def report_resume(self, manifest: Manifest) -> None:
         """Print what going on from a save means."""
         step = manifest.step
         num_again = sum(row["step"] > step for row in self.rows())

@@ -12,7 +12,7 @@ from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.shards.save_gate import SaveAttempt, WrittenPart
 from megatrain_ray.engine.shards.snapshot_buffers import SnapshotBuffers
 from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.model.optimizer_settings import hyper_of
+from megatrain_ray.model.optimizer_settings import adamw_constants
 from megatrain_ray.planning.run_spec import RunSpec
 
 
@@ -26,7 +26,7 @@ class DeviceLayers:
         plan = run_spec.plan
         self._run_spec = run_spec
         self._part = plan.num_parts - 1
-        self.shard = DeviceShard(plan, layout, device, hyper_of(run_spec.config.train))
+        self.shard = DeviceShard(plan, layout, device, adamw_constants(run_spec.config.train))
         copies = [self.shard.copy_bytes(layer) for layer in self.shard.updated]
         self._spare = SnapshotBuffers(copies, plan.saves.device_copy_bytes)
         self.gate = DeviceGate(self.shard, words, plan.shards.num_shards, self._spare, plan.update_deadline_s)

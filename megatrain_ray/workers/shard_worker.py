@@ -29,7 +29,7 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.io.storage.disk_io import HeldFiles, taken_bytes
 from megatrain_ray.io.storage.measured_store import DiskMeter, MeasuredStore
-from megatrain_ray.model.optimizer_settings import hyper_of
+from megatrain_ray.model.optimizer_settings import adamw_constants
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.spans import RecordedSpans, traced_steps, traced_updates
@@ -92,7 +92,7 @@ class ShardWorker:
             plan.precision,
             working=arenas.working_copies(self._arenas[WORKING], self._layout.working_size, plan.precision),
             own=arenas.state_views(arena, self._layout, plan.precision),
-            hyper=hyper_of(self._run_spec.config.train),
+            hyper=adamw_constants(self._run_spec.config.train),
             num_threads=plan.shards.num_threads,
             journal=self._arenas[arenas.journal_arena(self._index)].buffer,
             saves_frozen=plan.saves.includes_frozen,

@@ -21,7 +21,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
 from megatrain_ray.io.batching.batch_stream import Batch
-from megatrain_ray.planning.run_spec import RunSpec, prepare, question_of
+from megatrain_ray.planning.run_spec import RunSpec, planning_problem, prepare
 from megatrain_ray.report.measured_starts import comparison_table
 from megatrain_ray.spans import Row, Span
 from megatrain_ray.workers.arenas import activations_file, arena_sizes, spill_files
@@ -46,7 +46,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
         spill__compression="none", log__trace=[TRACED, TRACED],
     )  # fmt: skip
     written = load_config(write_config(folder / "config.yaml", tree))
-    machine = replace(question_of(written).machine, ram_bytes=least_ram(folder, tree))
+    machine = replace(planning_problem(written).machine, ram_bytes=least_ram(folder, tree))
     return prepare(written, machine)
 
 

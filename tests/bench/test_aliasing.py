@@ -21,7 +21,7 @@ from megatrain_ray.engine.plan.plan_shards import shard_layout
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.model.optimizer_settings import hyper_of
+from megatrain_ray.model.optimizer_settings import adamw_constants
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.report.inspect_run import inspect_run
 from megatrain_ray.trainer import TrainSummary
@@ -225,7 +225,7 @@ def test_layers_on_the_device_have_memory_of_their_own(tmp_path: Path) -> None:
     )
     ready = dataclasses.replace(ready, plan=dataclasses.replace(ready.plan, layers=layers))
     layout = with_aliases(ready, GIVEN).structure.layout(ready.plan.num_fragments)
-    shard = DeviceShard(ready.plan, layout, CpuDevice(), hyper_of(ready.config.train))
+    shard = DeviceShard(ready.plan, layout, CpuDevice(), adamw_constants(ready.config.train))
     assert shard.memory.numel() == layout.size > 2 * (layout.aliased_size or 0)
     assert shard.layout.working_starts == layout.starts == shard.layout.starts
 

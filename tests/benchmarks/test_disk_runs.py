@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.disk_runs import MODES, Found, limit_for, on_disk, problems
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU
-from megatrain_ray.planning.run_spec import question_of
+from megatrain_ray.planning.run_spec import planning_problem
 from tests.support.runs import config, write_config
 
 # Limits are found to 4 MiB, which is little beside its state.
@@ -24,7 +24,7 @@ def test_a_limit_is_memory_with_which_something_is_on_disk(tmp_path: Path) -> No
     rates.write_text(replace(TYPICAL_CPU, disk_bytes_per_s=1e9).to_json())
     machine = {"hardware__ram_limit": 1 << 36, "hardware__profile": str(rates), "spill__path": str(tmp_path)}
     tree = config(tmp_path / "run", WIDE, **machine)
-    question = question_of(load_config(write_config(tmp_path / "config.yaml", tree)))
+    question = planning_problem(load_config(write_config(tmp_path / "config.yaml", tree)))
     state = MODES["state"].has
     assert state is not None
     limit = limit_for(question, state)

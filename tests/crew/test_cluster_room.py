@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from megatrain_ray.crew.placement import CrewSpec, Placement
+from megatrain_ray.crew.placement import ActorsSpec, Placement
 from megatrain_ray.crew.ray_resources import check_device, check_node, lacking, place_here, this_node
 from megatrain_ray.errors import CapacityError, ConfigError, DeadlineError, MegatrainError
 from tests.support.runs import cli_here, config, write_config
@@ -86,7 +86,7 @@ def taken(**resources: float) -> Iterator[None]:
 
 def test_a_full_cluster_is_waited_for_and_said(ray_address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with taken(CPU=4.0):
-        placement = Placement(CrewSpec(2, "cpu"))
+        placement = Placement(ActorsSpec(2, "cpu"))
         with closing_placement(placement), pytest.raises(DeadlineError, match=r"no room within 0 s: CPU \(0\.3 asked"):
             placement.wait(soon_s=0.0, timeout_s=0.0)
     assert "waiting for room in the Ray cluster: CPU (0.3 asked for, " in capsys.readouterr().err
@@ -97,14 +97,14 @@ def test_a_full_cluster_whose_processes_died_is_not_waited_for(ray_address: str)
         raise MegatrainError("a process of Ray's died")
 
     with taken(CPU=4.0):
-        placement = Placement(CrewSpec(2, "cpu"))
+        placement = Placement(ActorsSpec(2, "cpu"))
         with closing_placement(placement), pytest.raises(MegatrainError, match="Ray's died"):
             placement.wait(check=died)
 
 
 def test_a_run_ends_with_the_ray_node_of_its_driver(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run ends with its driver's node, in a cluster that it did not start: a dead node can start nothing again."""
-    placement = Placement(CrewSpec(1, "cpu"))
+    placement = Placement(ActorsSpec(1, "cpu"))
     with closing_placement(placement):
         placement.wait()
         placement.check_hosts()
@@ -131,7 +131,7 @@ def group_of(actor: Any) -> str:
 
 def test_every_actor_is_in_the_group_on_this_machine(ray_address: str) -> None:
     """An arena owner elsewhere could not share its memory."""
-    placement = Placement(CrewSpec(1, "cpu"))
+    placement = Placement(ActorsSpec(1, "cpu"))
     with closing_placement(placement):
         placement.wait()
         actors = [placement.take(name) for name in ("data", "arena owner", "optimizer shard 0", "GPU worker")]
@@ -155,4 +155,4 @@ def test_a_run_that_finds_no_cpu_or_memory_exits_3(ray_address: str, tmp_path: P
 
 def test_a_run_that_finds_no_gpu_is_told_so(ray_address: str) -> None:
     with pytest.raises(CapacityError, match=r"lacks GPU on this machine: the run asks for 1, the node .* has 0"):
-        Placement(CrewSpec(1, "cuda"))
+        Placement(ActorsSpec(1, "cuda"))

@@ -18,7 +18,7 @@ from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights import saved_values
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import beside_the_save
+from megatrain_ray.export.export import export_extras
 from megatrain_ray.export.export_lora import export_adapter, export_merged
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import save_folder
@@ -82,7 +82,7 @@ def test_both_exports_compute_what_peft_does(
     )
     assert theirs.keys() <= ours.keys()
     assert all(torch.equal(ours[name], values) for name, values in theirs.items())
-    whole = beside_the_save(config, manifest)
+    whole = export_extras(config, manifest)
     export_merged(
         folder, manifest, tmp_path / "merged", None, lora, empty, base.weights(),
         names=whole.names, rest=whole.rest, copies=(),
@@ -100,7 +100,7 @@ def test_nothing_is_merged_into_another_base(tmp_path: Path) -> None:
     recipe = Recipe(1, precision="bf16", adapter=build_adapter(tmp_path / "adapter", model, ["q_proj"]))
     manifest, lora, base = saved(tmp_path, model, recipe), lora_of(recipe), folder_source(model)
     assert lora is not None
-    empty, beside = build_empty(base.factory, torch.float32), beside_the_save(ModelConfig(path=str(model)), manifest)
+    empty, beside = build_empty(base.factory, torch.float32), export_extras(ModelConfig(path=str(model)), manifest)
     arguments: dict[str, Any] = {"names": beside.names, "rest": beside.rest, "copies": ()}
     folder = save_folder(tmp_path, 0)
     export_merged(folder, manifest, tmp_path / "1", None, lora, empty, base.weights(), **arguments)

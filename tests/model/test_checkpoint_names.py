@@ -14,7 +14,7 @@ from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import beside_the_save
+from megatrain_ray.export.export import export_extras
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, MappedWeights, WeightFolder, check_covered
 from megatrain_ray.io.saves.save_folder import save_folder
 from megatrain_ray.model.architecture import Architecture
@@ -44,7 +44,7 @@ def test_the_same_bytes_come_out(tmp_path: Path, name: str) -> None:
     state.load(source.weights())
     manifest = save(state, tmp_path, Precision.FP32)  # type: ignore[arg-type]  # layout and shards are all it looks at
     manifest = dataclasses.replace(manifest, model=json.loads((folder / "config.json").read_text()))
-    beside = beside_the_save(ModelConfig(path=str(folder)), manifest)
+    beside = export_extras(ModelConfig(path=str(folder)), manifest)
     export_save(save_folder(tmp_path, 0), manifest, tmp_path / "out", names=beside.names, rest=beside.rest)
     assert_same_bytes(exported(tmp_path / "out"), exported(folder))
     of_model = Architecture(dict(FAMILIES[name].config))(torch.float32).state_dict().keys()

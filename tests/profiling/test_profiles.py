@@ -17,7 +17,7 @@ from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.machine.machine import cpu_name, driver_version
-from megatrain_ray.planning.run_spec import question_of
+from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.profiling.profiles import (
     cached,
     measure_here,
@@ -55,7 +55,7 @@ def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:
 
     def plan(**hardware: object) -> str:
         tree = config(tmp_path, shape, **{f"hardware__{key}": value for key, value in hardware.items()})
-        made = question_of(TrainConfig.model_validate(tree)).plan()
+        made = planning_problem(TrainConfig.model_validate(tree)).plan()
         assert made.prediction is not None
         return describe(made)
 

@@ -21,7 +21,7 @@ from megatrain_ray.engine.planner.request import ANY_ROOM, Machine, SpillSpace
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.storage.blob_store import aligned
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
-from megatrain_ray.planning.run_spec import prepare, question_of
+from megatrain_ray.planning.run_spec import planning_problem, prepare
 from megatrain_ray.profiling import spill_disk
 from megatrain_ray.profiling.spill_disk import MARGIN_BYTES, forget_rates, rate_file, with_spill
 from tests.planning.test_planning import LLAMA
@@ -278,7 +278,7 @@ def settings(folder: Path, path: Path) -> TrainConfig:
 
 
 MACHINES: dict[str, Callable[[TrainConfig], Machine]] = {
-    "plan": lambda config: question_of(config).machine,
+    "plan": lambda config: planning_problem(config).machine,
     "train": lambda config: trainer._machine(config, Startup()),
 }
 

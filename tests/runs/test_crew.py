@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.experimental import get_object_locations
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.crew.placement import CrewSpec, Placement
+from megatrain_ray.crew.placement import ActorsSpec, Placement
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.errors import DeadlineError, LostPeerError, LostProcessError, MegatrainError
 from megatrain_ray.planning.run_spec import RunSpec, prepare
@@ -121,7 +121,7 @@ def pid_of(actor: Any) -> int:
 
 
 def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_address: str) -> None:
-    placement = Placement(CrewSpec(1, "cpu"))
+    placement = Placement(ActorsSpec(1, "cpu"))
     pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)
     with started(run_spec(tmp_path, SHAPES[300_000]), placement) as crew:
         assert crew.pids["data"] == pid
@@ -130,7 +130,7 @@ def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_addre
 
 
 def test_those_whom_nobody_needs_end(ray_address: str) -> None:
-    placement = Placement(CrewSpec(2, "cpu"))
+    placement = Placement(ActorsSpec(2, "cpu"))
     pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)
     placement.clear()
     placement.clear()

@@ -82,7 +82,7 @@ class Run:
     pool: ThreadPoolExecutor
 
     def update(self, layer: int, update: int) -> None:
-        self.gate.enter(layer, update)
+        self.gate.before_update(layer, update)
         self.words.generations.begin(0, layer, update)
         self.shard.write(layer, update)
         self.words.generations.finish(0, layer, update)
@@ -125,5 +125,5 @@ def read(run: Run, save: GatedSave, pieces: Iterator[Piece], num: int) -> list[i
         piece = next(pieces)
         (value,) = set(piece.buffers[0])
         found.append(value)
-        run.gate.done(save, piece)
+        run.gate.part_read(save, piece)
     return found

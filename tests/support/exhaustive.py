@@ -27,7 +27,7 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.model.structure import ModelStructure
-from megatrain_ray.engine.plan.activation_staging import with_windows
+from megatrain_ray.engine.plan.activation_staging import with_staging_buffers
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
@@ -223,7 +223,7 @@ class _Split:
             on_disk_too = replace(plan, layers=layers)
             if on_disk.of_shards:
                 on_disk_too = with_spilled(plan, layers, self._layout)
-            yield self._counted(with_windows(on_disk_too))
+            yield self._counted(with_staging_buffers(on_disk_too))
 
     def _choices(self, plan: Plan) -> list[tuple[int, LayersOnDisk]]:
         """Return all sets of things on disk that are just enough, with their bytes, the fewest first.

@@ -25,7 +25,7 @@ from megatrain_ray.engine.spill.spill_table import SpillTable
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.storage.blob_store import BlobStore, aligned_block
 from tests.support.memory_store import MemoryStore
-from tests.support.recipes import hyper_of
+from tests.support.recipes import adamw_constants
 from tests.support.reference import Recipe
 
 WAIT_S = 60.0  # limit of a wait for the disk
@@ -63,7 +63,7 @@ class HostState:
                 plan.precision,
                 working=self.working,
                 own=t,
-                hyper=hyper_of(recipe),
+                hyper=adamw_constants(recipe),
                 num_threads=1,
                 journal=memoryview(bytearray(Journal.num_bytes(s, plan.precision, 1))),
                 saves_frozen=saves_frozen,

@@ -16,7 +16,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
-from megatrain_ray.engine.plan.activation_staging import with_windows
+from megatrain_ray.engine.plan.activation_staging import with_staging_buffers
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items
@@ -70,7 +70,7 @@ def with_more_on_disk(plan: Plan, profile: HardwareProfile) -> Plan:
     layers = [
         replace(x, weights=Tier.NVME) if i in blocks and x.state is Tier.NVME else x for i, x in enumerate(layers)
     ]
-    plan = with_windows(replace(plan, layers=tuple(layers), disk=replace(plan.disk, num_upload_buffers=2)))
+    plan = with_staging_buffers(replace(plan, layers=tuple(layers), disk=replace(plan.disk, num_upload_buffers=2)))
     structure, layout = shape()[0], shape()[0].layout()
     in_memory = (row for row in plan.memory_items if row.tier is not Tier.NVME)
     plan = with_uploads(replace(plan, memory_items=(*in_memory, *disk_memory_items(plan, layout))), structure, layout)

@@ -48,7 +48,7 @@ def muon_of(recipe: Recipe) -> Muon | None:
     return Muon(theirs.momentum, theirs.nesterov, theirs.ns_steps, LrAdjustment(theirs.adjust_lr))
 
 
-def hyper_of(recipe: Recipe) -> AdamWConstants:
+def adamw_constants(recipe: Recipe) -> AdamWConstants:
     seed = recipe.seed if recipe.moments == "bf16" else None
     return AdamWConstants(*recipe.betas, recipe.eps, recipe.weight_decay, muon_of(recipe), seed)
 

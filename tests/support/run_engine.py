@@ -37,7 +37,7 @@ from megatrain_ray.virtual_clock import CostModel, Record, Timeline, unit_cost
 from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState, blob_in_memory
 from tests.support.local_host import LocalHost
-from tests.support.recipes import hyper_of, lora_of, muon_of, rules_of, schedule, step_input
+from tests.support.recipes import adamw_constants, lora_of, muon_of, rules_of, schedule, step_input
 from tests.support.reference import Recipe
 from tests.support.shared_trials import trials_of
 
@@ -246,7 +246,7 @@ def train_engine(
         weights = state.disk_weights(poison=mode.poison) if plan.weights_on_disk else None
         host = LocalHost(plan, state.layout, state.working, state.shards, timeline, disk=weights)
         if plan.hbm_layers:
-            state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
+            state.device_shard = DeviceShard(plan, state.layout, device, adamw_constants(recipe))
             state.device_shard.load(source.weights())
         spill = disk(plan.activation_file_bytes) if plan.disk_activations else None
         engine = build_engine(

@@ -41,7 +41,7 @@ from megatrain_ray.virtual_clock import CostModel, Op, Record, Stage, Timeline
 from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState
 from tests.support.local_host import LocalHost
-from tests.support.recipes import hyper_of
+from tests.support.recipes import adamw_constants
 from tests.support.reference import Recipe
 from tests.support.run_engine import MACHINE, EngineResult, Training
 from tests.support.shapes import FOUND_LAYERS, deepened
@@ -86,7 +86,7 @@ class StandIn:
         )
         host._room = SimulatedSlab(self.plan, self._layout)
         if plan.hbm_layers:
-            state.device_shard = DeviceShard(plan, state.layout, device, hyper_of(recipe))
+            state.device_shard = DeviceShard(plan, state.layout, device, adamw_constants(recipe))
             state.device_shard.load(source)
         engine = build_engine(factory, structure, plan, device, host, device_shard=state.device_shard)
         batches = text_batches(num_steps, plan.step.micro_batch_size * plan.step.num_micro_batches, SEQ)

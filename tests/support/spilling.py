@@ -15,7 +15,7 @@ from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import CapacityError
-from megatrain_ray.planning.run_spec import PlanningProblem, question_of
+from megatrain_ray.planning.run_spec import PlanningProblem, planning_problem
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
 from tests.support.runs import config, write_config
@@ -58,15 +58,15 @@ def spilling_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def spilling(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with a little less host memory than it needs, and a folder on disk."""
-    too_little = _too_little_ram(question_of(load_config(write_config(folder / "question.yaml", tree))))
+    too_little = _too_little_ram(planning_problem(load_config(write_config(folder / "question.yaml", tree))))
     return _limited(tree, too_little, folder / "spill")
 
 
 def with_gradients_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with a folder on disk, and the most host memory with which gradients wait there, too."""
-    enough = _too_little_ram(question_of(load_config(write_config(folder / "question.yaml", tree))))
+    enough = _too_little_ram(planning_problem(load_config(write_config(folder / "question.yaml", tree))))
     limited = _limited(tree, enough, folder / "spill")
-    question = question_of(load_config(write_config(folder / "question.yaml", limited)))
+    question = planning_problem(load_config(write_config(folder / "question.yaml", limited)))
     least = _too_little_ram(question) + 4096
     for ram_bytes in range(enough, least - 1, (least - enough) // 32):
         if _within(question, ram_bytes).plan().gradients_on_disk:
@@ -77,7 +77,7 @@ def with_gradients_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, A
 def with_all_on_disk(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with a folder on disk, and just as much host memory as it needs then."""
     limited = _limited(tree, 1 << 36, folder / "spill")
-    question = question_of(load_config(write_config(folder / "question.yaml", limited)))
+    question = planning_problem(load_config(write_config(folder / "question.yaml", limited)))
     return _limited(tree, _too_little_ram(question) + 4096, folder / "spill")
 
 
@@ -86,7 +86,7 @@ def least_ram(folder: Path, tree: Mapping[str, Any]) -> int:
 
     tree: has a spill.path.
     """
-    question = question_of(load_config(write_config(folder / "question.yaml", tree)))
+    question = planning_problem(load_config(write_config(folder / "question.yaml", tree)))
     assert question.machine.spill is not None
     return _too_little_ram(question) + 4096
 

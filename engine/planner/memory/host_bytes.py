@@ -8,7 +8,7 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.optimizer.undo_log import num_units, room_bytes
-from megatrain_ray.engine.plan.activation_staging import windows_of
+from megatrain_ray.engine.plan.activation_staging import staging_buffers_of
 from megatrain_ray.engine.plan.plan import MemoryItem, Plan
 from megatrain_ray.engine.planner.memory.spill_bytes import slots_bytes, spilled_bytes, windows_bytes
 from megatrain_ray.io.words.atomic_words import WORD_BYTES
@@ -72,7 +72,7 @@ def _each_gpu(plan: Plan) -> str:
 
 
 def _staging_buffers(plan: Plan) -> tuple[int, str]:
-    on_disk, windows = plan.disk_activations, windows_of(plan)
+    on_disk, windows = plan.disk_activations, staging_buffers_of(plan)
     num_bytes = windows.host_bytes(on_disk)
     formula = f"{plan.disk.num_staging_buffers} × {format_bytes(plan.disk.staging_buffer_bytes)}{ON_THEIR_WAY}"
     return plan.hosts.gpus_per_host * num_bytes, formula + _each_gpu(plan)

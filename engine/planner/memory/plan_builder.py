@@ -11,7 +11,7 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
-from megatrain_ray.engine.plan.activation_staging import with_windows
+from megatrain_ray.engine.plan.activation_staging import with_staging_buffers
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_shards import read_bytes
 from megatrain_ray.engine.plan.residency import residency_of
@@ -140,7 +140,7 @@ class PlanBuilder:
             return plan
         layers = self._layers.of(candidate, self._placement(candidate).deferred, on_disk)
         plan = with_spilled(plan, layers, self.layout) if on_disk.of_shards else replace(plan, layers=layers)
-        return with_windows(plan)
+        return with_staging_buffers(plan)
 
     def in_memory(self, candidate: Candidate) -> Plan:
         """Return the candidate's plan without rows, as if nothing spilled."""

@@ -25,7 +25,7 @@ from megatrain_ray.engine.step import step_runner
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.model.flop_count import FlopCount
 from megatrain_ray.planning import run_spec
-from megatrain_ray.planning.run_spec import predictor, question_of
+from megatrain_ray.planning.run_spec import planning_problem, predictor
 from megatrain_ray.virtual_clock import Stage
 from tests.support.expert_ranges import NORM_ERROR, assert_same_but_norms
 from tests.support.families import FAMILIES
@@ -257,18 +257,18 @@ def tight(folder: Path, **hardware: Any) -> TrainConfig:
 
 def test_blocks_are_divided_where_whole_ones_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"^needs 2\.\d+ GiB of device memory, 2\.00 GiB available"):
-        question_of(tight(tmp_path, block_parts=1)).plan()
+        planning_problem(tight(tmp_path, block_parts=1)).plan()
     with pytest.raises(CapacityError):
-        question_of(tight(tmp_path, block_parts=2)).plan()
-    chosen = question_of(tight(tmp_path)).plan()
+        planning_problem(tight(tmp_path, block_parts=2)).plan()
+    chosen = planning_problem(tight(tmp_path)).plan()
     assert chosen.compute.block_parts == 4
     assert chosen.total_bytes(Tier.HBM) <= 2 << 30
     assert "parts     blocks are divided into 4 layers each" in describe(chosen)
     assert chosen.prediction
     again = predictor(tight(tmp_path), chosen)(chosen.prediction.profile)
     assert again.step_s == chosen.prediction.step_s
-    assert question_of(tight(tmp_path, hbm_limit="24GiB")).plan().compute.block_parts == 1
-    assert question_of(tight(tmp_path, hbm_limit="24GiB", block_parts=4)).plan().compute.block_parts == 4
+    assert planning_problem(tight(tmp_path, hbm_limit="24GiB")).plan().compute.block_parts == 1
+    assert planning_problem(tight(tmp_path, hbm_limit="24GiB", block_parts=4)).plan().compute.block_parts == 4
 
 
 def test_parts_of_a_block_do_not_help_where_host_memory_is_short(
@@ -278,5 +278,5 @@ def test_parts_of_a_block_do_not_help_where_host_memory_is_short(
     ask = run_spec._question_of_parts
     monkeypatch.setattr(run_spec, "_question_of_parts", lambda *args: asked.append(args[3]) or ask(*args))
     with pytest.raises(CapacityError, match=r"^needs .* of host RAM"):
-        question_of(tight(tmp_path, ram_limit="6GiB", hbm_limit="24GiB", hbm_layers=0)).plan()
+        planning_problem(tight(tmp_path, ram_limit="6GiB", hbm_limit="24GiB", hbm_layers=0)).plan()
     assert asked == [1]

@@ -28,7 +28,7 @@ from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.model.flop_count import FlopCount
-from megatrain_ray.planning.run_spec import predictor, question_of
+from megatrain_ray.planning.run_spec import planning_problem, predictor
 from tests.support.expert_ranges import NORM_ERROR, assert_same_but_norms
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family, family_batches
@@ -229,8 +229,8 @@ def mixtral(folder: Path, **hardware: Any) -> TrainConfig:
 @pytest.mark.long
 def test_a_layer_larger_than_the_slots_is_planned(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match=r"^needs 14\.\d+ GiB of device memory, 11\.18 GiB available"):
-        question_of(mixtral(tmp_path, block_parts=1)).plan()
-    question = question_of(mixtral(tmp_path))
+        planning_problem(mixtral(tmp_path, block_parts=1)).plan()
+    question = planning_problem(mixtral(tmp_path))
     plan = question.plan()
     assert (plan.compute.block_parts, plan.compute.expert_groups, question.source.expert_groups) == (8, 8, 8)
     assert "parts     blocks are divided into 8 layers each, experts into 8 groups" in describe(plan)
@@ -248,7 +248,7 @@ def test_another_number_of_parts_than_of_groups_is_found_again(tmp_path: Path) -
     }  # fmt: skip
     tree = config(tmp_path, shape, hardware={"device": "cuda", "hbm_limit": "12GB", "block_parts": 6})
     asked = TrainConfig.model_validate(tree).resolve()
-    plan = question_of(asked).plan()
+    plan = planning_problem(asked).plan()
     assert plan.prediction and plan.compute.expert_groups == 4 < plan.compute.block_parts
     again = predictor(asked, plan)(plan.prediction.profile)
     assert again.step_s == plan.prediction.step_s

@@ -27,7 +27,7 @@ from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.peft_adapter import AdapterFolder
 from megatrain_ray.model.model_source import open_model
-from megatrain_ray.planning.run_spec import question_of
+from megatrain_ray.planning.run_spec import planning_problem
 from tests.support.fake_hub import files_of, fill_cache
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family
@@ -161,7 +161,7 @@ def test_a_pair_that_would_never_compute(tmp_path: Path) -> None:
 
 def test_the_plan_counts_two_bytes_a_frozen_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tree(tmp_path, train__micro_batch_size=4, save_every=1)
-    plan = question_of(TrainConfig.model_validate(settings)).plan()
+    plan = planning_problem(TrainConfig.model_validate(settings)).plan()
     rows = {row.name: row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST}
     pairs = 3 * 4 * sum((64 + 64, 64 + 32, 64 + 32, 64 + 64, 64 + 176, 64 + 176, 176 + 64))
     base = 2 * 257 * 64 + 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176 + 2 * 64)

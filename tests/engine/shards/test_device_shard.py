@@ -13,7 +13,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.shards.device_shard import DeviceShard
-from tests.support.recipes import hyper_of
+from tests.support.recipes import adamw_constants
 from tests.support.reference import Own, Recipe, train_reference
 from tests.support.run_engine import EngineResult, Mode, folder_source, plan_for, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
@@ -79,7 +79,7 @@ def test_neighbours_that_are_updated_alike_are_one_part(tmp_path: Path) -> None:
 
     def lengths(recipe: Recipe) -> list[int]:
         structure, plan = plan_for(source.factory, recipe, Mode(hbm_layers=ALL), (4, 32))
-        shard = DeviceShard(plan, structure.layout(), CpuDevice(), hyper_of(recipe))
+        shard = DeviceShard(plan, structure.layout(), CpuDevice(), adamw_constants(recipe))
         shard.load(source.weights())
         parts = shard._parts[1]
         assert [part.gradient_start % 128 for part in parts] == [0] * len(parts)

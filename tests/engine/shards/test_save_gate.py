@@ -50,7 +50,7 @@ def test_copies_are_made_ahead_of_the_writer() -> None:
         for layer in range(NUM_LAYERS - 1):
             run.update(layer, 2)
         assert run.shard.copied == list(range(NUM_LAYERS - 1))
-        run.gate.done(save, being_read)
+        run.gate.part_read(save, being_read)
         last = run.in_thread(lambda: run.update(NUM_LAYERS - 1, 2))
         assert read(run, save, pieces, 5) == [1] * 5
         last.result(WAIT_S)
@@ -70,13 +70,13 @@ def test_a_layer_is_copied_while_it_is_written() -> None:
             assert not overwriting.done()
         reading = run.in_thread(lambda: next(pieces))
         assert set(in_hand.buffers[0]) == {1}
-        run.gate.done(save, in_hand)
+        run.gate.part_read(save, in_hand)
         overwriting.result(WAIT_S)
         assert run.shard.copied == [last]
         of_copy = reading.result(WAIT_S)
         assert isinstance(of_copy, Piece)
         assert set(of_copy.buffers[0]) == {1}, "the writer waited for the copy"
-        run.gate.done(save, of_copy)
+        run.gate.part_read(save, of_copy)
         assert read(run, save, pieces, 4) == [1] * 4
 
 
@@ -92,7 +92,7 @@ def test_a_layer_whose_last_part_was_in_hand_is_not_copied() -> None:
         overwriting = run.in_thread(lambda: run.update(last, 2))
         while save.states[last] is not LayerState.COPYING:
             assert not overwriting.done()
-        run.gate.done(save, in_hand)
+        run.gate.part_read(save, in_hand)
         overwriting.result(WAIT_S)
         run.update(0, 2)
         assert run.shard.copied == [0], "its memory is free again"
@@ -242,10 +242,10 @@ def test_the_writer_of_an_abandoned_save_does_not_disturb_the_next_one() -> None
         new = run.gate.begin(attempt(2))
         pieces = run.gate.pieces(new)
         first = next(pieces)
-        run.gate.done(old, late)
+        run.gate.part_read(old, late)
         run.commit(3, save=False)
         waiting = run.in_thread(lambda: run.update(0, 3))
-        run.gate.done(new, first)
+        run.gate.part_read(new, first)
         assert read(run, new, pieces, 5) == [2] * 5
         waiting.result(WAIT_S)
 

@@ -136,10 +136,10 @@ def test_a_shard_that_died_while_it_took_a_gradient_takes_it_again(num_extents: 
         numbers = memories[1].layout.gradients_of(0)[:num_extents]
         assert len(numbers) == num_extents
         for number in numbers:
-            first._ring.blank(number).__enter__()
+            first._ring.overwrite(number).__enter__()
             first._ring.bytes_of(number)[GRADIENT].fill_(7)
             if number != numbers[-1]:
-                first._ring.leave(number)
+                first._ring.release(number)
         words.updates.commit(headers(1)[-1])
         first.close()  # a process that died moves nothing any more
         with opened(memories[1:]) as (second,):

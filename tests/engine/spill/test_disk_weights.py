@@ -77,7 +77,7 @@ class Rig:
         flat = torch.arange(self.layout.layers[layer].size).remainder(97).add(100 * generation).bfloat16()
         for ring in self.rings:
             for number in ring.layout.state_of(layer):
-                with ring.blank(number):
+                with ring.overwrite(number):
                     part = flat[slice(*ring.layout.extents[number].span)]
                     ring.bytes_of(number)[WORKING].copy_(part.view(torch.uint8))
         return flat

@@ -276,7 +276,7 @@ def small_ring(store: Watched, slots: Tensor, num_slots: int, timeout_s: float =
 
 def fill_small(ring: SpillRing) -> None:
     for layer in range(4):
-        with ring.blank(layer):
+        with ring.overwrite(layer):
             ring.bytes_of(layer)["m"].fill_(layer)
     for layer in range(4):
         assert set(ring.read(layer, ElementRange(0, PAGE))) == {layer}
@@ -299,23 +299,23 @@ def test_what_comes_next_is_read_while_a_layer_is_updated() -> None:
     store = Watched(4 * PAGE)
     with closing(small_ring(store, small_slots(), 3)) as ring:
         fill_small(ring)
-        ring.bring(0)
+        ring.acquire(0)
         store.calls.clear()
-        ring.bring(0)
-        ring.change(0)
+        ring.acquire(0)
+        ring.mark_dirty(0)
         store.held.add("write")
-        ring.leave(0)
-        ring.bring(1)  # does not wait for what is being written
-        ring.leave(1)
+        ring.release(0)
+        ring.acquire(1)  # does not wait for what is being written
+        ring.release(1)
         store.await_call("read", 3 * PAGE)  # nobody has asked for it
         store.release("write")
         for layer in (2, 3):
-            ring.bring(layer)
+            ring.acquire(layer)
             assert set(ring.bytes_of(layer)["m"].tolist()) == {layer}
-            ring.leave(layer)
+            ring.release(layer)
         store.await_call("read", PAGE)  # for the next update
-        ring.bring(0)
-        ring.leave(0)
+        ring.acquire(0)
+        ring.release(0)
         assert ("read", 0) not in store.calls  # it was among the next three all the time
 
 
@@ -342,8 +342,8 @@ def test_what_did_not_change_is_not_written() -> None:
         fill_small(ring)
         store.calls.clear()
         for layer in (*range(4), *range(4)):
-            ring.bring(layer)
-            ring.leave(layer)
+            ring.acquire(layer)
+            ring.release(layer)
         assert not [offset for kind, offset in store.calls if kind == "write"]
 
 
@@ -372,7 +372,7 @@ def test_a_save_reads_a_layer_once_the_blob_has_its_update() -> None:
 
 
 @pytest.mark.parametrize("on_disk", ON_DISK)
-def test_another_process_goes_on_with_a_slot_that_is_ahead_of_the_blob(on_disk: frozenset[int]) -> None:
+def test_another_process_goes_on_with_a_slot_that_is_dirty(on_disk: frozenset[int]) -> None:
     """The first one died in the middle of an update: its journal takes that back, and it is made again."""
     memory = memory_of(num_slots=1, on_disk=on_disk)
     store = memory.store
@@ -415,20 +415,20 @@ def test_a_slot_that_nobody_wrote_back_is_written_by_the_next_process() -> None:
     store = memory.store
     assert isinstance(store, Watched)
     first = memory.ring()
-    with first.blank(0):
+    with first.overwrite(0):
         first._slots[0].memory.fill_(1)
-    first.bring(0)
-    first.change(0)
+    first.acquire(0)
+    first.mark_dirty(0)
     first.bytes_of(0)["m"].fill_(7)
     first.close()
     with closing(memory.ring()) as second:
         span = memory.layout.extents[0].kinds["m"]
         assert set(second.read(0, span)) == {7}
-        second.bring(2)
-        second.leave(2)
-        second.bring(0)
+        second.acquire(2)
+        second.release(2)
+        second.acquire(0)
         assert set(second.bytes_of(0)["m"].tolist()) == {7}
-        second.leave(0)
+        second.release(0)
 
 
 def test_damage_on_the_disk_fails_the_update_and_the_save() -> None:
@@ -474,9 +474,9 @@ def test_closing_begins_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     store.calls.clear()
     store.held.add("write")
     for layer in (0, 1):
-        ring.bring(layer)
-        ring.change(layer)
-        ring.leave(layer)
+        ring.acquire(layer)
+        ring.mark_dirty(layer)
+        ring.release(layer)
     for layer in (0, 1):
         store.await_call("write", PAGE * layer)
     store.calls.clear()
@@ -498,7 +498,7 @@ def test_a_disk_that_does_not_answer_is_a_deadline() -> None:
     assert isinstance(store, Watched)
     ring = memory.ring(timeout_s=0.01)
     store.held.add("write")
-    with ring.blank(0):
+    with ring.overwrite(0):
         pass
     with pytest.raises(
         DeadlineError, match="elements 0 to 4096 of layer 0 to be written: spill in memory does not get on"
@@ -514,20 +514,20 @@ def test_a_shard_that_died_loading_leaves_nothing_of_that() -> None:
     first = small_ring(store, slots, 3)
     store.held.add("write")  # a slot each
     for layer in (0, 1):
-        with first.blank(layer):
+        with first.overwrite(layer):
             first.bytes_of(layer)["m"].fill_(layer)
-    first.blank(2).__enter__()
+    first.overwrite(2).__enter__()
     first.bytes_of(2)["m"].fill_(99)
     # Nothing that the first one has begun ends before the second one is done, as if it were dead.
     with closing(small_ring(Watched(4 * PAGE), slots, 3)) as second:
         for layer in range(4):
-            with second.blank(layer):
+            with second.overwrite(layer):
                 second.bytes_of(layer)["m"].fill_(layer)
             second.read(layer, ElementRange(0, PAGE))  # all slots are free again
         for layer in (*range(4), *range(4)):
-            second.bring(layer)
+            second.acquire(layer)
             assert set(second.bytes_of(layer)["m"].tolist()) == {layer}
-            second.leave(layer)
+            second.release(layer)
     store.release("write")
     first.close()
 
@@ -537,15 +537,15 @@ def test_what_is_left_behind_what_came_after_it_is_not_read_again() -> None:
     store = Watched(4 * PAGE)
     with closing(small_ring(store, small_slots(), 3)) as ring:
         fill_small(ring)
-        ring.bring(0)
+        ring.acquire(0)
         for layer in (1, 2):
-            ring.bring(layer)
-            ring.leave(layer)
-        ring.bring(3)
+            ring.acquire(layer)
+            ring.release(layer)
+        ring.acquire(3)
 
         await_all_read(ring)  # what comes first in the next update is there
         with ring._changed:
-            ring.leave(0)
+            ring.release(0)
             assert all_are_read(ring)
 
 
@@ -554,7 +554,7 @@ def test_what_is_wanted_is_read_though_all_slots_hold_what_comes_after_it() -> N
     store = Watched(4 * PAGE)
     with closing(small_ring(store, small_slots(), 2, timeout_s=20.0)) as ring:
         fill_small(ring)
-        ring.bring(0)
+        ring.acquire(0)
         await_all_read(ring)  # or the read of layer 1 would be held up
         store.held.add("read")
         store.calls.clear()
@@ -562,29 +562,29 @@ def test_what_is_wanted_is_read_though_all_slots_hold_what_comes_after_it() -> N
             ring._at = 2
             ring._advance()
         store.await_call("read", 2 * PAGE)
-        reader = threading.Thread(target=ring.bring, args=(1,))
+        reader = threading.Thread(target=ring.acquire, args=(1,))
         reader.start()
         while ring._at != 1:  # it waits for its extent from then on
             time.sleep(0.001)
         store.release("read")
         reader.join(WAIT_S)
         assert set(ring.bytes_of(1)["m"].tolist()) == {1}
-        ring.leave(1)
-        ring.leave(0)
+        ring.release(1)
+        ring.release(0)
 
 
 def test_a_layer_that_nobody_expected_next_is_read() -> None:
     store = Watched(4 * PAGE)
     with closing(small_ring(store, small_slots(), 1, timeout_s=5.0)) as ring:
         fill_small(ring)
-        ring.bring(0)
+        ring.acquire(0)
         store.held.add("read")
-        ring.leave(0)
+        ring.release(0)
         store.await_call("read", PAGE)  # into the only slot
         threading.Timer(0.1, store.release, ["read"]).start()
-        ring.bring(3)
+        ring.acquire(3)
         assert set(ring.bytes_of(3)["m"].tolist()) == {3}
-        ring.leave(3)
+        ring.release(3)
 
 
 def test_a_save_hears_of_a_disk_that_does_not_answer() -> None:
@@ -604,12 +604,12 @@ def test_a_save_that_reads_ends_with_the_ring(kind: str, layer: int) -> None:
     store = Watched(4 * PAGE)
     ring = small_ring(store, small_slots(), 2)
     fill_small(ring)
-    ring.bring(1)
+    ring.acquire(1)
     store.calls.clear()
     store.held.add(kind)
-    ring.change(1)
+    ring.mark_dirty(1)
     if kind == "write":
-        ring.leave(1)
+        ring.release(1)
     failures: list[BaseException] = []
 
     def save() -> None:
@@ -643,23 +643,23 @@ def test_gradients_wait_between_slots_and_disk() -> None:
     extents = [Extent(i // 2, ElementRange(0, 1024), PAGE * i, PAGE, kind, i) for i, kind in enumerate(kinds)]
     with closing(SpillRing(SpillLayout(extents, 3), small_slots(), store, BLOB, WAIT_S, poison=True)) as ring:
         for state in (1, 3):
-            with ring.blank(state):
+            with ring.overwrite(state):
                 ring.bytes_of(state)["m"].fill_(10 + state)
         for update in range(1, 4):
             for gradient in (2, 0):
-                with ring.blank(gradient):
+                with ring.overwrite(gradient):
                     ring.bytes_of(gradient)["gradient"].fill_(update + gradient)
             assert not [call for call in store.calls if call[0] == "read"]
             for gradient in (0, 2):
-                ring.bring(gradient)
+                ring.acquire(gradient)
                 assert set(ring.bytes_of(gradient)["gradient"].tolist()) == {update + gradient}
-                ring.bring(gradient + 1)
-                ring.change(gradient + 1)
+                ring.acquire(gradient + 1)
+                ring.mark_dirty(gradient + 1)
                 assert set(ring.bytes_of(gradient + 1)["m"].tolist()) == {11 + gradient + 10 * (update - 1)}
                 ring.bytes_of(gradient + 1)["m"].add_(10)
                 mark = len(store.calls)
-                ring.leave(gradient + 1)
-                ring.leave(gradient)
+                ring.release(gradient + 1)
+                ring.release(gradient)
             ring.read(3, ElementRange(0, PAGE))  # all is written
             beyond = [call for call in store.calls[mark:] if call[0] == "read" and call[1] < 3 * PAGE]
             assert not beyond

@@ -15,7 +15,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.machine import machine
 from megatrain_ray.machine.numa_topology import Topology
-from megatrain_ray.planning.run_spec import question_of
+from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.virtual_clock import Record, Stage
 from tests.support.runs import ROOT
 from tests.support.simulated_device import StandIn
@@ -49,7 +49,7 @@ def test_a_step_takes_as_long_as_predicted(settings: list[str], monkeypatch: pyt
     monkeypatch.setattr(machine, "total_memory_bytes", lambda: None)
     monkeypatch.chdir(ROOT)
     path, *overrides = settings
-    question = question_of(load_config(path, [*overrides, "train.batch_size=64"]))
+    question = planning_problem(load_config(path, [*overrides, "train.batch_size=64"]))
     plan = question.plan()
     assert plan.prediction is not None
     first, second = StandIn(question, plan).records(2)
