@@ -23,6 +23,7 @@ from megatrain_ray.config.values import (
     Seed,
     Size,
     Sources,
+    StepsOrSeconds,
     Switch,
     Text,
 )  # fmt: skip
@@ -254,6 +255,9 @@ class SpillConfig(Group):
 
 
 class LogConfig(Group):
+    every: StepsOrSeconds | None = None
+    """A line is printed every N steps, or after seconds (30s). null: about 50 lines a start, and one a minute at
+    least."""
     tensorboard: bool = True
     """Write event files to run_dir/tensorboard."""
     wandb: Text | None = None

@@ -33,6 +33,23 @@ def auto_or_switch(value: Any) -> Any:
     return value
 
 
+def seconds_of(text: str) -> float:
+    """Return the seconds of a text such as 30s or 0.5s. Raises ValueError for anything else."""
+    if not (match := re.fullmatch(r"(\d+\.?\d*|\.\d+) ?s", text)) or not float(match[1]):
+        raise ValueError(f"expected seconds, as in 30s, got {text!r}")
+    return float(match[1])
+
+
+def steps_or_seconds(value: Any) -> Any:
+    """Accept a number of steps, or text such as 30s. Raises ValueError for anything else."""
+    is_steps = type(value) is int and value >= 1
+    if not is_steps and not isinstance(value, str):
+        raise ValueError(f"expected a number of steps from 1 on, or seconds as in 30s, got {value!r}")
+    if isinstance(value, str):
+        seconds_of(value)
+    return value
+
+
 def sources_of_data(value: Any) -> Any:
     sources = [value] if isinstance(value, str) else value
     expected = f"expected a path, a glob, a list of these, or a list of {{path, weight}}; got {value!r}"
@@ -98,6 +115,7 @@ Positive = Annotated[float, Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)]
+StepsOrSeconds = Annotated[int | str, BeforeValidator(steps_or_seconds)]
 Sources = Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(sources_of_data)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(name_patterns)]

@@ -1,11 +1,12 @@
-"""Shows the progress of a training: a bar on a terminal, lines anywhere else."""
+"""Shows the progress of a training as lines, and on a terminal as a bar below them."""
 
 from __future__ import annotations
 
 import math
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -13,10 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from megatrain_ray.config.values import seconds_of
 from megatrain_ray.console.logs import show
 from megatrain_ray.units import format_count, format_duration
 
-MAX_LINES = 50  # about so many lines are printed per run, where the output is no terminal
+NUM_LINES = 50  # about so many lines are printed per run, unless log.every says otherwise
+QUIET_S = 60.0  # and one at least after so many seconds
 SMALLEST_SHARE = 0.005  # smallest share of a step that is listed
 RECENT_STEPS = 20  # newest steps whose mean time predicts the remaining time
 BAR_COLUMNS = (
@@ -25,44 +28,72 @@ BAR_COLUMNS = (
 )  # fmt: skip
 
 
-class BarView:
-    """Shows progress as a bar that is redrawn in place."""
+class LineTimes:
+    """Decides after which steps a line is printed. The first and the last step of a start always have one."""
 
-    def __init__(self, bar: RichProgress, steps: int, completed: int) -> None:
-        self._bar = bar
-        self._left = TimeLeft(steps)
-        self._task = bar.add_task("train", total=steps, completed=completed, status="starting")
+    def __init__(
+        self, steps: int, completed: int, every: int | str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Prepare for the steps after `completed`. `every`: as log.every."""
+        self._ends = (completed + 1, steps)
+        self._steps = every if isinstance(every, int) else None
+        self._seconds = seconds_of(every) if isinstance(every, str) else math.inf
+        if every is None:
+            self._steps, self._seconds = max(1, math.ceil((steps - completed) / NUM_LINES)), QUIET_S
+        self._clock = clock
+        self._last_s = clock()
 
-    def update(self, row: Mapping[str, Any]) -> None:
-        self._bar.update(self._task, completed=row["step"], status=f"{_summary(row)}  {self._left.after(row)} left")
-
-    def evaluating(self, done: int, total: int) -> None:
-        self._bar.update(self._task, status=f"evaluating {done}/{total}")
-
-    def evaluated(self, row: Mapping[str, Any]) -> None:
-        self._bar.console.print(describe_evaluation(row), highlight=False)
+    def is_due(self, step: int) -> bool:
+        """Return whether a line is printed after this step. Call it once after every step."""
+        now_s = self._clock()
+        by_steps = self._steps is not None and step % self._steps == 0
+        if not by_steps and now_s - self._last_s < self._seconds and step not in self._ends:
+            return False
+        self._last_s = now_s
+        return True
 
 
 class LineView:
-    """Shows progress as lines: one per step of a short run; of a longer one every n-th step, the first and the last."""
+    """Shows progress as lines."""
 
-    def __init__(self, stream: TextIO, steps: int, completed: int) -> None:
+    def __init__(self, stream: TextIO, steps: int, times: LineTimes) -> None:
         self._stream = stream
         self._steps = steps
-        self._first = completed + 1
-        self._every = max(1, math.ceil((steps - completed) / MAX_LINES))
+        self._times = times
         self._left = TimeLeft(steps)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        step, left = row["step"], self._left.after(row)
-        if step % self._every == 0 or step in (self._first, self._steps):
-            show(f"step {step}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}", self._stream)
+        left = self._left.after(row)
+        if self._times.is_due(row["step"]):
+            self._print(f"step {row['step']}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}")
 
     def evaluating(self, done: int, total: int) -> None:
         """Do nothing: the row of the evaluation follows soon enough."""
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        show(describe_evaluation(row), self._stream)
+        self._print(describe_evaluation(row))
+
+    def _print(self, line: str) -> None:
+        show(line, self._stream)
+
+
+class BarView(LineView):
+    """Shows lines, and below them a bar that is redrawn in place."""
+
+    def __init__(self, bar: RichProgress, stream: TextIO, steps: int, completed: int, times: LineTimes) -> None:
+        super().__init__(stream, steps, times)
+        self._bar = bar
+        self._task = bar.add_task("train", total=steps, completed=completed, status="starting")
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        super().update(row)
+        self._bar.update(self._task, completed=row["step"], status=f"{_summary(row)}  {self._left.newest} left")
+
+    def evaluating(self, done: int, total: int) -> None:
+        self._bar.update(self._task, status=f"evaluating {done}/{total}")
+
+    def _print(self, line: str) -> None:
+        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class TimeLeft:
@@ -72,27 +103,32 @@ class TimeLeft:
         self._steps = steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._num_rows = 0
+        self.newest = ""  # what `after` returned last
 
     def after(self, row: Mapping[str, Any]) -> str:
         if self._num_rows == 1:
             self._recent.clear()
         self._num_rows += 1
         self._recent.append(row["step_s"])
-        return format_duration((self._steps - row["step"]) * sum(self._recent) / len(self._recent))
-
-
-ProgressView = BarView | LineView
+        self.newest = format_duration((self._steps - row["step"]) * sum(self._recent) / len(self._recent))
+        return self.newest
 
 
 @contextmanager
-def make_progress(steps: int, completed: int, stream: TextIO | None = None) -> Iterator[ProgressView]:
-    """Yield the view of a run from `completed` to `steps` updates, on standard output if `stream` is None."""
+def make_progress(
+    steps: int, completed: int, stream: TextIO | None = None, every: int | str | None = None
+) -> Iterator[LineView]:
+    """Yield the view of a run from `completed` to `steps` updates, on standard output if `stream` is None.
+
+    every: as log.every.
+    """
     stream = stream or sys.stdout
+    times = LineTimes(steps, completed, every)
     if stream.isatty():
         with RichProgress(*BAR_COLUMNS, console=Console(file=stream)) as bar:
-            yield BarView(bar, steps, completed)
+            yield BarView(bar, stream, steps, completed, times)
     else:
-        yield LineView(stream, steps, completed)
+        yield LineView(stream, steps, times)
 
 
 def describe_evaluation(row: Mapping[str, Any]) -> str:

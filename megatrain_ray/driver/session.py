@@ -11,7 +11,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.console.logs import say
-from megatrain_ray.console.progress import ProgressView, describe_split, make_progress
+from megatrain_ray.console.progress import LineView, describe_split, make_progress
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.plan_check import PlanCheck
@@ -67,7 +67,7 @@ class StallWatch:
 class Session:
     """Runs the driver's loop: steps, saves and evaluations, and what is to be done when a process dies."""
 
-    _view: ProgressView  # exists while the loop runs
+    _view: LineView  # exists while the loop runs
 
     def __init__(
         self, job: RunContext, manifest: Manifest | None, sinks: MetricSinks, placement: Placement | None = None
@@ -107,7 +107,8 @@ class Session:
         try:
             self._start()
             with interrupts.put_off():
-                with make_progress(self._config.train.steps, self._progress.step) as self._view:
+                steps, every = self._config.train.steps, self._config.log.every
+                with make_progress(steps, self._progress.step, every=every) as self._view:
                     self._loop()
                 self._tracing.finish(crew, self._progress.step)
                 self._plan_check.finish(crew)

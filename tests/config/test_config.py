@@ -95,7 +95,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "eval_every": 0,
         "max_failures": 3,
         "max_skipped": 10,
-        "log": {"tensorboard": True, "wandb": None, "mlflow": None, "prometheus": True, "trace": None},
+        "log": {"every": None, "tensorboard": True, "wandb": None, "mlflow": None, "prometheus": True, "trace": None},
     }
 
 
@@ -132,6 +132,9 @@ def test_it_cannot_be_changed_and_survives_pickling() -> None:
         ({"train": MISSING}, "train: required. The updates: train.steps at least."),
         ({"model__config": 3}, "model.config: expected a mapping of the model's settings, or the path of a "
                                "config.json; got 3"),
+        ({"log__every": 0}, "log.every: expected a number of steps from 1 on, or seconds as in 30s, got 0"),
+        ({"log__every": "1m"}, "log.every: expected seconds, as in 30s, got '1m'"),
+        ({"log__every": "0s"}, "log.every: expected seconds, as in 30s, got '0s'"),
         ({"data__path": []}, "data.path: expected a path, a glob, a list of these, or a list of "
                                "{path, weight}; got []"),
     ],

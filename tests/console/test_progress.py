@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.console.progress import TimeLeft, describe_split, make_progress
+from megatrain_ray.console.progress import LineTimes, TimeLeft, describe_split, make_progress
 
 
 class Terminal(io.StringIO):
@@ -29,12 +29,16 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     return given | changes
 
 
-def shown_steps(steps: int, completed: int) -> list[int]:
-    stream = io.StringIO()
-    with make_progress(steps, completed, stream) as view:
-        for step in range(completed + 1, steps + 1):
-            view.update(row(step))
-    return [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()]
+def shown_steps(steps: int, completed: int, every: int | str | None = None, step_s: float = 0.0) -> list[int]:
+    """Return the steps that have a line, if each of them takes `step_s` seconds on a clock of its own."""
+    now = [0.0]
+    times = LineTimes(steps, completed, every, lambda: now[0])
+    shown = []
+    for step in range(completed + 1, steps + 1):
+        now[0] += step_s
+        if times.is_due(step):
+            shown.append(step)
+    return shown
 
 
 def test_a_line_says_step_loss_speed_and_time_left() -> None:
@@ -81,6 +85,18 @@ def test_a_short_run_shows_every_step_and_a_long_one_about_fifty() -> None:
     assert shown_steps(1001, 100) == [101, *range(114, 1001, 19), 1001]
 
 
+def test_slow_steps_have_a_line_a_minute() -> None:
+    assert shown_steps(1000, 0, step_s=20.0)[:5] == [1, 4, 7, 10, 13]
+    assert shown_steps(1000, 0, step_s=90.0) == list(range(1, 1001))
+
+
+def test_lines_come_every_so_many_steps_or_seconds() -> None:
+    assert shown_steps(100, 5, 30, step_s=1000.0) == [6, 30, 60, 90, 100]
+    assert shown_steps(20, 0, 1) == list(range(1, 21))
+    assert shown_steps(20, 0, "30s", step_s=4.0) == [1, 9, 17, 20]
+    assert shown_steps(5, 0, "0.5 s", step_s=1.0) == [1, 2, 3, 4, 5]
+
+
 def test_the_first_step_of_a_process_does_not_count_for_the_time_left() -> None:
     left = TimeLeft(100)
     assert left.after(row(1, step_s=60.0)) == "1h 39m"
@@ -93,6 +109,7 @@ def test_a_terminal_gets_a_bar(completed: int) -> None:
     stream = Terminal()
     with make_progress(2, completed, stream) as view:
         view.update(row(2))
-    shown = stream.getvalue()
-    assert "step 2/2" in shown.replace("\x1b[0m", "")
+    shown = stream.getvalue().replace("\x1b[0m", "")
+    assert shown.count("step 2/2") == 2, "the bar, and a line that stays"
     assert "loss 2.5000" in shown
+    assert "2 s: compute 1.24, optimizer 0.5, h2d 0.25\n" in shown.replace("\r", "")
