@@ -1,7 +1,7 @@
 """Renders conversations as Transformers does, and finds in the text what the model must generate.
 
-A chat template is a tokenizer's own, a file, or a plain default. What the model generates is each assistant turn and
-its end mark.
+A chat template is a tokenizer's own, a named one, a file, or a plain default. What the model generates is each
+assistant turn and its end mark.
 """
 
 from __future__ import annotations
@@ -16,27 +16,14 @@ import jinja2
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.named_templates import MARKS, PLAIN, check_marks, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
-from megatrain_ray.io.tokens.tokenizer import named_tokens, read_settings, tokenizer_folder
+from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, named_tokens, read_settings, tokenizer_folder
 
 Message = Mapping[str, Any]
 
 TEMPLATE_NAME = "chat_template.jinja"  # file of a folder from which Transformers reads the template
-
-# ChatML in plain text, for bytes and for tokenizers without a template. An answer ends with the tokenizer's eos token
-# if it has one, so that an inference server stops there.
-PLAIN_TEMPLATE = """\
-{%- if tools or messages | selectattr('tool_calls', 'defined') | list -%}
-    {{- raise_exception('the plain template has no tools: give data.chat_template') -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content -}}
-    {{- eos_token if eos_token and message.role == 'assistant' else '<|im_end|>' }}
-{% endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
+PROCESSOR_TEMPLATE_NAME = "chat_template.json"  # file that older processors have it in
 
 # A template that writes today's date would give different tokens every day, and a run could not be resumed a day later.
 # Llama's templates write 26 July 2024 if they have no function for the date.
@@ -110,13 +97,15 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    tokenizer: str, file: str | None = None, arguments: Mapping[str, Any] | None = None
+    tokenizer: str, name: str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """Return the template of `data.chat_template`, else that of the tokenizer's folder, else the plain one.
+    """Return the template that `name` means, else that of the tokenizer's folder, else the plain one.
 
+    name: an additional template of the tokenizer's folder, one of the named templates, or a file.
     arguments: variables of the template, such as enable_thinking.
 
-    Raises ConfigError for broken files, for arguments that a user may not set, and as find_on_hub.
+    Raises ConfigError for broken files, for a named template whose marks the tokenizer lacks, for arguments that a user
+    may not set, and as find_on_hub.
     """
     if own := OWN_VARIABLES & (arguments or {}).keys():
         raise ConfigError(
@@ -125,20 +114,40 @@ def load_chat_template(
         )
     folder = None if tokenizer == "bytes" else tokenizer_folder(tokenizer)
     variables = {**(named_tokens(folder) if folder else {}), **(arguments or {})}
-    if file is not None:
-        return ChatTemplate(file, _read(Path(file)), variables=variables)
     sources = _sources(folder) if folder else {}
-    if not sources:
-        return ChatTemplate("the plain template", PLAIN_TEMPLATE, variables=variables)
-    if "default" not in sources:
+    if name is not None:
+        return ChatTemplate(name, sources.get(name) or _named(name, folder), variables=variables)
+    if "default" in sources:
+        return ChatTemplate(f"of {folder}", sources["default"], sources.get("tool_use"), variables, is_own=True)
+    if sources:
         names = ", ".join(sources)
-        raise ConfigError(f"data.chat_template: {folder} holds {names} but no default; name the file to use")
-    return ChatTemplate(f"of {folder}", sources["default"], sources.get("tool_use"), variables, is_own=True)
+        raise ConfigError(f"data.chat_template: {folder} holds {names} but no default; name the one to use")
+    if folder and (source := _of_processor(folder)) is not None:
+        return ChatTemplate(f"of {folder / PROCESSOR_TEMPLATE_NAME}", source, variables=variables)
+    return ChatTemplate("the plain template", read_named_template(PLAIN), variables=variables)
+
+
+def _named(name: str, folder: Path | None) -> str:
+    if name in MARKS:
+        check_marks(name, folder)
+        return read_named_template(name)
+    if not Path(name).exists():
+        raise ConfigError(
+            f"data.chat_template: no such file: {name} (relative paths start at {Path.cwd()}); expected a Jinja file, "
+            f"or one of {', '.join(MARKS)}"
+        )
+    return _read(Path(name))
+
+
+def _of_processor(folder: Path) -> str | None:
+    """Return the template that older processors have in a file of their own, which tokenizers do not read."""
+    source = read_settings(folder / PROCESSOR_TEMPLATE_NAME).get("chat_template")
+    return source if isinstance(source, str) else None
 
 
 def _sources(folder: Path) -> dict[str, str]:
     """Return the folder's templates by name. As in Transformers, files override tokenizer_config.json."""
-    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    files = {path.stem: path for path in sorted(folder.glob(f"{ADDITIONAL_TEMPLATES}/*.jinja"))}
     if (own := folder / TEMPLATE_NAME).is_file():
         files["default"] = own
     if files:

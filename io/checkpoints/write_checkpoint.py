@@ -95,14 +95,17 @@ def write_folder(
     weights: Mapping[str, Sequence[ExportTensor]],
     copies: Sequence[Path] = (),
 ) -> None:
-    """Write JSON files and safetensors files by name, and copies of files. Raises as write_model_folder."""
+    """Write JSON files and safetensors files by name, and copies of files and folders. Raises as write_model_folder."""
     with complete_or_absent(out_dir) as folder:
         for name, values in settings.items():
             (folder / name).write_text(json.dumps(values, indent=2) + "\n")
         num_bytes = sum(tensor.nbytes for tensors in weights.values() for tensor in tensors)
         check_room(folder, num_bytes + REST_BYTES, "the exported model", "free some, or name another folder")
         for file in copies:
-            shutil.copy(file, folder)
+            if file.is_dir():
+                shutil.copytree(file, folder / file.name)
+            else:
+                shutil.copy(file, folder)
         for name, tensors in weights.items():
             _write_safetensors(folder / name, tensors)
 

@@ -29,7 +29,9 @@ FILE_NAMES = (
     "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of templates by name
+# Files of chat templates in addition to those above. A repository of the hub can only be asked for names.
+TEMPLATE_NAMES = (f"{ADDITIONAL_TEMPLATES}/tool_use.jinja", "chat_template.json")
 
 
 class PlacedTokens(NamedTuple):
@@ -160,7 +162,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def tokenizer_folder(name: str) -> Path:
     """Return the folder, perhaps missing, or the cached hub repository that a name means. Raises as find_on_hub."""
     required, *optional = FILE_NAMES
-    found = find_on_hub(name, "data.tokenizer", required, [*optional, TOOL_TEMPLATE_NAME])
+    found = find_on_hub(name, "data.tokenizer", required, [*optional, *TEMPLATE_NAMES])
     return found.path if found else Path(name)
 
 

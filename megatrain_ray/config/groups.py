@@ -60,7 +60,7 @@ class DataConfig(Group):
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
     """sft: format of the records; auto: by each record's keys."""
     chat_template: Text | None = None
-    """sft: Jinja file; null: the tokenizer's own, else a plain one."""
+    """sft: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain one."""
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012, pydantic copies it
     """sft: variables of the template, such as {enable_thinking: false}."""
     truncation: Literal["turn", "drop"] = "turn"

@@ -220,7 +220,8 @@ def describe_export(out_dir: Path, step: int) -> Iterator[str]:
 
     step: step of the exported save.
     """
-    sizes = {file.name: file.stat().st_size for file in sorted(out_dir.iterdir())}
+    files = sorted(file for file in out_dir.rglob("*") if file.is_file())
+    sizes = {str(file.relative_to(out_dir)): file.stat().st_size for file in files}
     shapes, dtypes = [], set()
     for file in sorted(out_dir.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:

@@ -30,7 +30,7 @@ from megatrain_ray.io.saves.save_folder import (
     set_aside,
     why_kept,
 )
-from megatrain_ray.io.tokens.tokenizer import tokenizer_files
+from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, tokenizer_files
 from megatrain_ray.run.run_files import (
     REPORT_NAME,
     RunFiles,
@@ -210,6 +210,8 @@ class RunDir(RunFiles):
                     shutil.copy(file, folder)
                 if template is not None:
                     (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8")
+                elif (additional := files[0].parent / ADDITIONAL_TEMPLATES).is_dir():
+                    shutil.copytree(additional, folder / ADDITIONAL_TEMPLATES)
 
     def _chat_template(self) -> str | None:
         """Return the chat template unless it is the tokenizer's own: an exported model must be prompted with it."""

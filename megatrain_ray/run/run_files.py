@@ -71,7 +71,7 @@ class RunFiles:
         return self.path / "plans" / f"{sha256[:12]}.json"
 
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Return the files of the tokenizer that the run was started with, and of the chat template if there is one."""
+        """Return the files of the tokenizer that the run was started with, and files and folder of its templates."""
         files = self.tokenizer.iterdir() if self.tokenizer.is_dir() else ()
         return tuple(sorted(file for file in files if file.name != MARK_NAME))
 

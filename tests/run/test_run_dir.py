@@ -15,7 +15,7 @@ import pytest
 
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.errors import CapacityError, ConfigError
-from megatrain_ray.io.chat.chat_template import PLAIN_TEMPLATE
+from megatrain_ray.io.chat.named_templates import PLAIN, read_named_template
 from megatrain_ray.io.files.owned_folder import MARK_NAME
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.saves.manifest import Manifest
@@ -63,10 +63,15 @@ def test_the_tokenizer_is_kept_with_the_template_that_chats_were_written_with(tm
         "chat_template.jinja": "other"
     }
     plain = kept(tmp_path / "3", kind="sft", tokenizer=str(base))
-    assert plain == {"tokenizer.json": "{}", "chat_template.jinja": PLAIN_TEMPLATE}
-    assert kept(tmp_path / "4", kind="sft", tokenizer="bytes") == {"chat_template.jinja": PLAIN_TEMPLATE}
+    assert plain == {"tokenizer.json": "{}", "chat_template.jinja": read_named_template(PLAIN)}
+    assert kept(tmp_path / "4", kind="sft", tokenizer="bytes") == {"chat_template.jinja": read_named_template(PLAIN)}
     assert kept(tmp_path / "5", tokenizer=str(base)) == {"tokenizer.json": "{}"}
     assert kept(tmp_path / "6", tokenizer="bytes") == {}
+    (own / "additional_chat_templates").mkdir()
+    (own / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    more = its_own | {"additional_chat_templates": "", "additional_chat_templates/tool_use.jinja": "tools"}
+    assert kept(tmp_path / "7", kind="sft", tokenizer=str(own)) == more
+    assert kept(tmp_path / "8", kind="sft", tokenizer=str(own), chat_template=str(file)).keys() == its_own.keys()
 
 
 def test_a_resume_has_the_runs_split_and_its_own_other_settings(tmp_path: Path) -> None:

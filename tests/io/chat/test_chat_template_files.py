@@ -61,6 +61,22 @@ def test_without_a_template_there_is_the_plain_one(tmp_path: Path) -> None:
         assert template.render(ASK, prompt=True) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_template_of_a_processor_stands_in_for_one_of_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    template = load_chat_template(write(tmp_path, {}))
+    assert template.render(ASK) == "processor"
+    assert (
+        not template.is_own
+    )  # AutoTokenizer does not read it, so a run and its export write it as a file that it reads
+    assert load_chat_template(write(tmp_path, {"chat_template": "config"})).render(ASK) == "config"
+
+
+def test_an_additional_template_is_used_by_its_name(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"chat_template": "config"}, chat_template="own", additional_chat_templates__rag="rag")
+    assert load_chat_template(folder).render(ASK) == "own"
+    assert load_chat_template(folder, "rag").render(ASK) == "rag"
+
+
 @pytest.mark.parametrize("lead", ["", "\n", "  {% if true %}x{% endif %}"])
 def test_the_date_is_the_same_every_day_and_nothing_else_changes(tmp_path: Path, lead: str) -> None:
     source = lead + "{% if strftime_now is defined %}\n  {{ strftime_now('%d %b %Y|%Y-%m-%d|%A, %B') }}\n{% endif %}"
@@ -95,7 +111,7 @@ def test_settings_that_cannot_be_read_are_refused(tmp_path: Path, config: str, m
 
 
 def test_a_missing_template_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.chat_template: cannot read .*absent.jinja"):
+    with pytest.raises(ConfigError, match=r"no such file: .*absent.jinja .* or one of chatml, qwen, "):
         load_chat_template("bytes", str(tmp_path / "absent.jinja"))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_template import PLAIN_TEMPLATE, ChatTemplate, MarkedText, TurnMarker
+from megatrain_ray.io.chat.chat_template import ChatTemplate, MarkedText, TurnMarker
 from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.named_templates import PLAIN, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
 from tests.support.chat_fixtures import FAMILIES, TEMPLATES
 
@@ -203,7 +204,7 @@ def test_pieces_between_tags_that_touch_are_one_answer() -> None:
 
 
 def test_the_plain_template_ends_an_answer_as_the_tokenizer_ends_a_text() -> None:
-    marker = TurnMarker(ChatTemplate("plain", PLAIN_TEMPLATE, variables={"eos_token": "</s>"}))
+    marker = TurnMarker(ChatTemplate("plain", read_named_template(PLAIN), variables={"eos_token": "</s>"}))
     (text,) = marker.mark(Conversation(say("s:S", "u:Q", "a:A")))
     assert shown(text) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n«A</s>»\n"
