@@ -1,14 +1,14 @@
-"""Trains a 137M-parameter model on GSM8K from random weights, byte by byte; exports it, and answers with Transformers.
+"""Trains a 137M-parameter model on GSM8K from random weights, byte by byte; exports it, and answers.
 
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT memorise [TRAIN.jsonl] [key=value …]
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT held_out TRAIN.jsonl HELD_OUT.jsonl [key=value …]
 
-memorise: trains on the first 100 problems (of examples/gsm8k unless a file is named), exports, and lets Transformers
-    answer the 100 questions greedily. It counts the answers that are the same to the last character, and the final
-    numbers that are the same.
+memorise: trains on the first 100 problems (of examples/gsm8k unless a file is named), exports, and answers the 100
+    questions greedily. It counts the answers that ended by themselves, those that are the same to the last character,
+    and the final numbers that are the same.
 held_out: trains on one file and evaluates on the other, from before the first step on.
 
-Training and export go through the CLI. Writes OUT_FOLDER/gsm8k_PART.json.
+Everything goes through the CLI. Writes OUT_FOLDER/gsm8k_PART.json.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import jinja2
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.scratch import fresh
 from benchmarks.vertical_slice import ROOT, machine, train
@@ -38,9 +34,6 @@ SHAPE = {
     "num_key_value_heads": 14,
 }  # fmt: skip
 SETTINGS = ["train.micro_batch_size=16", "train.precision=bf16", "train.lr=5e-4", "save_every=0"]
-END = "<|im_end|>"
-PAD = 0
-PROMPTS_AT_ONCE = 50
 
 
 def settings(data: Path, *more: str) -> list[str]:
@@ -77,9 +70,10 @@ def memorise(overrides: Sequence[str]) -> dict[str, Any]:
     start_s = time.monotonic()
     done = cli("export", str(run_dir), str(exported))
     assert done.returncode == 0, done.stderr
-    answers = list(answers_of(exported, [question for question, _ in chosen]))
-    pairs = list(zip(answers, (answer for _, answer in chosen), strict=True))
+    answered = answers_of(exported, data)
+    pairs = [(row["answer"], answer) for row, (_, answer) in zip(answered, chosen, strict=True)]
     return {
+        "ended": sum(row["ended"] for row in answered),
         "same_text": sum(answer == expected for answer, expected in pairs),
         "same_number": sum(number_of(answer) == number_of(expected) for answer, expected in pairs),
         "of": len(pairs),
@@ -92,30 +86,12 @@ def memorise(overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def answers_of(folder: Path, questions: Sequence[str]) -> Iterator[str]:
-    """Yield the greedy answers of the exported model to prompts made with the exported chat template."""
-    template = jinja2.Environment().from_string((folder / "chat_template.jinja").read_text(encoding="utf-8"))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder).to(device)
-    prompts = [
-        template.render(messages=[{"role": "user", "content": question}], add_generation_prompt=True).encode()
-        for question in questions
-    ]
-    for start in range(0, len(prompts), PROMPTS_AT_ONCE):
-        yield from _generate(model, prompts[start : start + PROMPTS_AT_ONCE])
-
-
-def _generate(model: PreTrainedModel, prompts: Sequence[bytes]) -> Iterator[str]:
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[PAD] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    room = model.config.max_position_embeddings - min(map(len, prompts))  # positions begin after the padding
-    made = model.generate(
-        ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=room, do_sample=False,
-        pad_token_id=PAD, eos_token_id=256,
-    )  # fmt: skip
-    for row in made[:, longest:].tolist():
-        yield bytes(i for i in row if i < 256).decode(errors="replace").split(END)[0]
+def answers_of(folder: Path, chats: Path) -> list[dict[str, Any]]:
+    """Return the chats with the greedy answers of the exported model to their questions."""
+    done = cli("generate", str(folder), "--chat", "--prompts", str(chats), "--temperature=0", "--max-new-tokens=1024",
+               "--batch-size=50")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def number_of(answer: str) -> str:

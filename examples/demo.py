@@ -31,7 +31,7 @@ EXPORT = FOLDER / "exported"
 TRAIN = (CONFIG, f"run_dir={RUN}")
 STOP_AFTER = 60  # steps; then the demo sends a Ctrl-C
 STATED_LOSS = 2.0  # the mean of the last ten steps must be below; 1.96 where it was measured
-PROMPT = "ROMEO:"
+GENERATE = ("ROMEO:", "--temperature", "0.8", "--max-new-tokens", "200", "--seed", "0")
 
 
 def say(text: str) -> None:
@@ -88,25 +88,6 @@ def run(*arguments: str) -> None:
         sys.exit(code)
 
 
-def generate() -> str:
-    """Return the text that the exported model generates after a prompt, byte by byte, in plain Transformers."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(EXPORT)
-    prompt = torch.tensor([list(PROMPT.encode())])
-    torch.manual_seed(0)
-    ids = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=200,
-        do_sample=True,
-        temperature=0.8,
-        pad_token_id=256,
-    )
-    return bytes(i for i in ids[0].tolist() if i < 256).decode(errors="replace")
-
-
 def main() -> None:
     start = time.monotonic()
     begin_anew()
@@ -118,8 +99,8 @@ def main() -> None:
     run("train", *TRAIN)
     say(f"4. Export: megatrain export {RUN} {EXPORT}")
     run("export", str(RUN), str(EXPORT))
-    say("5. Generate with transformers.AutoModelForCausalLM.from_pretrained:")
-    print(generate())
+    say(f"5. Generate: megatrain generate {EXPORT} {' '.join(GENERATE)}")
+    run("generate", str(EXPORT), *GENERATE)
     losses = [row["loss"] for row in rows()]
     final = sum(losses[-10:]) / 10
     say(f"loss {losses[0]:.2f} -> {final:.2f} in {len(losses)} steps, {time.monotonic() - start:.0f} s in all")

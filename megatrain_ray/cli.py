@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out_dir", type=Path, metavar="OUT_DIR")
     export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
+    _add_generate(commands.add_parser("generate", help="text or answers of a run's newest save, or of any model"))
     inspect = commands.add_parser("inspect", help="how it stands, configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report = commands.add_parser("report", help="a page about a run: curves, where time went, memory, faults")
@@ -111,14 +112,28 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what-if", action="store_true", help="what other memory, or other tokens a step, would change"
     )
-    parser.add_argument("--price", type=_price, metavar="PER_HOUR", help="of the machine: what the whole run costs")
+    parser.add_argument("--price", type=_from_zero, metavar="PER_HOUR", help="of the machine: what the whole run costs")
 
 
-def _price(text: str) -> float:
+def _from_zero(text: str) -> float:
     with suppress(ValueError):
-        if 0 <= (price := float(text)) < math.inf:
-            return price
+        if 0 <= (number := float(text)) < math.inf:
+            return number
     raise argparse.ArgumentTypeError(f"expected a number from 0 on, got {text!r}")
+
+
+def _share(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (share := float(text)) <= 1:
+            return share
+    raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1, got {text!r}")
+
+
+def _positive(text: str) -> int:
+    with suppress(ValueError):
+        if (number := int(text)) >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"expected an integer from 1 on, got {text!r}")
 
 
 def _size(text: str) -> int:
@@ -149,6 +164,23 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of RAM, as in 32GiB, that layers take in turn: for plans of machines with more; losses mean nothing",
     )
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", help="a run directory, a Hugging Face folder or a hub id")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text that it goes on from; - reads standard input")
+    parser.add_argument(
+        "--chat", action="store_true", help="PROMPT is a user's turn; without PROMPT, chat in the terminal"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the chat's first turn")
+    parser.add_argument("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer (512)")
+    parser.add_argument("--temperature", type=_from_zero, metavar="T", help="0: the likeliest token (the model's)")
+    parser.add_argument("--top-p", type=_share, metavar="P", help="sample from the likeliest tokens (the model's)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the sampling, for the same text again")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="records with a prompt or a chat: each is printed with its answer"
+    )
+    parser.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="prompts of FILE at a time (16)")
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +29,7 @@ from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import export_run, has_adapters, load_exported
+from megatrain_ray.export.export import export_run, exported, load_exported
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.machine.machine import machine_of, unused_gpu
@@ -66,8 +65,8 @@ class TrainSummary(Trained):
 
         Meanwhile the run directory needs room for an export. Raises as export_run does.
         """
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=self.run_dir) as folder:
-            return load_exported(self.export(folder, dtype, merge=has_adapters(self.run_dir)))
+        with exported(self.run_dir, dtype) as folder:
+            return load_exported(folder)
 
 
 class Trainer:

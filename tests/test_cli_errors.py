@@ -75,6 +75,8 @@ def test_a_missing_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ["bench", "x", "--steps", "many"],
         ["inspect", "x", "a=1"],
         ["export", "x", "y", "--dtype", "fp8"],
+        ["generate", "x", "p", "--top-p", "2"],
+        ["generate", "x", "p", "--max-new-tokens", "0"],
     ],
 )
 def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:

@@ -29,7 +29,8 @@ ENGINE = (
 )  # fmt: skip
 ORCHESTRATION = (
     "machine", "model", "accounting", "console", "run", "data", "convert", "profiling", "planning", "metrics",
-    "workers", "crew", "driver", "export", "report", "trainer", "bench", "commands", "cli", "__main__", "__init__",
+    "workers", "crew", "driver", "export", "generate", "report", "trainer", "bench", "commands", "cli", "__main__",
+    "__init__",
 )  # fmt: skip
 ORDER = (*FOUNDATION, *IO, *ENGINE, *ORCHESTRATION)
 WITH_RAY = {"crew", "driver", "metrics.ray_sink"}  # rooms and modules that may import it

@@ -19,11 +19,13 @@ class EndMarks(NamedTuple):
         they exist, each once.
     pad: the tokenizer's pad token, else its eos token; None: it names neither.
     marks: all tokens that are no pieces of text.
+    text: what the template writes after an answer, if it has no mark for it; empty otherwise.
     """
 
     ends: tuple[int, ...]
     pad: int | None
     marks: frozenset[int]
+    text: str = ""
 
 
 def find_end_marks(folder: Path, *, chats: bool) -> EndMarks:
@@ -35,21 +37,25 @@ def find_end_marks(folder: Path, *, chats: bool) -> EndMarks:
     """
     tokenizer, names = FolderTokenizer(folder), named_tokens(folder)
     eos = tokenizer.end_of_document
-    turn = end_of_turn(tokenizer, load_chat_template(str(folder))) if chats else None
+    after = text_after_answer(load_chat_template(str(folder))) if chats else ""
+    turn = first_mark(tokenizer, after)
     pad = tokenizer.id_of(names["pad_token"]) if "pad_token" in names else eos
     ends = tuple(dict.fromkeys(end for end in (turn, eos) if end is not None))
-    return EndMarks(ends, pad, tokenizer.mark_ids)
+    return EndMarks(ends, pad, tokenizer.mark_ids, "" if turn is not None else after.strip())
 
 
-def end_of_turn(tokenizer: FolderTokenizer, template: ChatTemplate) -> int | None:
-    """Return the id of the mark that a template writes after an answer.
-
-    None: an answer ends with ordinary text, at which generation cannot stop by itself.
-    """
+def text_after_answer(template: ChatTemplate) -> str:
+    """Return what a template writes after an answer; empty if it refuses one."""
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = template.render(messages)
+        return template.render(messages).rpartition(_ANSWER)[2]
     except RecordError:
-        return None
-    after = tokenizer.encode(text.rpartition(_ANSWER)[2]).tolist()
-    return next((token for token in after if token in tokenizer.mark_ids), None)
+        return ""
+
+
+def first_mark(tokenizer: FolderTokenizer, text: str) -> int | None:
+    """Return the id of the first mark in a text; None if all of it is ordinary text.
+
+    Generation stops by itself at a mark, but not at ordinary text.
+    """
+    return next((token for token in tokenizer.encode(text).tolist() if token in tokenizer.mark_ids), None)

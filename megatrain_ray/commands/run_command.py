@@ -73,6 +73,13 @@ def export(options: Namespace) -> int:
     return 0
 
 
+def generate(options: Namespace) -> int:
+    from megatrain_ray.commands.generate import generate_text
+
+    generate_text(options)
+    return 0
+
+
 def inspect(options: Namespace) -> int:
     from megatrain_ray.report.inspect_run import inspect_run, state_of_run
 
@@ -162,6 +169,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "plan": plan,
     "bench": bench,
     "export": export,
+    "generate": generate,
     "inspect": inspect,
     "report": report,
     "refit": refit,

@@ -31,7 +31,7 @@ def summarize(
     if evaluations:
         yield from _describe_evaluations(evaluations)
     if rows or evaluations:
-        yield f"next      megatrain inspect {run_dir}, megatrain export {run_dir} OUT_DIR"
+        yield f'next      megatrain generate {run_dir} "PROMPT", megatrain export {run_dir} OUT_DIR'
 
 
 def _describe_steps(rows: Rows) -> Iterator[str]:

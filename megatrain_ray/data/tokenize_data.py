@@ -20,7 +20,7 @@ from megatrain_ray.data.data_worker import naming_eval_path, sources_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
-from megatrain_ray.io.chat.end_marks import end_of_turn
+from megatrain_ray.io.chat.end_marks import first_mark, text_after_answer
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
@@ -77,7 +77,8 @@ def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
     """
     template = load_chat_template(tokenizer, data.chat_template, data.chat_template_args)
     yield f"template  {template.name}"
-    if tokenizer != "bytes" and end_of_turn(FolderTokenizer(tokenizer_folder(tokenizer)), template) is None:
+    after = text_after_answer(template)
+    if tokenizer != "bytes" and first_mark(FolderTokenizer(tokenizer_folder(tokenizer)), after) is None:
         yield (
             "warning: this template ends an answer with ordinary text, at which generation does not stop by itself; "
             "set data.chat_template to one that ends answers with a special token"

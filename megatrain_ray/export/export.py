@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,8 +30,12 @@ from megatrain_ray.export.export_lora import export_adapter, export_merged
 from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
+from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
+from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer
 from megatrain_ray.model.architecture import Architecture, checkpoint_names, is_known, owned_parameters
 from megatrain_ray.model.model_source import GENERATION_NAME, ModelSource, open_model
@@ -36,6 +43,7 @@ from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 
 MAX_TRIES = 5
+NO_EOS_TOKEN = "{%- set eos_token = '' -%}\n"  # begins a template
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -73,8 +81,28 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool =
     )
 
 
-def load_exported(folder: Path) -> Any:
+@contextmanager
+def exported(run_dir: Path, dtype: str | None = None) -> Iterator[Path]:
+    """Export the newest save of a run, its adapters added in, to a folder that lasts as long as the block.
+
+    The folder is in the run's directory, which needs room for it. If the process is killed, the next export of this
+    kind deletes what is left. Raises as export_run.
+    """
+    merge = RunFiles(run_dir.absolute()).read_config().lora is not None
+    remove_abandoned(run_dir)
+    with explained("write to", run_dir):
+        holder = OwnedFolder.make(run_dir / f".export-{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
+    try:
+        export_run(run_dir, holder.path / "model", dtype, merge=merge)
+        yield holder.path / "model"
+    finally:
+        holder.remove()
+
+
+def load_exported(folder: Path, **options: Any) -> Any:
     """Load an exported folder as a PreTrainedModel.
+
+    options: arguments of from_pretrained in addition.
 
     Raises ConfigError for a model with code of its own, which is not run unless the user asks for it.
     """
@@ -84,20 +112,38 @@ def load_exported(folder: Path) -> Any:
             f"a {settings['model_type']} model comes with code of its own: export it, and load the folder with "
             "trust_remote_code=True"
         )
-    return Architecture(settings).load(folder)
-
-
-def has_adapters(run_dir: Path) -> bool:
-    """Return whether a run trains LoRA adapters. Raises ConfigError if there is no run."""
-    return RunFiles(run_dir).read_config().lora is not None
+    return Architecture(settings).load(folder, **options)
 
 
 def _export(
     files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig, *, merge: bool
 ) -> None:
-    folder, manifest = save_folder(files.saves, step), load_manifest(files.saves, step)
+    manifest = load_manifest(files.saves, step)
     files.check_save(step, manifest)
-    model, lora, tokenizer = config.model, config.lora, files.tokenizer_files()
+    with _tokenizer_files(files, config, manifest) as tokenizer:
+        _write(save_folder(files.saves, step), manifest, out_dir, dtype, config, tokenizer, merge=merge)
+
+
+@contextmanager
+def _tokenizer_files(files: RunFiles, config: TrainConfig, manifest: Manifest) -> Iterator[Sequence[Path]]:
+    """Yield the files of the run's tokenizer, of which `bytes` has none until here, and of its chat template."""
+    kept = files.tokenizer_files()
+    if config.tokenizer != "bytes" or config.data.kind == "tokens":
+        yield kept
+        return
+    texts = manifest.model.get("text_config") or manifest.model
+    with TemporaryDirectory(prefix="megatrain-tokenizer-") as name:
+        for file in kept:  # chats were rendered without an eos token, which bytes cannot write
+            (Path(name) / file.name).write_text(NO_EOS_TOKEN + file.read_text(encoding="utf-8"), encoding="utf-8")
+        write_byte_tokenizer(Path(name), vocab_size=texts["vocab_size"])
+        yield sorted(Path(name).iterdir())
+
+
+def _write(
+    folder: Path, manifest: Manifest, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig,
+    tokenizer: Sequence[Path], *, merge: bool,
+) -> None:  # fmt: skip
+    model, lora = config.model, config.lora
     if lora is not None and not merge:
         empty = _empty(_with_own_code(model, manifest), manifest)
         return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
@@ -105,8 +151,8 @@ def _export(
     # Inference servers read the class here. A run that began with only model.config has no entry for it.
     settings = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
     whole = replace(manifest, model=settings)
-    if (files.tokenizer / "tokenizer.json").is_file():
-        whole = with_ends(whole, find_end_marks(files.tokenizer, chats=config.data.kind == "sft"))
+    if "tokenizer.json" in {file.name for file in tokenizer}:
+        whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.kind == "sft"))
     copies = [*tokenizer, *beside.code]
     if lora is None:
         return export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
@@ -248,6 +294,7 @@ def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
         yield f"      lora.path: {out_dir} in a configuration with a new run_dir trains on from these adapters"
         return
     has_tokenizer = any(name in names for name in TOKENIZER_FILES)
-    tokenizer = "AutoTokenizer as well" if has_tokenizer else "no tokenizer: the run had none but bytes or ids"
-    yield f'next  AutoModelForCausalLM.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
+    tokenizer = "AutoTokenizer as well" if has_tokenizer else "no tokenizer: the run had none but ids"
+    yield f'next  megatrain generate {out_dir} "PROMPT" for a look'
+    yield f'      AutoModelForCausalLM.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
     yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

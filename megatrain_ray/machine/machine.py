@@ -97,8 +97,8 @@ def unused_gpu(hardware: HardwareConfig, root: Path = Path("/")) -> str | None:
         return None
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return (
-        f"warning: NVIDIA's driver {driver} is loaded, and torch {torch.__version__} ({built}) sees no GPU: training "
-        "on the CPU. Install a torch that this driver supports (pytorch.org/get-started), or set hardware.device: cpu"
+        f"warning: NVIDIA's driver {driver} is loaded, and torch {torch.__version__} ({built}) sees no GPU: the CPU "
+        "computes. Install a torch that this driver supports (pytorch.org/get-started), or set hardware.device: cpu"
     )
 
 

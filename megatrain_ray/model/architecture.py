@@ -61,9 +61,9 @@ class Architecture:
         values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
         return AutoConfig.for_model(self.settings["model_type"], **values)
 
-    def load(self, folder: Path) -> Any:
-        """Return the model with the weights of a Hugging Face folder, in their own type."""
-        return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True)
+    def load(self, folder: Path, **options: Any) -> Any:
+        """Return the model with the weights of a Hugging Face folder, in their own type. `options`: more arguments."""
+        return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True, **options)
 
     def refusal(self) -> str | None:
         """Return why the configuration alone rules out training such a model; None if it does not."""

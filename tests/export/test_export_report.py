@@ -19,7 +19,7 @@ def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
     tokenizer.write_text("{}")
     tensors = [tensor("a", 1200, (2, 300)), tensor("b", 800, (400,)), tensor("c", 16, (2,), torch.int64)]
     write_model_folder(out, tensors, ExportDtype.BF16, {"model_type": "x"}, file_bytes=1300, copies=[tokenizer])
-    first, *files, load, train = describe_export(out, 7)
+    first, *files, look, load, train = describe_export(out, 7)
     total = sum(file.stat().st_size for file in out.iterdir()) / 1024
     assert first == (
         f"exported the save of step 7 to {out}: 3 tensors, 1.00k parameters, BF16 and I64, {total:.2f} KiB"
@@ -27,7 +27,8 @@ def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
     assert [line.split()[0] for line in files] == sorted(file.name for file in out.iterdir())
     assert len(files) == 5
     assert files[0].split(maxsplit=1)[1] == f"{(out / 'config.json').stat().st_size} B"
-    assert load == f'next  AutoModelForCausalLM.from_pretrained("{out}") in Transformers; AutoTokenizer as well'
+    assert look == f'next  megatrain generate {out} "PROMPT" for a look'
+    assert load == f'      AutoModelForCausalLM.from_pretrained("{out}") in Transformers; AutoTokenizer as well'
     assert f"model.path: {out} in" in train
     (out / "tokenizer.json").unlink()
-    assert "no tokenizer: the run had none but bytes or ids" in list(describe_export(out, 7))[-2]
+    assert "no tokenizer: the run had none but ids" in list(describe_export(out, 7))[-2]

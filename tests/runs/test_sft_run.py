@@ -124,6 +124,9 @@ def test_an_exported_model_stops_after_its_answer(tmp_path: Path, train: Train, 
     generate = transformers.pipeline("text-generation", str(tmp_path / "export"))
     [found] = generate([question], max_new_tokens=100, do_sample=False)
     assert found["generated_text"][-1] == answer
+    done = cli_here("generate", tree["run_dir"], "What?", "--chat")
+    assert (done.returncode, done.stdout) == (0, f"{answer['content']}\n")
+    assert not list(Path(tree["run_dir"]).glob(".export-*"))
     of_export = json.loads((tmp_path / "export" / "generation_config.json").read_text())
     ids = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json")).token_to_id
     ends = [ids(name) for name in expected]

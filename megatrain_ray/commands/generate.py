@@ -1,0 +1,98 @@
+"""Implements `megatrain generate`: goes on from a prompt, answers a chat, or the prompts of a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatrain_ray.console.logs import show
+from megatrain_ray.console.startup import spinner
+from megatrain_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatrain_ray.generate.answer import Sampling
+    from megatrain_ray.generate.load_model import LoadedModel
+    from megatrain_ray.io.chat.chat_template import Message
+
+
+def generate_text(options: Namespace) -> None:
+    """Load the model and print what it generates. Raises ConfigError for options that do not go together."""
+    prompt = _prompt(options)
+    with spinner("importing PyTorch and Transformers"):
+        from transformers import set_seed
+
+        from megatrain_ray.generate.answer import Sampling, encode_text
+        from megatrain_ray.generate.load_model import loaded
+        from megatrain_ray.generate.prompts_file import answer_file
+
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p)
+    with loaded(options.source, chat=options.chat) as model:
+        if options.seed is not None:
+            set_seed(options.seed)
+        if options.prompts is not None:
+            records = answer_file(model, options.prompts, sampling, chat=options.chat, batch_size=options.batch_size)
+            for record in records:
+                print(json.dumps(record, ensure_ascii=False))
+        elif options.chat:
+            _chat(model, sampling, options.system, iter([prompt]) if prompt is not None else _typed(options.source))
+        else:
+            _stream(model, encode_text(model, prompt or ""), sampling)
+
+
+def _prompt(options: Namespace) -> str | None:
+    """Return the prompt; None: each turn of the chat is typed, or the prompts are in a file. Raises ConfigError."""
+    if options.system is not None and (not options.chat or options.prompts is not None):
+        raise ConfigError("--system is a chat's first turn: give --chat with it, and no --prompts")
+    if options.prompts is not None:
+        if options.prompt is not None:
+            raise ConfigError("a prompt and --prompts are both given; leave one of them out")
+        return None
+    if options.prompt == "-":
+        return sys.stdin.read().removesuffix("\n")
+    if options.prompt is None and not (options.chat and sys.stdin.isatty()):
+        raise ConfigError(
+            "no prompt: give a text, - to read it from standard input, or --prompts FILE; --chat without a prompt "
+            "begins a chat in a terminal"
+        )
+    return options.prompt  # type: ignore[no-any-return]
+
+
+def _typed(source: str) -> Iterator[str]:
+    """Yield what somebody types, a line each, until /exit or Ctrl-D."""
+    import readline  # noqa: F401 - lets `input` edit lines
+
+    show(f"chat with {source}; /exit or Ctrl-D ends it", sys.stderr)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if text == "/exit":
+            return
+        if text:
+            yield text
+
+
+def _chat(model: LoadedModel, sampling: Sampling, system: str | None, turns: Iterator[str]) -> None:
+    from megatrain_ray.generate.answer import encode_chat
+
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    for text in turns:
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": _stream(model, encode_chat(model, messages), sampling)})
+
+
+def _stream(model: LoadedModel, prompt: list[int], sampling: Sampling) -> str:
+    """Print an answer as it comes, and return it."""
+    from megatrain_ray.generate.answer import generate, text_streamer
+
+    streamer = text_streamer(model, lambda text: print(text, end="", flush=True))
+    [answer] = generate(model, [prompt], sampling, streamer)
+    print(flush=True)
+    if not answer.ended:
+        show("(cut: it may go on; --max-new-tokens N lets it)", sys.stderr)
+    return answer.text

@@ -1,0 +1,1 @@
+"""Generates text with an exported model, by Transformers."""

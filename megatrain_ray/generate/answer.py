@@ -1,0 +1,129 @@
+"""Generates what follows a prompt, and says whether it ended by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import TextStreamer
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.generate.load_model import LoadedModel
+from megatrain_ray.io.chat.chat_template import Message
+from megatrain_ray.io.records.read_records import RecordError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Says how tokens are chosen and how many are generated at most.
+
+    temperature: 0 takes the likeliest token; None: as the model's generation_config.json says.
+    top_p: samples only from the likeliest tokens with this probability together; None: as that file says.
+    """
+
+    max_new_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of Transformers' `generate`."""
+        if self.temperature == 0:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return {"do_sample": True, **chosen} if chosen else {}
+
+
+class Answer(NamedTuple):
+    """Holds a generated text. `ended`: at an end mark, not because it reached the largest number of tokens."""
+
+    text: str
+    ended: bool
+
+
+def encode_text(model: LoadedModel, text: str) -> list[int]:
+    """Return the ids of a text that the model goes on from, with the tokens that its tokenizer puts before it."""
+    return _checked(model, model.tokenizer(text)["input_ids"])
+
+
+def encode_chat(model: LoadedModel, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+    """Return the ids of a chat that the model answers. Raises ConfigError if the template refuses it."""
+    try:
+        text = model.template.render(messages, tools, prompt=True)
+    except RecordError as error:
+        raise ConfigError(str(error)) from None
+    return _checked(model, model.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _checked(model: LoadedModel, ids: list[int]) -> list[int]:
+    positions = _num_positions(model)
+    if not ids:
+        raise ConfigError("the prompt is empty: give at least a letter")
+    if positions is not None and len(ids) >= positions:
+        raise ConfigError(f"the prompt has {len(ids)} tokens, and the model {positions} positions: shorten it")
+    return ids
+
+
+def _num_positions(model: LoadedModel) -> int | None:
+    return getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def generate(
+    model: LoadedModel, prompts: Sequence[list[int]], sampling: Sampling, streamer: TextStreamer | None = None
+) -> list[Answer]:
+    """Return the answers to prompts of ids, which are computed together.
+
+    streamer: is given the tokens as they come, of a single prompt.
+    """
+    longest, pad = max(map(len, prompts)), model.marks.pad or 0
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    positions = _num_positions(model)
+    room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - longest)
+    stops: dict[str, Any] = {"eos_token_id": ends} if (ends := _ends(model)) else {}
+    if model.marks.text:
+        stops |= {"stop_strings": [model.marks.text], "tokenizer": model.tokenizer}
+    made = model.model.generate(
+        ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=room, pad_token_id=pad,
+        streamer=streamer, **stops, **sampling.arguments,
+    )  # fmt: skip
+    return [_answer(model, row) for row in made[:, longest:].tolist()]
+
+
+def _ends(model: LoadedModel) -> list[int]:
+    named = model.model.generation_config.eos_token_id
+    listed = [] if named is None else named if isinstance(named, list) else [named]
+    return list(dict.fromkeys([*model.marks.ends, *listed]))
+
+
+def _answer(model: LoadedModel, ids: list[int]) -> Answer:
+    end = next((place for place, token in enumerate(ids) if token in _ends(model)), None)
+    text: str = model.tokenizer.decode(ids[:end], skip_special_tokens=True)
+    before, found, _ = text.partition(model.marks.text) if model.marks.text else (text, "", "")
+    return Answer(before, end is not None or bool(found))
+
+
+def text_streamer(model: LoadedModel, write: Callable[[str], None]) -> TextStreamer:
+    """Return a streamer that writes each word of an answer when it is complete, without the mark at the end."""
+    streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.on_finalized_text = _EndCut(model.marks.text, write).add
+    return streamer
+
+
+class _EndCut:
+    """Passes on a text that comes in pieces, up to `end`. What may be the beginning of that waits for the rest."""
+
+    def __init__(self, end: str, write: Callable[[str], None]) -> None:
+        self._end, self._write = end, write
+        self._waiting = ""
+
+    def add(self, text: str, stream_end: bool = False) -> None:
+        self._waiting += text
+        before, found, _ = self._waiting.partition(self._end) if self._end else (self._waiting, "", "")
+        held = 0 if found or stream_end else max(0, len(self._end) - 1)
+        done = before[: max(0, len(before) - held)]
+        self._waiting = self._waiting[len(done) :]
+        self._write(done)

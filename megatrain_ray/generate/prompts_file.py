@@ -1,0 +1,53 @@
+"""Answers the prompts of a file in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.generate.answer import Answer, Sampling, encode_chat, encode_text, generate
+from megatrain_ray.generate.load_model import LoadedModel
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, read_conversation
+from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key, read_records
+
+
+def answer_file(
+    model: LoadedModel, file: Path, sampling: Sampling, *, chat: bool, batch_size: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, each with `answer` and `ended` (whether it ended by itself), in their order.
+
+    chat: records are chats in any format that training reads; the answer is to the turns before the last answer. A
+        record may also have a `prompt`, which is a user's turn. Otherwise records have a `prompt`, which goes on.
+
+    Prompts of about one length are computed together. Raises ConfigError, naming the record, for a bad one.
+    """
+    records, prompts = [], []
+    for location, record in read_records(file):
+        try:
+            prompts.append(_encode(model, record, chat=chat))
+        except (RecordError, ConfigError) as error:
+            raise ConfigError(f"{location}: {error}") from None
+        records.append(record)
+    answers: dict[int, Answer] = {}
+    by_length = sorted(range(len(prompts)), key=lambda k: len(prompts[k]))
+    for start in range(0, len(prompts), batch_size):
+        chosen = by_length[start : start + batch_size]
+        answers |= zip(chosen, generate(model, [prompts[k] for k in chosen], sampling), strict=True)
+    for k, record in enumerate(records):
+        yield {**record, "answer": answers[k].text, "ended": answers[k].ended}
+
+
+def _encode(model: LoadedModel, record: object, *, chat: bool) -> list[int]:
+    fields = as_mapping(record)
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        return encode_chat(model, [{"role": "user", "content": prompt}]) if chat else encode_text(model, prompt)
+    if not chat:
+        raise missing_key(fields, "prompt")
+    conversation = read_conversation(record, LAYOUTS["auto"])
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return encode_chat(model, messages, conversation.tools)

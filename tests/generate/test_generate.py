@@ -1,0 +1,152 @@
+"""`megatrain generate` with a model whose next token is known: each token has one successor."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain_ray.generate import answer
+from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
+from tests.support.runs import cli_here
+from tests.support.settings import settings
+
+VOCAB_SIZE, END = 257, 256
+# An answer ends with the text `#~`, for which the tokenizer has no mark.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + '>' + m.content + ('#~' if m.role == 'assistant' else '') + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+)
+ANSWER = "yes é漢."  # each byte once
+CHAIN = [*f"={ANSWER}#~!!".encode()]  # after the end of an answer it would go on for ever
+TEXT = [*b"pqr", END]  # a text that ends
+HUB_ID = "no/such-model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write a folder with a Llama whose blocks add nothing and whose head knows the successors."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=VOCAB_SIZE - 1, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in llama.model.layers.parameters():
+            parameter.zero_()
+        embedding = llama.model.embed_tokens.weight
+        embedding.zero_()[: VOCAB_SIZE - 1] = torch.eye(VOCAB_SIZE - 1)
+        llama.lm_head.weight.zero_()
+        for before, after in {**dict(pairwise(CHAIN)), **dict(pairwise(TEXT))}.items():
+            llama.lm_head.weight[after, before] = 1
+    llama.generation_config.eos_token_id = END
+    llama.save_pretrained(folder)
+    write_byte_tokenizer(folder, vocab_size=VOCAB_SIZE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
+def test_a_text_goes_on_to_its_end(model: str) -> None:
+    done = cli_here("generate", model, "p")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "qr\n", "")
+
+
+def test_an_answer_comes_in_words_and_ends_at_the_templates_end(model: str) -> None:
+    done = cli_here("generate", model, "Is it?", "--chat", "--system", "Be brief.")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{ANSWER}\n", "")
+
+
+def test_what_was_cut_is_told(model: str) -> None:
+    done = cli_here("generate", model, "Is it?", "--chat", "--max-new-tokens", "3")
+    assert (done.returncode, done.stdout) == (0, "yes\n")
+    assert done.stderr == "(cut: it may go on; --max-new-tokens N lets it)\n"
+
+
+def test_a_seed_gives_the_same_text_again(model: str) -> None:
+    arguments = ("generate", model, "p", "--temperature", "9", "--top-p", "0.9", "--max-new-tokens", "20", "--seed")
+    first, again, other = (cli_here(*arguments, seed).stdout for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_prompts_of_a_file_are_answered_in_batches_and_in_order(model: str, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Is it, in all this?"}, {"role": "assistant", "content": "no"}]
+    records = [{"messages": messages, "id": 7}, {"prompt": "Is it?"}, {"instruction": "Is it", "output": "no"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = cli_here("generate", model, "--chat", "--prompts", str(tmp_path / "chats.jsonl"), "--batch-size", "2")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found == [{**record, "answer": ANSWER, "ended": True} for record in records]
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "p"}\n{"prompt": "="}\n')
+    done = cli_here("generate", model, "--prompts", str(tmp_path / "texts.jsonl"), "--max-new-tokens", "3")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["answer"], row["ended"]) for row in found] == [("qr", True), ("yes", False)]
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Let these lines be typed in a terminal, and Ctrl-D after them."""
+    left: Iterator[str] = iter(lines)
+
+    def read(prompt: str) -> str:
+        for line in left:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr(builtins, "input", read)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+
+
+@pytest.mark.parametrize("end", [(), ("/exit", "never read")])
+def test_a_chat_in_a_terminal_keeps_its_history(
+    model: str, monkeypatch: pytest.MonkeyPatch, end: tuple[str, ...]
+) -> None:
+    prompts: list[list[int]] = []
+    generate = answer.generate
+    monkeypatch.setattr(answer, "generate", lambda *arguments: prompts.extend(arguments[1]) or generate(*arguments))
+    typed(monkeypatch, "a?", "  ", "b?", *end)
+    done = cli_here("generate", model, "--chat")
+    assert done.returncode == 0
+    assert done.stdout.split() == [*ANSWER.split(), *ANSWER.split()]
+    assert bytes(prompts[1]).decode() == f"u>a?\na>{ANSWER}#~\nu>b?\na="
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{model}"], "no prompt: give a text, - to read it from standard input, or --prompts FILE"),
+        (["{model}", "--chat"], "no prompt: give a text"),
+        (["{model}", "p", "--system", "s"], "--system is a chat's first turn: give --chat with it"),
+        (["{model}", "p", "--prompts", "x"], "a prompt and --prompts are both given"),
+        (["{model}", ""], "the prompt is empty"),
+        (["{model}", "p" * 64], "the prompt has 64 tokens, and the model 64 positions: shorten it"),
+        (["{here}", "p"], "is neither a run directory nor a model's folder: it has no config.json"),
+        ([HUB_ID, "p"], f"RUN_OR_FOLDER: {HUB_ID}: no such folder"),
+        (["{bare}", "p"], "has no tokenizer.json, so texts cannot be turned into its token ids"),
+        (["{plain}", "p", "--chat"], "has no chat template: leave --chat out"),
+        (["{adapter}", "p"], "holds adapters without their model: name the run, or export it with --merge"),
+        (["{broken}", "p"], "Transformers cannot load"),
+        (["{run}", "p"], "holds no save yet"),
+    ],
+)
+def test_bad_input(model: str, tmp_path: Path, arguments: list[str], message: str) -> None:
+    for name in ("bare", "plain", "adapter", "broken", "run"):
+        (tmp_path / name).mkdir()
+    for name in ("bare", "plain", "broken"):
+        (tmp_path / name / "config.json").write_text((Path(model) / "config.json").read_text())
+    for name in ("plain", "broken"):
+        write_byte_tokenizer(tmp_path / name, vocab_size=VOCAB_SIZE)
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(settings(run_dir=str(tmp_path / "run"))))
+    named = {name: str(tmp_path / name) for name in ("bare", "plain", "adapter", "broken", "run")}
+    done = cli_here("generate", *(text.format(model=model, here=tmp_path, **named) for text in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list((tmp_path / "run").glob(".export-*"))
