@@ -22,7 +22,8 @@ from typing import Any
 from ray._private.internal_api import memory_summary
 
 from benchmarks.memory import ROOT
-from megatrain_ray import TrainConfig, Trainer
+from megatrain_ray import Trainer
+from megatrain_ray.config.schema import TrainConfig
 
 NUM_SAMPLES = 20
 POLL_S = 0.1
@@ -103,7 +104,7 @@ def main() -> None:
         watcher = threading.Thread(target=watch, args=(Path(run.run_dir), steps, samples, ended, os.getpid()))
         watcher.start()
         try:
-            Trainer(run).fit()
+            Trainer(args=run).train()
         finally:
             ended.set()
             watcher.join()

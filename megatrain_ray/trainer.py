@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import read_settings, set_keys
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say
 from megatrain_ray.console.start_summary import describe_start
@@ -21,7 +24,8 @@ from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import count_windows
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.data.tokenize_data import check_there, describe_template
-from megatrain_ray.driver.attempts import Trained, train
+from megatrain_ray.driver.attempts import train
+from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import RunContext, check_inputs
 from megatrain_ray.driver.start_processes import ray_processes
@@ -46,66 +50,90 @@ from megatrain_ray.run.run_processes import await_end
 log = logging.getLogger(__name__)
 
 
-class TrainSummary(Trained):
-    """Holds the result of a training, and gives its model away."""
+@dataclass(frozen=True)
+class TrainOutput:
+    """Holds the result of `Trainer.train`: what Transformers' class of this name holds, and the run's rows.
 
-    def export(self, out_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False) -> Path:
-        """Write the newest save as a Hugging Face folder, and return the folder.
+    global_step: updates of the run so far, those of earlier calls included.
+    training_loss: mean loss of these updates; nan if there is none.
+    metrics: train_loss, train_runtime (seconds in steps), train_steps_per_second, train_samples_per_second, and the
+        numbers of the newest evaluation.
+    run_dir: folder of the run.
+    rows: rows of metrics.jsonl of the whole run.
+    evaluations: rows of evaluations.jsonl of the whole run.
+    first_step: updates that this call went on from; None: there was nothing to do.
+    """
 
-        With `lora` this is a folder of peft's, or with `merge` the model with its adapters added in. Raises as
-        export_run does.
-        """
-        export_run(self.run_dir, Path(out_dir), dtype, merge=merge)
-        return Path(out_dir)
+    global_step: int
+    training_loss: float
+    metrics: Mapping[str, float]
+    run_dir: Path
+    rows: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+    first_step: int | None
 
-    def load_model(self, dtype: Literal["bf16", "fp32"] | None = None) -> Any:
-        """Return the model of the newest save as a PreTrainedModel on the CPU, with its adapters added in.
-
-        dtype: None: that of the working copy.
-
-        Meanwhile the run directory needs room for an export. Raises as export_run does.
-        """
-        with exported(self.run_dir, dtype) as folder:
-            return load_exported(folder)
+    @staticmethod
+    def of(run: RunDir, step: int, first_step: int | None) -> TrainOutput:
+        """Read the output of a run from its directory, after `step` updates."""
+        rows, evaluations = run.rows(), run.evaluations()
+        losses = [row["loss"] for row in rows if row["loss"] is not None]
+        loss = sum(losses) / len(losses) if losses else math.nan
+        seconds = sum(row["step_s"] for row in rows)
+        speed = len(rows) / seconds if seconds else math.nan
+        metrics = {
+            "train_loss": loss,
+            "train_runtime": seconds,
+            "train_steps_per_second": speed,
+            "train_samples_per_second": speed * (run.config.train.batch_size or math.nan),
+            **{key: value for key, value in (evaluations[-1] if evaluations else {}).items() if key != "step"},
+        }
+        return TrainOutput(step, loss, metrics, run.path, rows, evaluations, first_step)
 
 
 class Trainer:
-    """Trains what a TrainConfig describes, and resumes the run if its directory holds one."""
+    """Trains a model, and resumes the run if its directory holds one. It is used like Transformers' Trainer."""
 
     def __init__(
-        self, config: TrainConfig | Mapping[str, Any] | None = None, *, model: Any = None, args: Any = None,
-        train_dataset: Any = None, eval_dataset: Any = None, tokenizer: Any = None, processing_class: Any = None,
+        self, model: Any = None, args: Any = None, *, train_dataset: Any = None, eval_dataset: Any = None,
+        processing_class: Any = None, callbacks: Sequence[Any] = (), overrides: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Take a configuration, or settings and the objects that some of them would name.
+        """Take the settings of a run, and objects in place of files that some of them would name.
 
-        config: a TrainConfig, or its settings as in a YAML file.
-        args: a transformers.TrainingArguments, for what the settings do not say (convert/training_arguments.py).
-        processing_class: the tokenizer.
+        args: settings as a mapping (`{"train": {"lr": 1e-5}}` or `{"train.lr": 1e-5}`), the path of a YAML file, a
+            TrainConfig, or a transformers.TrainingArguments or trl.SFTConfig (convert/training_arguments.py).
+        overrides: settings that take precedence over `args`, as a mapping like that.
+        callbacks: transformers.TrainerCallback objects (driver/callbacks.py).
 
-        Objects replace the settings that would name files: model.path, data.path, data.eval_path, data.tokenizer. These
-        settings are then left out. data/python_objects.py says what the objects may be. data.kind follows the first
-        record unless it is set.
+        The other arguments replace the settings model.path, data.path, data.eval_path and data.tokenizer, which are
+        then left out. data/python_objects.py says what they may be. data.kind follows the first record unless it is
+        set.
 
         Raises ConfigError.
         """
-        self._objects = Objects(model, train_dataset, eval_dataset, tokenizer or processing_class)
-        if isinstance(config, TrainConfig):
-            if args is not None or not self._objects.is_empty:
-                raise ConfigError("config: with objects give the settings as a mapping, without those of their files")
-            self.config = config
-            return
-        settings = dict(config or {})
-        if args is not None:
-            settings.setdefault("run_dir", args.output_dir)
+        self._objects = Objects(model, train_dataset, eval_dataset, processing_class)
+        self.config = self._read(args, overrides or {})
+        given = args if _is_arguments(args) else self.config
+        self._callbacks = Callbacks(callbacks, given, model=model, processing_class=processing_class)
+
+    def _read(self, args: Any, overrides: Mapping[str, Any]) -> TrainConfig:
+        if isinstance(args, TrainConfig):
+            if overrides or not self._objects.is_empty:
+                raise ConfigError("args: with objects or overrides give a mapping or the path of a file")
+            return args
+        settings = _settings(args)
+        set_keys(settings, overrides)
         tree = self._objects.fill(settings)
-        if args is not None:
+        if _is_arguments(args):
             tree = with_arguments(args, tree, self._objects.num_records)
-        self.config = TrainConfig.model_validate(tree)
+            tree["data"].setdefault("seq_len", self._objects.longest_row())
+            if tree["data"]["seq_len"] is None:
+                raise ConfigError(
+                    "args: the length of rows is missing: give overrides={'data.seq_len': N}, or an SFTConfig"
+                )
+        return TrainConfig.model_validate(tree)
 
-    def fit(self, at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None) -> TrainSummary:
-        """Train until `train.steps` updates are made, and return a summary.
-
-        at_end: called when all steps are made, as in RunContext.
+    def train(self) -> TrainOutput:
+        """Train until `train.steps` updates are made, and return what came of it.
 
         Raises ConfigError (2), CapacityError (3), InterruptedRunError (130, after a save unless `save_every: null`),
         and MegatrainError (1) for anything that failed while running. The numbers are exit codes.
@@ -119,10 +147,10 @@ class Trainer:
             stack.enter_context(log_to(run.logs / "driver.log"))
             await_end(run.path)
             manifest = run.newest_save()
-            if manifest is not None and RunPolicy.of(run.config).is_done_after(manifest.step, run.last_evaluated):
-                return TrainSummary(manifest.step, None, run.path)
-            after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             stack.enter_context(self._objects.written(run))
+            if manifest is not None and RunPolicy.of(run.config).is_done_after(manifest.step, run.last_evaluated):
+                return TrainOutput.of(run, manifest.step, None)
+            after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
             check_length(run.config, source.written_positions)
             check_there(run.config)
@@ -141,15 +169,64 @@ class Trainer:
             tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
             _describe(run_spec, tokens, manifest)
             budget = FailureBudget(run.config.max_failures)
-            job = RunContext(run_spec, tokens, held_out, run, interrupts, daemons, startup, budget, at_end)
+            job = RunContext(
+                run_spec, tokens, held_out, run, interrupts, daemons, startup, budget, self._callbacks, self._at_end
+            )
             with held(job.token_folders):
                 after.callback(run.clean_after_end)
                 _begin(run_spec, run, manifest)
                 with report_at_end(run.path):
-                    return TrainSummary(**vars(train(job, manifest, placement)))
+                    return TrainOutput.of(run, *train(job, manifest, placement))
+
+    def save_model(
+        self, output_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False
+    ) -> Path:
+        """Write the newest save as a Hugging Face folder, and return the folder.
+
+        With `lora` this is a folder of peft's, or with `merge` the model with its adapters added in. Raises as
+        export_run does.
+        """
+        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge)
+        return Path(output_dir)
+
+    def load_model(self, dtype: Literal["bf16", "fp32"] | None = None) -> Any:
+        """Return the model of the newest save as a PreTrainedModel on the CPU, with its adapters added in.
+
+        dtype: None: that of the working copy.
+
+        Meanwhile the run directory needs room for an export. Raises as export_run does.
+        """
+        with exported(Path(self.config.run_dir), dtype) as folder:
+            return load_exported(folder)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
+
+    def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
+        """Do something when all steps are made, while every process still lives."""
+
+
+def _is_arguments(args: Any) -> bool:
+    """Return whether these are a transformers.TrainingArguments, whose class is not imported for that."""
+    return is_dataclass(args) and hasattr(args, "output_dir")
+
+
+def _settings(args: Any) -> dict[str, Any]:
+    """Return the settings of `args` as a tree, of TrainingArguments only those that are needed before the others."""
+    if _is_arguments(args):
+        text_field = getattr(args, "dataset_text_field", "text")  # of an SFTConfig; data.kind is found by it
+        return {"run_dir": args.output_dir, "data": {"text_field": text_field} if text_field != "text" else {}}
+    if args is None:
+        return {}
+    if isinstance(args, (str, Path)):
+        return read_settings(Path(args))
+    if not isinstance(args, Mapping):
+        raise ConfigError(
+            f"args: expected settings, the path of a YAML file or TrainingArguments, got a {type(args).__name__}"
+        )
+    tree: dict[str, Any] = {}
+    set_keys(tree, args)
+    return tree
 
 
 def _check_absolute(config: TrainConfig) -> None:

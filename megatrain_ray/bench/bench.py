@@ -32,7 +32,7 @@ from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.trainer import Trainer, TrainSummary
+from megatrain_ray.trainer import Trainer, TrainOutput
 from megatrain_ray.units import format_bytes
 
 
@@ -79,13 +79,12 @@ def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
     What is printed meanwhile goes to standard error; standard output stays empty. Raises what a training raises.
     """
     with redirect_stdout(sys.stderr), Interrupts():
-        seen: list[Observed] = []
-        trainer = Trainer(config) if options.alias_bytes is None else _AliasingTrainer(config, options.alias_bytes)
-        summary = trainer.fit(lambda job, crew: seen.append(_observe(job, crew)))
-        observed = seen[-1]
-        _check_updates(summary)
-        busy = next((busy_share(read_trace(trace)) for trace in find_traces(summary.run_dir)), None)
-        compared = compare_starts(RunFiles(summary.run_dir))
+        trainer = _ObservingTrainer(config, options.alias_bytes)
+        output = trainer.train()
+        observed = trainer.observed
+        _check_updates(output)
+        busy = next((busy_share(read_trace(trace)) for trace in find_traces(output.run_dir)), None)
+        compared = compare_starts(RunFiles(output.run_dir))
         startup = Startup()
         ceiling = in_process = None
         if options.with_ceiling:
@@ -96,27 +95,35 @@ def measure(config: TrainConfig, options: BenchOptions) -> BenchResult:
                 arguments = observed.run_spec, observed.tokens
                 in_process = in_own_process("the process without Ray", run_in_process, *arguments)
     comparison = compared[-1] if compared else None
-    return BenchResult(observed, summary.rows, busy, comparison, ceiling, in_process)
+    return BenchResult(observed, output.rows, busy, comparison, ceiling, in_process)
 
 
-class _AliasingTrainer(Trainer):
-    """Trains with host memory that layers share in turn."""
+class _ObservingTrainer(Trainer):
+    """Trains, and observes the processes after the last step. Layers may share host memory in turn."""
 
-    def __init__(self, config: TrainConfig, num_bytes: int) -> None:
-        super().__init__(config)
-        self._num_bytes = num_bytes
+    observed: Observed  # exists when training has ended
+
+    def __init__(self, config: TrainConfig, alias_bytes: int | None) -> None:
+        super().__init__(args=config)
+        self._alias_bytes = alias_bytes
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
-        run_spec = with_aliases(super()._prepare(config, machine, source), self._num_bytes)
+        run_spec = super()._prepare(config, machine, source)
+        if self._alias_bytes is None:
+            return run_spec
+        run_spec = with_aliases(run_spec, self._alias_bytes)
         memory = HostMemory.of(run_spec)
         held, planned = format_bytes(memory.held_bytes), format_bytes(memory.planned_bytes)
         say(f"{NOTE}; host memory takes {held} where the plan has {planned}")
         return run_spec
 
+    def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
+        self.observed = _observe(job, crew)
 
-def _check_updates(summary: TrainSummary) -> None:
+
+def _check_updates(output: TrainOutput) -> None:
     """Raise MegatrainError if updates were skipped: such steps are faster than any step that trains."""
-    if skipped := [row["step"] for row in summary.rows if row["skipped"]]:
+    if skipped := [row["step"] for row in output.rows if row["skipped"]]:
         raise MegatrainError(
             f"the updates of steps {skipped} were skipped, since gradients were not finite: their speed would be that "
             "of steps without updates; lower train.lr, or start from other weights"

@@ -26,14 +26,15 @@ def train(options: Namespace) -> int:
         from megatrain_ray.run.run_files import RunFiles
         from megatrain_ray.trainer import Trainer
 
-    summary = Trainer(config).fit()
-    if summary.loss is None and not summary.evaluations:
-        show(f"already at step {summary.step} of {config.train.steps}: nothing to do ({summary.run_dir})")
+    output = Trainer(args=config).train()
+    if output.first_step is None:
+        show(f"already at step {output.global_step} of {config.train.steps}: nothing to do ({output.run_dir})")
         return 0
-    loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
-    show(f"done: step {summary.step}{loss} ({summary.run_dir})")
-    plan = RunFiles(summary.run_dir).read_plan()
-    for line in summarize(summary.rows, summary.run_dir, summary.evaluations, config.train.moments, plan):
+    rows = [row for row in output.rows if row["step"] > (output.first_step or 0)]
+    loss = f", loss {rows[-1]['loss']:.4f}" if rows and rows[-1]["loss"] is not None else ""
+    show(f"done: step {output.global_step}{loss} ({output.run_dir})")
+    plan = RunFiles(output.run_dir).read_plan()
+    for line in summarize(rows, output.run_dir, output.evaluations, config.train.moments, plan):
         show(f"  {line}")
     return 0
 

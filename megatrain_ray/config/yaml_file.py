@@ -207,17 +207,38 @@ def override(tree: dict[str, Any], setting: str) -> None:
     Raises ConfigError if the text has no `=`, or if a part of the key holds something other than a mapping.
     """
     key, equals, text = setting.partition("=")
-    *groups, name = key.split(".")
-    if not equals or not all([*groups, name]):
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"override {setting!r}: expected key=value, as in train.lr=1e-4")
+    _set(tree, key, _parse(text, f"override {setting!r}"), f"override {setting!r}")
+
+
+def set_keys(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set settings in nested mappings. They may be nested, `{"train": {"lr": 1e-4}}`, or have dotted keys.
+
+    Raises ConfigError if a part of a dotted key holds something other than a mapping.
+    """
+    for name, value in settings.items():
+        if not isinstance(value, Mapping) or "." in str(name):
+            _set(tree, str(name), value, str(name))
+            continue
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        for key, inner in value.items():
+            _set(tree, f"{name}.{key}", inner, f"{name}.{key}")
+
+
+def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set a dotted key in nested mappings. `where`: named in the message of ConfigError."""
+    *groups, name = key.split(".")
     for depth, group in enumerate(groups, start=1):
         if tree.get(group) is None:
             tree[group] = {}
         tree = tree[group]
         if not isinstance(tree, dict):
-            where = f"override {setting!r}: {'.'.join(groups[:depth])}"
-            raise ConfigError(f"{where} is {shown(tree)}, expected a mapping to set a key in")
-    tree[name] = _parse(text, f"override {setting!r}")
+            raise ConfigError(
+                f"{where}: {'.'.join(groups[:depth])} is {shown(tree)}, expected a mapping to set a key in"
+            )
+    tree[name] = value
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

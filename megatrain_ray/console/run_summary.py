@@ -20,8 +20,8 @@ def summarize(
 ) -> Iterator[str]:
     """Yield the lines of the summary.
 
-    `rows` and `evaluations` are of one process. Its first step includes compilation and counts in no median. `plan` is
-    that of these steps; None if it cannot be read. `moments` is train.moments.
+    `rows` are of one process. Its first step includes compilation and counts in no median. `evaluations` are of the
+    whole run. `plan` is that of these steps; None if it cannot be read. `moments` is train.moments.
     """
     if rows:
         yield from _describe_steps(rows)

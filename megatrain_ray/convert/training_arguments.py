@@ -1,4 +1,7 @@
-"""Translates Transformers' TrainingArguments into settings. LLaMA-Factory's keys extend them, so its table is used."""
+"""Translates Transformers' TrainingArguments and TRL's SFTConfig into settings.
+
+LLaMA-Factory's keys extend those of TrainingArguments, so its table is used. sft_config.yaml has what TRL adds.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,13 @@ def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | No
     Raises ConfigError if fields cannot be honoured.
     """
     names = {field.name for field in dataclasses.fields(args)}
-    found = apply(_table(names), _changed(args, names))
+    table = _table(names)
+    found = apply(table, _stated(args, names, table))
     if found.refused:
         raise ConfigError("\n  ".join(["args: cannot be honoured; leave out, or set otherwise:", *found.refused]))
     if found.meaningless:
         say("\n  ".join(["args: without a meaning here:", *found.meaningless]))
-    given = dict(found.settings) | {"data.packing": False}
+    given = {"data.packing": False, "data.kind": settings["data"].get("kind", "pretrain"), **found.settings}
     if given.get("eval_strategy") == "no":
         given["eval_every"] = 0
 
@@ -50,19 +54,24 @@ def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | No
 
 
 def _table(names: set[str]) -> Table:
-    """Return LLaMA-Factory's table without keys that are no fields of TrainingArguments."""
-    whole = load_table("llama_factory")
-    sets = {name: rule for name, rule in whole.sets.items() if name in names}
+    """Return LLaMA-Factory's and TRL's table without keys that are no fields of these arguments."""
+    whole, trl = load_table("llama_factory"), load_table("sft_config")
+    sets = {name: rule for name, rule in {**whole.sets, **trl.sets}.items() if name in names}
     sets["eval_strategy"] = Rule.model_validate({"sets": "eval_strategy", "default": "no"})
-    return whole.model_copy(update={"tool": "TrainingArguments", "sets": sets, "data_keys": ()})
+    own = {section: {**getattr(whole, section), **getattr(trl, section)} for section in ("meaningless", "refused")}
+    return whole.model_copy(update={"tool": "TrainingArguments", "sets": sets, "data_keys": (), **own})
 
 
-def _changed(args: Any, names: set[str]) -> dict[str, Any]:
-    """Return the fields of `args` whose values differ from the defaults.
+def _stated(args: Any, names: set[str], table: Table) -> dict[str, Any]:
+    """Return the fields of `args` that set something, and the others whose values differ from the defaults.
 
-    Some defaults depend on other fields, so the comparison is with an object that is created without settings.
+    Some defaults depend on other fields, so the comparison is with an object that is created without settings. Defaults
+    of a subclass differ from those of the table, so what sets something is always taken from the object.
     """
     plain = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
-    found = {name: getattr(args, name) for name in sorted(names) if getattr(args, name) != getattr(plain, name)}
-    values = {**found, "output_dir": args.output_dir, "use_cpu": args.use_cpu}
-    return {key: value.value if isinstance(value, Enum) else value for key, value in values.items()}
+    found = {
+        name: getattr(args, name)
+        for name in sorted(names)
+        if name in table.sets or getattr(args, name) != getattr(plain, name)
+    }
+    return {key: value.value if isinstance(value, Enum) else value for key, value in found.items()}

@@ -21,17 +21,18 @@ from megatrain_ray.io.chat.encode_chats import ATTENDED, IDS, LABELS, OTHER_MASK
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent
+from megatrain_ray.model.model_source import GENERATION_NAME
 from megatrain_ray.run.run_dir import RunDir
 
 INPUTS_NAME = "inputs"
 TOKEN_KEYS = (IDS, LABELS, ATTENDED, *OTHER_MASKS)
-PRETRAINED = ("model", "tokenizer")  # objects with save_pretrained; the others are records
+PRETRAINED = ("model", "processing_class")  # objects with save_pretrained; the others are records
 # The setting (group, key) that each object replaces, and the file or folder that it is written to.
 PLACES = {
     "model": ("model", "path", "model"),
     "train_dataset": ("data", "path", "train.jsonl"),
     "eval_dataset": ("data", "eval_path", "eval.jsonl"),
-    "tokenizer": ("data", "tokenizer", "tokenizer"),
+    "processing_class": ("data", "tokenizer", "tokenizer"),
 }
 
 
@@ -44,13 +45,13 @@ class Objects:
     model: a PreTrainedModel.
     train_dataset, eval_dataset: records (mappings) in a list, a datasets.Dataset, a torch Dataset, or anything else
         that can be iterated more than once.
-    tokenizer: a tokenizer of Transformers.
+    processing_class: a tokenizer of Transformers.
     """
 
     model: Any = None
     train_dataset: Any = None
     eval_dataset: Any = None
-    tokenizer: Any = None
+    processing_class: Any = None
 
     def fill(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a configuration with the paths of these objects filled in.
@@ -75,7 +76,7 @@ class Objects:
             data.setdefault("kind", _kind(self.train_dataset, data.get("text_field", "text")))
         is_object = not isinstance(self.model, (str, Path, type(None)))
         if is_object and "tokenizer" not in data and data.get("kind") != "tokens":
-            raise ConfigError("tokenizer: a model object comes without one; give the object, or data.tokenizer")
+            raise ConfigError("processing_class: a model object comes without a tokenizer; give it, or data.tokenizer")
         if is_object:
             _freeze_likewise(tree.setdefault("train", {}), self.model)
         return tree
@@ -117,6 +118,16 @@ class Objects:
         """Return the number of training records; None if the data are files or have no length."""
         there = not isinstance(self.train_dataset, (str, Path)) and hasattr(self.train_dataset, "__len__")
         return len(self.train_dataset) if there else None
+
+    def longest_row(self) -> int | None:
+        """Return the inputs of the longest training record of ids; None if the records hold no ids or are files.
+
+        The last id of a record is a target only.
+        """
+        dataset = self.train_dataset
+        if dataset is None or isinstance(dataset, (str, Path)) or _kind(dataset, "") != "tokens":
+            return None
+        return max(1, max(len(record[IDS]) for record in _records("train_dataset", dataset)) - 1)
 
     def _given(self) -> Iterator[tuple[str, Any]]:
         for name in PLACES:
@@ -172,11 +183,31 @@ def _kind(dataset: Any, text_field: str) -> str:
 
 def _write_pretrained(name: str, value: Any, folder: Path) -> None:
     if folder.exists():
-        if name == "tokenizer":
+        if name == "processing_class":
             _check_tokenizer(value, folder)
         return
     with complete_or_absent(folder) as partial:
-        value.save_pretrained(partial)
+        if name == "model":
+            _save_model(value, partial)
+        else:
+            value.save_pretrained(partial)
+
+
+def _save_model(model: Any, folder: Path) -> None:
+    """Save a model with its generation configuration as it is.
+
+    Transformers saves none that it would warn of, such as a temperature without do_sample.
+    """
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        model.generation_config = type(generation)()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if generation is not None:
+            model.generation_config = generation
+    if generation is not None and model.can_generate():
+        generation.to_json_file(folder / GENERATION_NAME, keys_to_pop=["compile_config"])
 
 
 def _check_tokenizer(value: Any, folder: Path) -> None:
@@ -184,7 +215,9 @@ def _check_tokenizer(value: Any, folder: Path) -> None:
         value.save_pretrained(now)
         same = _meaning(Path(now)) == _meaning(folder)
     if not same:
-        raise ConfigError(f"tokenizer: is another than the run began with ({folder}); give that, or another run_dir")
+        raise ConfigError(
+            f"processing_class: is another tokenizer than the run began with ({folder}); give that, or another run_dir"
+        )
 
 
 def _meaning(folder: Path) -> list[Any]:

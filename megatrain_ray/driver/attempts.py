@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.placement import Placement
@@ -25,36 +21,29 @@ from megatrain_ray.run.run_processes import await_end
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Holds the result of a training."""
+def train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> tuple[int, int]:
+    """Train, and record the start and its end in the run's history.
 
-    step: int  # updates of the run so far, those of earlier processes included
-    loss: float | None  # of the last update; None if none ran
-    run_dir: Path
-    # Of metrics.jsonl and evaluations.jsonl, that this process wrote and that were not cut again.
-    rows: Sequence[Mapping[str, Any]] = ()
-    evaluations: Sequence[Mapping[str, Any]] = ()
-
-
-def train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> Trained:
-    """Train, and record the start and its end in the run's history."""
+    Return the updates of the run so far, and those that remained of earlier starts.
+    """
     plan, steps = job.run_spec.plan, job.run.config.train.steps
     here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
     here["changed"] = job.run.changes_since(manifest)
     # Recorded before anything of the start can fail.
     with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here):
-        return _train(job, manifest, placement)
+        job.callbacks.begin(manifest.step if manifest else 0, steps)
+        completed, first = _train(job, manifest, placement)
+        job.callbacks.end(completed)
+    return completed, first
 
 
-def _train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> Trained:
+def _train(job: RunContext, manifest: Manifest | None, placement: Placement | None) -> tuple[int, int]:
     """Train, and start again from an earlier save if one is damaged, or from the newest after a death.
 
     placement: holds actors that have started already; used in the first attempt only.
     """
     run, plan = job.run, job.run_spec.plan
     step = first = manifest.step if manifest else 0
-    num_evaluations = len(run.evaluations())
     while True:
         aliased = ", host memory aliased" if job.run_spec.is_aliased else ""
         log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
@@ -62,9 +51,7 @@ def _train(job: RunContext, manifest: Manifest | None, placement: Placement | No
         try:
             # At the start from 0: the evaluation before the first update is written with step 0.
             with open_sinks(run.config, run.path, step + 1 if step else 0) as sinks:
-                completed, loss = Session(job, manifest, sinks, placement).train()
-            rows = [row for row in run.rows() if row["step"] > first]
-            return Trained(completed, loss, run.path, rows, run.evaluations()[num_evaluations:])
+                return Session(job, manifest, sinks, placement).train(), first
         except DamagedSaveError as damage:
             run.fall_back(step, damage)
         except LostProcessError as death:
@@ -81,4 +68,3 @@ def _train(job: RunContext, manifest: Manifest | None, placement: Placement | No
         step = manifest.step if manifest else 0
         first = min(first, step)
         run.begin(plan.to_json(), step)
-        num_evaluations = min(num_evaluations, len(run.evaluations()))

@@ -27,9 +27,10 @@ class Observation:
     interrupted: bool
     changed: bool = True  # a step since the newest save was not skipped
     saving: bool = False  # a save is being written
-    missed: bool = False  # the last save that was begun was abandoned
+    missed: bool = False  # the last save that was begun was abandoned, or a callback wants one
     evaluated: int = -1  # the last update after which the held-out data were evaluated; 0: before the first; -1: never
     evaluating: bool = False
+    wants_evaluation: bool = False  # a callback wants one more
 
 
 @dataclass(frozen=True)
@@ -82,4 +83,4 @@ class RunPolicy:
         step = seen.submitted
         if not self.eval_every or step > self.steps or seen.evaluated >= step:
             return False
-        return step % self.eval_every == 0 or step == self.steps
+        return seen.wants_evaluation or step % self.eval_every == 0 or step == self.steps

@@ -14,6 +14,7 @@ from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import HeldOutData, naming_eval_path, open_stream
 from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.engine.discovery.packing_check import check_packing
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
@@ -34,6 +35,7 @@ class RunContext:
     daemons: Daemons
     startup: Startup
     failures: FailureBudget  # of all attempts together
+    callbacks: Callbacks = field(default_factory=Callbacks)
     # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
     left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt

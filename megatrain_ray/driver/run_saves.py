@@ -111,7 +111,7 @@ class RunSaves:
             self.running = RunningSave(self._job, self._crew, step, predicted_s)
         except CapacityError as error:  # exit code 1, since the configuration is not at fault
             raise MegatrainError(f"{error}; {self.safe}, and the same command resumes") from None
-        self.missed = False
+        self.missed = self._job.callbacks.save = False
 
     def reached(self, progress: Progress) -> None:
         """Tell the running save where training stands, if it is the save of this step."""
@@ -161,6 +161,7 @@ class RunSaves:
             timing = save.commit()
         self.step, self.num_applied, self.running = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
+        self._job.callbacks.saved(save.step)
         if save.held_up_s and completed < self._job.run_spec.config.train.steps:
             tell = log.info if self._has_reported_wait else say
             tell(

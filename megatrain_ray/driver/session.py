@@ -98,10 +98,10 @@ class Session:
         self._plan_check = PlanCheck(self._plan, run.path)
         self._saves = RunSaves(job, self._crew, manifest, self._tracing.spans)
 
-    def train(self) -> tuple[int, float | None]:
-        """Train until the run is done or interrupted. Return the completed steps and the last loss.
+    def train(self) -> int:
+        """Train until the run is done, interrupted or stopped by a callback. Return the completed steps.
 
-        The loss is None if no step ran. Raises InterruptedRunError, and MegatrainError for what failed.
+        Raises InterruptedRunError, and MegatrainError for what failed.
         """
         crew, interrupts = self._crew, self._job.interrupts
         try:
@@ -129,7 +129,9 @@ class Session:
         completed = self._progress.step
         if interrupts.requested and not self._policy.is_done(self._seen()):
             raise InterruptedRunError(f"interrupted after step {completed}, {self._saves.kept(completed)}")
-        return completed, self._last_row.get("loss")
+        if self._job.callbacks.stop:
+            say(f"a callback ended the training after step {completed}, {self._saves.kept(completed)}")
+        return completed
 
     def _start(self) -> None:
         self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
@@ -167,16 +169,18 @@ class Session:
                     return
 
     def _seen(self) -> Observation:
+        callbacks = self._job.callbacks
         return Observation(
             submitted=self._submitted,
             completed=self._progress.step,
             saved=self._saves.step,
-            interrupted=self._job.interrupts.requested or self._has_diverged,
+            interrupted=self._job.interrupts.requested or self._has_diverged or callbacks.stop,
             changed=self._progress.adam_step > self._saves.num_applied,
             saving=self._saves.running is not None,
-            missed=self._saves.missed,
+            missed=self._saves.missed or callbacks.save,
             evaluated=self._evaluated,
             evaluating=self._evaluation is not None,
+            wants_evaluation=callbacks.evaluate,
         )
 
     def _wait_for_all(self) -> None:
@@ -239,6 +243,7 @@ class Session:
             self._view.update(result.row)
         self._tracing.ended(self._crew, step)
         self._plan_check.ended(self._crew, result.row)
+        self._job.callbacks.step_ended(result.row)
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:
@@ -260,6 +265,7 @@ class Session:
             self._evaluated = evaluation.step
             self._write(self._job.run.append_evaluation, row)
             self._view.evaluated(row)
+            self._job.callbacks.evaluated(row)
 
     @property
     def _has_diverged(self) -> bool:

@@ -55,7 +55,7 @@ class MetricSinks:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Pass a row of metrics.jsonl to all sinks."""
-        numbers = dict(_numbers(row))
+        numbers = dict(flat_numbers(row))
         self._call(lambda sink: sink.write(row["step"], numbers))
 
     def count(self, what: Count, kind: str) -> None:
@@ -73,11 +73,11 @@ class MetricSinks:
                 say(f"warning: {name} takes no more metrics ({type(error).__name__}: {error}); metrics.jsonl does")
 
 
-def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def flat_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a row with their names; nested names are joined by a slash."""
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}/")
+            yield from flat_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and name != "step" and math.isfinite(value):
             yield f"{prefix}{name}", float(value)
 

@@ -26,7 +26,7 @@ def arguments(folder: Path, **fields: Any) -> TrainingArguments:
 
 def config_of(args: TrainingArguments, settings: dict[str, Any] | None = None, **objects: Any) -> TrainConfig:
     tree = {"data": {"seq_len": 16}, **(settings or {})}
-    return Trainer(tree, model="model", args=args, **{"train_dataset": RECORDS} | objects).config
+    return Trainer("model", args, overrides=tree, **{"train_dataset": RECORDS} | objects).config
 
 
 def test_a_script_for_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,21 +101,51 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_a_tokenizer_may_be_called_processing_class(tmp_path: Path) -> None:
-    trainer = Trainer(
-        {"data": {"seq_len": 8}},
-        model="model",
-        args=arguments(tmp_path, max_steps=1),
-        train_dataset=[{"text": "a"}],
-        processing_class="bytes",
-    )
-    assert trainer.config.data.tokenizer == "bytes"
+def test_rows_are_as_long_as_the_longest_record_unless_it_is_said(tmp_path: Path) -> None:
+    """The last id is a target only. Texts have a length only once they are tokens."""
+    args = arguments(tmp_path, max_steps=1)
+    assert Trainer("model", args, train_dataset=[*RECORDS, {"input_ids": [1] * 9}]).config.data.seq_len == 8
+    with pytest.raises(ConfigError, match=r"args: the length of rows is missing: give overrides=.*data\.seq_len"):
+        Trainer("model", args, train_dataset=[{"text": "a"}], processing_class="bytes")
 
 
-def test_a_whole_config_takes_no_arguments(tmp_path: Path) -> None:
-    config = config_of(arguments(tmp_path))
-    with pytest.raises(ConfigError, match="give the settings as a mapping"):
-        Trainer(config, args=arguments(tmp_path))
+@dataclasses.dataclass
+class SFTConfig(TrainingArguments):
+    """The fields of TRL's class of this name that say something here, with its defaults."""
+
+    learning_rate: float = 2e-5
+    model_init_kwargs: dict[str, Any] | None = None
+    chat_template_path: str | None = None
+    dataset_text_field: str = "text"
+    max_length: int | None = 1024
+    truncation_mode: str = "keep_start"
+    packing: bool = False
+    packing_strategy: str = "bfd"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    loss_type: str | None = None
+
+
+def test_arguments_of_trl(tmp_path: Path) -> None:
+    """What a subclass has as its own default is no default of TrainingArguments."""
+    chats = [{"messages": [{"role": "user", "content": "q"}]}]
+
+    def config_of(records: Any = chats, **fields: Any) -> TrainConfig:
+        args = SFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, max_steps=3, **fields)
+        return Trainer("model", args, train_dataset=records).config
+
+    plain = config_of()
+    assert (plain.data.kind, plain.data.seq_len, plain.data.packing, plain.train.lr) == ("sft", 1024, False, 2e-5)
+    other = config_of(max_length=64, packing=True, chat_template_path="t.jinja", loss_type="nll", learning_rate=1e-4)
+    assert (other.data.seq_len, other.data.packing, other.data.chat_template) == (64, True, "t.jinja")
+    assert other.train.lr == 1e-4
+    texts = config_of([{"content": "a"}], dataset_text_field="content")
+    assert (texts.data.kind, texts.data.text_field) == ("pretrain", "content")
+    with pytest.raises(ConfigError) as caught:
+        config_of(loss_type="dft", completion_only_loss=False, model_init_kwargs={"dtype": "bfloat16"})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "  completion_only_loss", "  loss_type", "  model_init_kwargs",
+    ]  # fmt: skip
 
 
 def test_every_field_is_known() -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
 
 from megatrain_ray import Trainer
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.tokens.train_bpe import special_tokens, train_bpe, write_tokenizer
-from megatrain_ray.trainer import TrainSummary
+from megatrain_ray.trainer import TrainOutput
 from tests.support.in_process import Actors, Train
 from tests.support.runs import config, losses, write_config
 from tests.support.tiny import TEXT, build_tiny
@@ -50,37 +51,92 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
     return tree
 
 
-def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, actors: Actors, train: Train) -> None:
-    """Records with labels, as tensors. The first start stops half-way; the second one, with new objects, goes on."""
-    folder = build_tiny(tmp_path / "model")
+class Recorder(TrainerCallback):
+    """Records the calls, asks for a save and an evaluation after the first step, and stops after the third."""
 
-    def fit(steps: int, records: Any) -> TrainSummary:
-        tree = settings(tmp_path / "run", train__steps=steps, train__schedule="constant")
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.losses: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert (state.max_steps, kwargs["processing_class"]) == (5, None)
+        self.calls.append(("begin", state.global_step))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_evaluate = state.global_step == 1
+        control.should_training_stop |= state.global_step == 3
+        self.calls.append(("step", state.global_step))
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
+        assert logs["learning_rate"] == 1e-3
+        self.losses.append(logs["loss"])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: dict[str, float], **kwargs: Any) -> None:
+        assert metrics["perplexity"] > 1
+        self.calls.append(("evaluate", state.global_step))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.calls.append(("save", state.global_step))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert [row["loss"] for row in state.log_history if "loss" in row] == self.losses
+        self.calls.append(("end", state.global_step))
+
+
+def test_a_run_on_objects_is_that_on_files_and_goes_on(
+    tmp_path: Path, actors: Actors, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records with labels, as tensors. A callback stops the first call; the second one, with new objects, goes on."""
+    folder, recorder = build_tiny(tmp_path / "model"), Recorder()
+
+    def trainer(records: Any, *callbacks: Any) -> Trainer:
+        tree = settings(tmp_path / "run", train__steps=5, train__schedule="constant", train__lr=1e-3, eval_every=5)
+        model = LlamaForCausalLM.from_pretrained(folder)
+        model.generation_config.temperature = 0.5  # without do_sample, which Transformers does not save
+        return Trainer(model, tree, train_dataset=records, eval_dataset=RECORDS[:4], callbacks=callbacks)
+
+    def run(trainer: Trainer) -> TrainOutput:
         with actors():
-            return Trainer(tree, model=LlamaForCausalLM.from_pretrained(folder), train_dataset=records).fit()
+            return trainer.train()
 
-    assert fit(2, Items(RECORDS)).step == 2
+    assert run(trainer(Items(RECORDS), recorder)).global_step == 4, "step 4 was under way"
+    told = capsys.readouterr().err
+    assert "warning: callbacks: on_epoch_end of Recorder is never called here\n" in told
+    assert "a callback ended the training after step 4, saved at step 4; the same command resumes\n" in told
+    began, *steps, ended = [call for call in recorder.calls if call[0] != "save"]
+    assert (began, ended) == (("begin", 0), ("end", 4))
+    assert steps == [("evaluate", 0), ("step", 1), ("step", 2), ("evaluate", 2), ("step", 3), ("step", 4)]
+    assert [call for call in recorder.calls if call[0] == "save"] == [("save", 3), ("save", 4)]
     written = (tmp_path / "run" / "inputs" / "train.jsonl").stat()
-    summary = fit(4, RECORDS)
-    assert (summary.step, [row["step"] for row in summary.rows]) == (4, [3, 4])
+    second = trainer(RECORDS)
+    output = run(second)
+    assert (output.global_step, output.first_step, [row["step"] for row in output.rows]) == (5, 4, [1, 2, 3, 4, 5])
+    assert output.training_loss == output.metrics["train_loss"] == np.mean(losses(tmp_path / "run"))
+    assert output.metrics["eval_loss"] == output.evaluations[-1]["eval_loss"]
     assert (tmp_path / "run" / "inputs" / "train.jsonl").stat() == written
+    assert run(second) == replace(output, first_step=None), "a finished run"
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    files = settings(tmp_path / "files", train__steps=4, train__schedule="constant") | {"model": {"path": str(folder)}}
+    files = settings(tmp_path / "files", train__steps=5, train__schedule="constant", train__lr=1e-3)
+    files["model"] = {"path": str(folder)}
     files["data"] |= {"path": str(tmp_path / "a.jsonl"), "kind": "tokens"}
     done = train(str(write_config(tmp_path / "config.yaml", files)))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "files")
 
-    exported = summary.export(tmp_path / "out", "fp32")
-    loaded, read = summary.load_model("fp32"), LlamaForCausalLM.from_pretrained(exported)
+    exported = second.save_model(tmp_path / "out", "fp32")
+    assert json.loads((exported / "generation_config.json").read_text())["temperature"] == 0.5
+    loaded, read = second.load_model("fp32"), LlamaForCausalLM.from_pretrained(exported)
     assert type(loaded) is LlamaForCausalLM
     assert loaded.dtype == torch.float32
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), read.parameters(), strict=True))
     assert not list((tmp_path / "run").glob(".export-*"))
 
     with pytest.raises(ConfigError, match=r"record 3 is not that which the run began with .*train\.jsonl"):
-        fit(5, RECORDS[:2] + RECORDS[3:])
+        run(trainer(RECORDS[:2] + RECORDS[3:]))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +151,7 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(tmp_path: Path, actors: A
 def test_records_are_recognised_and_written_as_files_have_them(
     tmp_path: Path, records: Any, kind: str, line: Any
 ) -> None:
-    trainer = Trainer(settings(tmp_path / "run"), model="model", train_dataset=records, tokenizer="bytes")
+    trainer = Trainer("model", settings(tmp_path / "run"), train_dataset=records, processing_class="bytes")
     assert trainer.config.data.kind == kind
     (tmp_path / "run").mkdir()
     run = Run(tmp_path / "run", trainer.config)
@@ -119,7 +175,7 @@ def test_the_tokenizer_object_is_the_runs(tmp_path: Path) -> None:
     specials = special_tokens([])
     write_tokenizer(train_bpe(iter(["a b c"]), 300, specials), specials, tmp_path / "own")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
-    objects = Objects(model="m", train_dataset="d", tokenizer=tokenizer)
+    objects = Objects(model="m", train_dataset="d", processing_class=tokenizer)
     run = Run(tmp_path, objects, has_begun=True)
     with objects.written(run):  # type: ignore[arg-type]
         pass
@@ -128,13 +184,14 @@ def test_the_tokenizer_object_is_the_runs(tmp_path: Path) -> None:
     with objects.written(run):  # type: ignore[arg-type]
         pass
     tokenizer.add_tokens(["<new>"])
-    with pytest.raises(ConfigError, match="tokenizer: is another than the run began with"), objects.written(run):  # type: ignore[arg-type]
+    other = objects.written(run)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="processing_class: is another tokenizer than the run began with"), other:
         pass
     assert [path.name for path in (tmp_path / "inputs").iterdir()] == ["tokenizer"]
 
 
 def test_held_out_records_may_change_and_others_may_not(tmp_path: Path) -> None:
-    given = Trainer(settings(tmp_path / "run"), model="m", train_dataset=[{"text": "a"}], tokenizer="bytes").config
+    given = Trainer("m", settings(tmp_path / "run"), train_dataset=[{"text": "a"}], processing_class="bytes").config
     run = Run(tmp_path, given, has_begun=True)
     for text in "ab":
         with Objects(eval_dataset=[{"text": text}]).written(run):  # type: ignore[arg-type]
@@ -158,7 +215,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "texts": ({"train_dataset": ["a"]}, "train_dataset: record 1: expected a mapping, got a str"),
     "a number": ({"train_dataset": 3}, "train_dataset: expected records or a path, got a int"),
     "no model": ({"model": torch.nn.Linear(2, 2)}, "model: expected a PreTrainedModel or a path, got a Linear"),
-    "no tokenizer": ({"tokenizer": len}, "tokenizer: expected a PreTrainedTokenizerBase or a path"),
+    "no callback": ({"callbacks": [len]}, "callbacks: expected transformers.TrainerCallback objects, got a builtin"),
+    "no tokenizer": ({"processing_class": len}, "processing_class: expected a PreTrainedTokenizerBase or a path"),
 }
 
 
@@ -167,8 +225,8 @@ def test_other_objects_are_refused(tmp_path: Path, name: str) -> None:
     objects, message = WRONG[name]
     with pytest.raises(ConfigError) as caught:
         Trainer(
-            settings(tmp_path / "run"),
-            **{"model": "m", "train_dataset": [{"text": "a"}], "tokenizer": "bytes"} | objects,
+            args=settings(tmp_path / "run"),
+            **{"model": "m", "train_dataset": [{"text": "a"}], "processing_class": "bytes"} | objects,
         )
     assert message in str(caught.value)
     assert not (tmp_path / "run").exists()
@@ -178,24 +236,24 @@ def test_a_setting_and_an_object_for_it_are_refused(tmp_path: Path) -> None:
     tree = settings(tmp_path / "run")
     tree["data"]["path"] = "x.jsonl"
     with pytest.raises(ConfigError, match=r"train_dataset stands for data\.path: give one of them"):
-        Trainer(tree, model="m", train_dataset=RECORDS)
+        Trainer("m", tree, train_dataset=RECORDS)
     with pytest.raises(ConfigError, match="data: expected a mapping, got 3"):
-        Trainer(tree | {"data": 3}, train_dataset=RECORDS)
-    ready = Trainer(settings(tmp_path / "run"), model="m", train_dataset="x.jsonl", tokenizer="bytes").config
-    with pytest.raises(ConfigError, match="with objects give the settings as a mapping"):
-        Trainer(ready, model="m")
+        Trainer(args=tree | {"data": 3}, train_dataset=RECORDS)
+    ready = Trainer("m", settings(tmp_path / "run"), train_dataset="x.jsonl", processing_class="bytes").config
+    with pytest.raises(ConfigError, match="with objects or overrides give a mapping"):
+        Trainer("m", ready)
 
 
 def test_a_model_object_needs_a_tokenizer_for_texts(tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(build_tiny(tmp_path / "model"))
-    with pytest.raises(ConfigError, match="tokenizer: a model object comes without one"):
-        Trainer(settings(tmp_path / "run"), model=model, train_dataset=[{"text": "a"}])
+    with pytest.raises(ConfigError, match="processing_class: a model object comes without a tokenizer"):
+        Trainer(model, settings(tmp_path / "run"), train_dataset=[{"text": "a"}])
 
 
 @pytest.mark.parametrize("spoil", [lambda r: r | {"x": object()}, lambda r: r | {"messages": float}])
 def test_what_json_cannot_hold_is_named(tmp_path: Path, spoil: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     records = [{"messages": []}, spoil({"messages": []})]
-    trainer = Trainer(settings(tmp_path / "run"), model="m", train_dataset=records, tokenizer="bytes")
+    trainer = Trainer("m", settings(tmp_path / "run"), train_dataset=records, processing_class="bytes")
     (tmp_path / "run").mkdir()
     written = trainer._objects.written(Run(tmp_path / "run", trainer.config))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="record 2 cannot be written as JSON: it holds a "), written:

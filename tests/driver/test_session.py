@@ -110,7 +110,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 def trained(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, crew: FakeCrew, *, interrupted: bool = False,
     save_every: int | None = None,
-) -> tuple[int, float | None]:  # fmt: skip
+) -> int:  # fmt: skip
     monkeypatch.setattr(session, "WorkerGroup", lambda *_: crew)
     monkeypatch.setattr(session, "start_processes", lambda *_: SaveRates(1e9, 1e9))
     monkeypatch.setattr(run_saves, "RunningSave", FakeSave)
@@ -124,7 +124,7 @@ def trained(
 
 def test_it_makes_all_steps_two_at_a_time(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     crew = FakeCrew(set(), set())
-    assert trained(run, monkeypatch, crew) == (STEPS, 1 / STEPS)
+    assert trained(run, monkeypatch, crew) == STEPS
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert crew.made == [(0, step) for step in range(1, STEPS + 1)]
 
@@ -133,7 +133,7 @@ def test_steps_that_had_not_ended_are_repeated_by_another_gpu_worker(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew = FakeCrew({3}, set())
-    assert trained(run, monkeypatch, crew) == (STEPS, 1 / STEPS)
+    assert trained(run, monkeypatch, crew) == STEPS
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert crew.made == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5), (1, 6)]
 
@@ -155,7 +155,7 @@ def test_saves_are_committed_made_again_and_dropped(run: RunDir, monkeypatch: py
     told: list[str] = []
     monkeypatch.setattr(FakeSave, "told", told)
     monkeypatch.setattr(FakeSave, "dead", {2})
-    assert trained(run, monkeypatch, FakeCrew(set(), {5}), save_every=2)[0] == STEPS
+    assert trained(run, monkeypatch, FakeCrew(set(), {5}), save_every=2) == STEPS
     assert told[0] == "abandoned 2" and told[-1] == f"committed {STEPS}"
     told.clear()
     with pytest.raises(MegatrainError, match="the save of step 4 is intact"):

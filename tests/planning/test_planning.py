@@ -54,7 +54,7 @@ def test_rows_that_are_too_long_are_refused_before_any_process_starts(
     shape = {"model_type": "gemma3", "text_config": LLAMA} if nested else LLAMA
     tree = config(tmp_path / "run", shape, data__seq_len=POSITIONS + 1)
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
-        trainer.Trainer(TrainConfig.model_validate(tree)).fit()
+        trainer.Trainer(args=tree).train()
     assert not (tmp_path / "run").exists()
 
 

@@ -304,7 +304,7 @@ def test_a_run_with_a_wrong_path_ends_before_any_process_starts(
 ) -> None:
     monkeypatch.setattr(trainer, "ray_processes", None)
     with pytest.raises(ConfigError, match=r"spill\.path: cannot write to /proc/none: "):
-        trainer.Trainer(settings(tmp_path, Path("/proc/none"))).fit()
+        trainer.Trainer(args=settings(tmp_path, Path("/proc/none"))).train()
     assert not (tmp_path / "run").exists()
 
 
@@ -314,4 +314,4 @@ def test_a_ray_job_takes_absolute_paths_alone(tmp_path: Path, monkeypatch: pytes
     tree = config(tmp_path / "run", LLAMA, spill__path=str(tmp_path / "nvme"))
     override(tree, f"{key}=relative")
     with pytest.raises(ConfigError, match=rf"^{key}: relative is relative, and a Ray job runs in a folder of its own"):
-        trainer.Trainer(TrainConfig.model_validate(tree)).fit()
+        trainer.Trainer(args=tree).train()

@@ -129,11 +129,12 @@ def test_from_python_with_a_model_object(tmp_path: Path, actors: Actors) -> None
         tmp_path / "run", train__steps=2, train__precision="bf16", train__lr=0.1, lora={"match": "v_proj", "rank": 2}
     )
     with actors():
-        summary = Trainer(tree, model=LlamaForCausalLM.from_pretrained(folder), train_dataset=RECORDS).fit()
-    stored = safetensors.torch.load_file(summary.export(tmp_path / "fp32", "fp32") / "adapter_model.safetensors")
-    working = safetensors.torch.load_file(summary.export(tmp_path / "bf16") / "adapter_model.safetensors")
+        trainer = Trainer(LlamaForCausalLM.from_pretrained(folder), tree, train_dataset=RECORDS)
+        trainer.train()
+    stored = safetensors.torch.load_file(trainer.save_model(tmp_path / "fp32", "fp32") / "adapter_model.safetensors")
+    working = safetensors.torch.load_file(trainer.save_model(tmp_path / "bf16") / "adapter_model.safetensors")
     assert {values.dtype for values in working.values()} == {torch.bfloat16}
-    base, model = LlamaForCausalLM.from_pretrained(folder), summary.load_model("fp32")
+    base, model = LlamaForCausalLM.from_pretrained(folder), trainer.load_model("fp32")
     assert type(model) is LlamaForCausalLM
     for name, values in model.state_dict().items():
         expected = to_working(base.state_dict()[name]).float()
@@ -142,7 +143,7 @@ def test_from_python_with_a_model_object(tmp_path: Path, actors: Actors) -> None
             expected = expected + b @ a * 16.0
             assert not torch.allclose(expected, base.state_dict()[name], atol=0.01)
         assert torch.equal(values, expected), name
-    assert torch.equal(summary.load_model().lm_head.weight, to_working(base.lm_head.weight.detach()))
+    assert torch.equal(trainer.load_model().lm_head.weight, to_working(base.lm_head.weight.detach()))
 
 
 def test_a_merge_of_what_has_no_adapters(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.commands.doctor import examine
-from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.numa_homes import GpuHome, Home
@@ -82,7 +81,7 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
     plain, placed = tmp_path / "plain", tmp_path / "placed"
     one_node = [{"cpus": f"{CPUS[0]},{CPUS[1]}"}]
     with actors_as_threads():
-        Trainer(TrainConfig.model_validate(settings(plain, model, one_node))).fit()
+        Trainer(args=settings(plain, model, one_node)).train()
     seen: dict[str, Any] = {}
 
     def look(job: RunContext, crew: WorkerGroup) -> None:
@@ -94,7 +93,7 @@ def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_addre
         seen["inspected"] = inspect_run(placed)[0]
         seen["examined"] = [str(finding) for finding in examine(placed) if finding.topic == "pages"]
 
-    Trainer(TrainConfig.model_validate(settings(placed, model, NODES))).fit(look)
+    _LookingTrainer(settings(placed, model, NODES), look).train()
     first, second = (Home((k,), str(cpu), (0,)) for k, cpu in enumerate(CPUS))
     plan = plan_of(placed)
     assert (plan.shards.homes, plan.shards.num_threads) == ((first, second), 1)
@@ -130,7 +129,7 @@ def test_each_of_two_gpu_workers_is_at_home(tmp_path: Path, ray_address: str, mo
         seen["slab"] = policies_of(crew.pids[gpu_name(1)])[SLAB]
         seen["inspected"] = inspect_run(tmp_path / "run")[0]
 
-    Trainer(TrainConfig.model_validate(tree)).fit(look)
+    _LookingTrainer(tree, look).train()
     assert seen["threads"] == {GPU: {str(CPUS[1])}, gpu_name(1): {str(CPUS[0])}}
     assert seen["slab"] == {"prefer:0"}, "as the first one asked"
     for name in (GPU, gpu_name(1)):
@@ -163,14 +162,20 @@ def test_what_the_kernel_refuses_is_one_warning(
     """
     tree = settings(tmp_path / "run", model, NODES)
     tree["train"]["batch_size"], tree["hardware"]["num_gpus"] = 8, 2
-    trainer = _ElsewhereTrainer(TrainConfig.model_validate(tree))
-    summary = trainer.fit()
-    assert summary.step == 3
+    assert _ElsewhereTrainer(args=tree).train().global_step == 3
     warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
     [warning] = [line for line in warnings if "mbind" in line]
     assert warning.startswith("warning: the kernel does not take memory from node 60 (mbind: Invalid argument), so ")
     assert warning.count("mbind") == 1
     assert "; threads cannot be kept on CPUs 8000: " in warning, "of the second GPU worker"
+
+
+class _LookingTrainer(Trainer):
+    """Calls `look` when all steps are made, while every process still lives."""
+
+    def __init__(self, tree: dict[str, Any], look: Callable[[RunContext, WorkerGroup], None]) -> None:
+        super().__init__(args=tree)
+        self._at_end = look  # type: ignore[method-assign]
 
 
 class _ElsewhereTrainer(Trainer):

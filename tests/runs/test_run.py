@@ -268,11 +268,11 @@ def test_export_generates(made: Path, tmp_path: Path) -> None:
 
 def test_python_api(tmp_path: Path, ray_address: str) -> None:
     """Trainer in a process that is connected to Ray already."""
-    from megatrain_ray import TrainConfig, Trainer
+    from megatrain_ray import Trainer
 
     model = build_tiny(tmp_path / "model")
     tree = config(tmp_path / "run", model, train__steps=3, save_every=None)
-    summary = Trainer(TrainConfig.model_validate(tree)).fit()
-    assert summary.step == 3
-    assert summary.loss == losses(tmp_path / "run")[-1]
+    output = Trainer(args=tree).train()
+    assert output.global_step == 3
+    assert [row["loss"] for row in output.rows] == losses(tmp_path / "run")
     assert not list((tmp_path / "run" / "saves").iterdir())
