@@ -148,7 +148,9 @@ class Trainer:
             await_end(run.path)
             manifest = run.newest_save()
             stack.enter_context(self._objects.written(run))
-            if manifest is not None and RunPolicy.of(run.config).is_done_after(manifest.step, run.last_evaluated):
+            if manifest is not None and RunPolicy.of(run.config).is_done_after(manifest.step, run.evaluations()):
+                if reason := run.early_end(manifest.step):
+                    say(f"the run has {reason}; a larger eval_patience, or null, goes on")
                 return TrainOutput.of(run, manifest.step, None)
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -154,13 +154,14 @@ def set_aside(saves_dir: Path, step: int) -> Path:
     return target
 
 
-def prune(saves_dir: Path, keep: int, run: str | None = None) -> None:
+def prune(saves_dir: Path, keep: int, run: str | None = None, kept: Collection[int | None] = ()) -> None:
     """Delete all but the newest `keep` of the saves that the run with token `run` made, and never the newest.
 
-    These saves are neither counted nor deleted: one that was moved away and linked, one of another run, and one without
-    a mark. Raises MegatrainError.
+    These saves are neither counted nor deleted: that of a step in `kept`, one that was moved away and linked, one
+    of another run, and one without a mark. Raises MegatrainError.
     """
-    for step in [step for step in list_saves(saves_dir) if not why_kept(saves_dir, step, run)][: -max(1, keep)]:
+    steps = [step for step in list_saves(saves_dir) if not (step in kept or why_kept(saves_dir, step, run))]
+    for step in steps[: -max(1, keep)]:
         folder = save_folder(saves_dir, step)
         with explained("delete", folder):
             (folder / MANIFEST_NAME).unlink()

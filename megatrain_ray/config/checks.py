@@ -73,6 +73,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _gpu_disagreements(config)
     yield from _several_hosts_disagreements(config)
     yield from _missing_paths(config)
+    yield from _save_disagreements(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
     yield from _batch_disagreements(config)
@@ -160,6 +161,24 @@ def _missing_paths(config: Settings) -> Iterator[str]:
         yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
     if config.spill.limit is not None and config.spill.path is None:
         yield f"spill.path is required with spill.limit: {config.spill.limit}: a folder on the disk that it is of"
+
+
+def _save_disagreements(config: Settings) -> Iterator[str]:
+    for key, is_set in (("save_best: true", config.save_best), ("eval_patience", config.eval_patience is not None)):
+        if is_set and not config.eval_every:
+            yield f"eval_every is required with {key}: after how many updates the held-out data are evaluated"
+    if config.save_best and config.save_every is None:
+        yield "save_best: true needs saves, and save_every: null makes none; set save_every: 0 or more"
+    every, kept = config.save_every, config.save_keep_every
+    if kept is not None and not every:
+        shown = "null" if every is None else every
+        yield (
+            f"save_keep_every: {kept} keeps some of the saves of save_every, which is {shown}; set save_every: {kept}, "
+            "or a number that divides it"
+        )
+    elif kept is not None and every and kept % every:
+        multiple = every * max(1, round(kept / every))
+        yield f"save_keep_every: {kept} is no multiple of save_every: {every}; set save_keep_every: {multiple}"
 
 
 def _muon_disagreements(train: OptimizationConfig) -> Iterator[str]:

@@ -293,16 +293,29 @@ class Settings(Group):
     """0: save at the end and when interrupted; N: every N updates too; null: never."""
     save_keep: Count = 2
     """Newest saves kept. The disk needs room for one more (else exit 3)."""
+    save_keep_every: Count | None = None
+    """N, a multiple of save_every: saves after multiples of N are kept for ever, beside those of save_keep."""
+    save_best: bool = False
+    """Save after every evaluation's step too, and keep the save with the least held-out loss."""
     save_compress: SaveCompression = "none"
     """zstd: bf16 weights shrink by 1.46, FP32 state by about 1.2, at 0.5 to 1 GB/s a core."""
     eval_every: NotNegative = 0
     """N: evaluate data.eval_path before the first update, after every N and after the last; 0: never."""
+    eval_patience: Count | None = None
+    """N evaluations in a row without a better held-out loss end the run early; null: never."""
     max_failures: NotNegative = 3
     """Deaths of processes, or GPU failures, that one start recovers from."""
     max_skipped: Count = 10
     """Steps in a row, skipped for a gradient norm that is not finite, that end the run."""
     log: LogConfig = LogConfig()
     """Where metrics go beside metrics.jsonl."""
+
+    @property
+    def save_interval(self) -> int | None:
+        """Return the fewest updates between two saves; 0: there is one at the end only; None: there is none."""
+        if self.save_every is None or not self.save_best:
+            return self.save_every
+        return min(self.save_every or self.eval_every, self.eval_every)
 
     def split(self) -> tuple[int, int]:
         """Return (micro_batch_size, accumulate) of one GPU; micro-batches of 1 if the plan is to choose them."""

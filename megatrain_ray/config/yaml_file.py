@@ -13,8 +13,8 @@ from megatrain_ray.config.checks import without_numbers
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 
-SAVE_KEYS = ("save_every", "save_keep", "save_compress")
-EVAL_KEYS = ("eval_every", "data.eval_path", "data.eval_dataset")
+SAVE_KEYS = ("save_every", "save_keep", "save_keep_every", "save_best", "save_compress")
+EVAL_KEYS = ("eval_every", "eval_patience", "data.eval_path", "data.eval_dataset")
 GROUPS = ("hardware", "spill", "log")
 LIMIT_KEYS = ("max_failures", "max_skipped")
 RATE_KEYS = (

@@ -30,10 +30,11 @@ def train(job: RunContext, manifest: Manifest | None, placement: Placement | Non
     here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
     here["changed"] = job.run.changes_since(manifest)
     # Recorded before anything of the start can fail.
-    with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here):
+    with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here) as end:
         job.callbacks.begin(manifest.step if manifest else 0, steps)
         completed, first = _train(job, manifest, placement)
         job.callbacks.end(completed)
+        end.reason = job.run.early_end(completed)
     return completed, first
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
+from megatrain_ray.run.best_evaluation import num_without_better
 
 
 class Action(Enum):
@@ -31,6 +34,7 @@ class Observation:
     evaluated: int = -1  # the last update after which the held-out data were evaluated; 0: before the first; -1: never
     evaluating: bool = False
     wants_evaluation: bool = False  # a callback wants one more
+    num_without_better: int = 0  # evaluations in a row that were no better than an earlier one
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,14 @@ class RunPolicy:
     steps: int
     save_every: int | None  # None: never; 0: at the end and when interrupted; N: after every N updates as well
     eval_every: int = 0  # 0: never; N: before the first update, after every N, and after the last
+    saves_evaluated: bool = False  # save every step that is evaluated
+    eval_patience: int | None = None  # evaluations without a better one that end the run; None: they never do
 
     @staticmethod
     def of(config: TrainConfig) -> RunPolicy:
-        return RunPolicy(config.train.steps, config.save_every, config.eval_every)
+        return RunPolicy(
+            config.train.steps, config.save_every, config.eval_every, config.save_best, config.eval_patience
+        )
 
     def tick(self, seen: Observation) -> Action:
         under_way = seen.submitted - seen.completed
@@ -51,7 +59,7 @@ class RunPolicy:
             return Action.WAIT
         if not seen.interrupted and self._owes_evaluation(seen):
             return Action.WAIT if under_way else Action.EVALUATE
-        if seen.submitted >= self.steps or seen.interrupted:
+        if seen.submitted >= self.steps or seen.interrupted or self._has_lost_patience(seen):
             if under_way or seen.saving:
                 return Action.WAIT
             has_unsaved = max(0, seen.saved) < seen.completed and seen.changed  # other weights than the newest save's
@@ -65,18 +73,31 @@ class RunPolicy:
         step = seen.submitted + 1
         if self.save_every is None:
             return False
-        return seen.missed or step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+        return seen.missed or step == self.steps or any(step % every == 0 for every in self.save_intervals)
 
-    def is_done_after(self, step: int, evaluated: int) -> bool:
-        """Return whether a run that is not under way is done after `step` updates. `evaluated`: as in Observation.
+    @property
+    def save_intervals(self) -> tuple[int, ...]:
+        """Return the numbers of updates after whose multiples the state is saved."""
+        return tuple(filter(None, (self.save_every, self.eval_every if self.saves_evaluated else 0)))
 
-        If the last evaluation is missing, the run was killed during that, or eval_every is new.
+    def is_done_after(self, step: int, evaluations: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether a run that is not under way is done after `step` updates.
+
+        evaluations: rows of the run's evaluations. If the last one is missing, the run was killed during that, or
+            eval_every is new.
         """
-        return self.is_done(Observation(step, step, step, interrupted=False, evaluated=evaluated))
+        made = [row for row in evaluations if row["step"] <= step]
+        evaluated = max((row["step"] for row in made), default=-1)
+        seen = Observation(step, step, step, interrupted=False, evaluated=evaluated)
+        return self.is_done(replace(seen, num_without_better=num_without_better(made)))
 
     def is_done(self, seen: Observation) -> bool:
         """Return whether nothing but a save is left to do."""
-        return seen.completed >= self.steps and not self._owes_evaluation(seen)
+        is_over = seen.completed >= self.steps or self._has_lost_patience(seen)
+        return is_over and not self._owes_evaluation(seen)
+
+    def _has_lost_patience(self, seen: Observation) -> bool:
+        return self.eval_patience is not None and seen.num_without_better >= self.eval_patience
 
     def _owes_evaluation(self, seen: Observation) -> bool:
         """Return whether an evaluation after the last submitted step is due and not made, even if interrupted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew.worker_group import WorkerGroup
+from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.running_save import RunningSave
 from megatrain_ray.engine.measure.save_cost import predict_stall_s
@@ -51,13 +53,32 @@ def check_save_room(run_spec: RunSpec, saves: Path, step: int, run: str | None =
     Call it before the first step after `step`. `run`: the token of the run; other saves are never deleted.
     """
     config = run_spec.config
-    every = config.save_every or config.train.steps
-    to_come = 1 + (config.train.steps - 1) // every - step // every
     # One more than is kept, since the newest is written before the oldest is deleted.
-    num_there = sum(why_kept(saves, saved, run) is None for saved in list_saves(saves))
-    together = min(to_come, max(1, config.save_keep + 1 - num_there))
+    every = config.save_keep_every
+    there = [saved for saved in list_saves(saves) if not every or saved % every]
+    num_there = sum(why_kept(saves, saved, run) is None for saved in there)
+    kept_for_ever = _num_multiples(step, config.train.steps, every)
+    together = min(
+        num_saves_to_come(RunPolicy.of(config), step),
+        kept_for_ever + max(1, config.save_keep + config.save_best + 1 - num_there),
+    )
     what = "the save" if together == 1 else f"{together} saves"
     check_room(saves, together * bytes_of_one(run_spec.plan), what, ADVICE)
+
+
+def num_saves_to_come(policy: RunPolicy, step: int) -> int:
+    """Return how many saves a run makes after `step`, if it is not interrupted."""
+    last, intervals = policy.steps, policy.save_intervals
+    common = math.lcm(*intervals) if len(intervals) > 1 else None
+    num_between = sum(_num_multiples(step, last - 1, every) for every in intervals) - _num_multiples(
+        step, last - 1, common
+    )
+    return num_between + (step < last)
+
+
+def _num_multiples(first: int, last: int, every: int | None) -> int:
+    """Return how many multiples of `every` are more than `first` and at most `last`; 0 if it is None."""
+    return max(0, last // every - first // every) if every else 0
 
 
 def bytes_of_one(plan: Plan) -> int:

@@ -103,9 +103,9 @@ class RunningSave:
             write_s=max(written.write_s for written in self._parts),
             nbytes=sum(blob.nbytes for part in parts for blob in part.blobs),
         )
-        run, keep = self._job.run, self._job.run_spec.config.save_keep
+        run = self._job.run
         commit_save(run.saves, self.step, self._manifest(parts, timing))
-        prune(run.saves, keep, run.token)
+        prune(run.saves, run.config.save_keep, run.token, run.saves_kept_for_ever)
         return timing
 
     def _manifest(self, parts: tuple[PartManifest, ...], timing: SaveTiming) -> Manifest:

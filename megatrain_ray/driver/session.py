@@ -26,6 +26,7 @@ from megatrain_ray.errors import DeadlineError, InterruptedRunError, LostDeviceE
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.metrics.sink import DeathRecorder, MetricSinks
+from megatrain_ray.run.best_evaluation import num_without_better
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import forget, record
 from megatrain_ray.spans import Row
@@ -89,7 +90,7 @@ class Session:
         self._under_way: list[Any] = []  # calls of the steps that were submitted and have not ended
         self._held_out = job.held_out.open() if job.held_out else None  # opened once: packing chats takes a while
         self._evaluation: RunningEvaluation | None = None
-        self._evaluated = run.last_evaluated
+        self._evaluated, self._num_without_better = run.last_evaluated, num_without_better(run.evaluations())
         watch = DeathRecorder(History(run.path), sinks, lambda: self._progress.step)
         to_record = partial(record, run.path)
         self._crew = WorkerGroup(job.run_spec, job.daemons.check, to_record, placement, job.failures, watch, job.left)
@@ -131,6 +132,8 @@ class Session:
             raise InterruptedRunError(f"interrupted after step {completed}, {self._saves.kept(completed)}")
         if self._job.callbacks.stop:
             say(f"a callback ended the training after step {completed}, {self._saves.kept(completed)}")
+        elif reason := self._job.run.early_end(completed):
+            say(reason)
         return completed
 
     def _start(self) -> None:
@@ -181,6 +184,7 @@ class Session:
             evaluated=self._evaluated,
             evaluating=self._evaluation is not None,
             wants_evaluation=callbacks.evaluate,
+            num_without_better=self._num_without_better,
         )
 
     def _wait_for_all(self) -> None:
@@ -264,6 +268,7 @@ class Session:
         if row := evaluation.row():
             self._evaluated = evaluation.step
             self._write(self._job.run.append_evaluation, row)
+            self._num_without_better = num_without_better(self._job.run.evaluations())
             self._view.evaluated(row)
             self._job.callbacks.evaluated(row)
 

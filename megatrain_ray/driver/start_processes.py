@@ -83,7 +83,7 @@ def _warn_of_stop(job: RunContext, disk_bytes_per_s: float) -> None:
     """Print a warning if a stopped job of Ray would be killed before its last save is complete."""
     plan = job.run_spec.plan
     step_s = plan.prediction.step_s if plan.prediction else 0.0
-    needed_s = stop_wait_s(plan, job.run_spec.config.save_every, disk_bytes_per_s, step_s)
+    needed_s = stop_wait_s(plan, job.run_spec.config.save_interval, disk_bytes_per_s, step_s)
     if warning := warning_of(needed_s, os.environ):
         say(warning)
 

@@ -238,7 +238,7 @@ def _question_of_parts(
         seq_len=config.data.seq_len,
         num_shards=hardware.num_shards,
         hbm_layers=hardware.hbm_layers,
-        saves=bool(config.save_every),
+        saves=bool(config.save_interval),
         z_loss=config.train.z_loss > 0,
         saves_frozen=config.lora is None,
         attention=discovery.attention,

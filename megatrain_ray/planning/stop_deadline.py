@@ -20,15 +20,15 @@ SLOWER = 1.5  # a guess: the factor for a disk that others use too
 ROUND_S = 10
 
 
-def stop_wait_s(plan: Plan, save_every: int | None, disk_bytes_per_s: float, step_s: float) -> int:
+def stop_wait_s(plan: Plan, save_interval: int | None, disk_bytes_per_s: float, step_s: float) -> int:
     """Return the seconds from SIGTERM to the end of the process, rounded up to tens; 0 if nothing is saved.
 
-    They cover the steps in flight, a save that may be in flight (with `save_every` > 0), and the last save, and include
-    a margin.
+    They cover the steps in flight, a save that may be in flight (with `save_interval` > 0), and the last save, and
+    include a margin.
     """
-    if save_every is None:
+    if save_interval is None:
         return 0
-    num_saves = 2 if save_every else 1
+    num_saves = 2 if save_interval else 1
     seconds = STEPS_AHEAD * step_s + num_saves * plan.save_bytes / disk_bytes_per_s + END_S
     return ROUND_S * math.ceil(SLOWER * seconds / ROUND_S)
 

@@ -55,7 +55,7 @@ def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run
         return None
     steps, step_s = config.train.steps, plan.prediction.step_s
     spilled = plan.written_bytes * DAY_S / step_s
-    saved = plan.save_bytes * DAY_S / (config.save_every * step_s) if config.save_every else None
+    saved = plan.save_bytes * DAY_S / (config.save_interval * step_s) if config.save_interval else None
     return RunTotals(
         steps=steps,
         tokens=steps * _tokens(plan),
@@ -65,7 +65,7 @@ def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run
         saved_bytes_per_day=None if saved is None else int(saved),
         spilled_bytes_per_day=int(spilled),
         drive_days=ENDURANCE_BYTES / spilled if spilled else None,
-        stop_wait_s=stop_wait_s(plan, config.save_every, TYPICAL_DISK_BYTES_PER_S, step_s),
+        stop_wait_s=stop_wait_s(plan, config.save_interval, TYPICAL_DISK_BYTES_PER_S, step_s),
     )
 
 
@@ -77,7 +77,7 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
     yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {format_duration(run.seconds)}{price}"
     if run.saved_bytes_per_day is not None:
         yield (
-            f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_every} steps: "
+            f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_interval} steps: "
             f"{format_bytes(run.saved_bytes_per_day)} written a day"
         )
     if run.stop_wait_s:

@@ -31,6 +31,7 @@ from megatrain_ray.io.saves.save_folder import (
     why_kept,
 )
 from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, tokenizer_files
+from megatrain_ray.run.best_evaluation import why_ended_early
 from megatrain_ray.run.run_files import (
     REPORT_NAME,
     RunFiles,
@@ -112,6 +113,20 @@ class RunDir(RunFiles):
             )
         aside = set_aside(self.saves, step)
         say(f"warning: {damage}; it is kept as {aside.name}, training goes on from the save of step {earlier[-1]}")
+
+    @property
+    def saves_kept_for_ever(self) -> set[int | None]:
+        """Return the steps of the saves that are kept however old they are."""
+        every = self.config.save_keep_every
+        kept: set[int | None] = {step for step in list_saves(self.saves) if every and step % every == 0}
+        return kept | ({self.best_save} if self.config.save_best else set())
+
+    def early_end(self, step: int) -> str | None:
+        """Return why the run has ended early, going by the evaluations up to `step`; None if it has not."""
+        if step >= self.config.train.steps:
+            return None
+        made = [row for row in self.evaluations() if row["step"] <= step]
+        return why_ended_early(made, self.config.eval_patience)
 
     def clean_after_end(self) -> None:
         """Delete unfinished saves. Call it when every process has ended, so that nobody writes them."""

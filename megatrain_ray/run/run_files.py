@@ -37,6 +37,7 @@ from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, read_mark
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
+from megatrain_ray.run.best_evaluation import best_evaluation
 
 REPORT_NAME = "report.html"
 
@@ -79,6 +80,12 @@ class RunFiles:
     def last_evaluated(self) -> int:
         """Return the number of updates before the newest evaluation; -1: none was made."""
         return max((row["step"] for row in self.evaluations()), default=-1)
+
+    @property
+    def best_save(self) -> int | None:
+        """Return the step of the save with the least held-out loss; None if no save was evaluated."""
+        best = best_evaluation(self.evaluations(), list_saves(self.saves))
+        return None if best is None else int(best["step"])
 
     @property
     def holds_run(self) -> bool:

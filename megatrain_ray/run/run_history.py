@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ class What(Enum):
     END = "end"
 
 
+@dataclass
+class FinishedStart:
+    """Holds why a start ended before all steps were made; None: all were."""
+
+    reason: str | None = None
+
+
 class History:
     """Appends rows to history.jsonl. A row that cannot be written is lost: it is no reason to end a training."""
 
@@ -44,18 +52,19 @@ class History:
         self._append(What.START, step=step, steps=steps, plan_sha256=plan_sha256, pid=os.getpid(), **surroundings)
 
     @contextmanager
-    def of_start(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> Iterator[None]:
-        """Write a start, as `begin` does, and after the block how it ended."""
+    def of_start(self, step: int, steps: int, plan_sha256: str, **surroundings: Any) -> Iterator[FinishedStart]:
+        """Write a start, as `begin` does, and after the block how it ended. The block may give the reason."""
         self.begin(step, steps, plan_sha256, **surroundings)
+        end = FinishedStart()
         try:
-            yield
+            yield end
         except (InterruptedRunError, KeyboardInterrupt) as error:
             self._append(What.END, how="interrupted", reason=str(error) or None)
             raise
         except BaseException as error:
             self._append(What.END, how="failed", reason=str(error) or type(error).__name__)
             raise
-        self._append(What.END, how="finished", reason=None)
+        self._append(What.END, how="finished", reason=end.reason)
 
     def memory(self, pss_bytes: int) -> None:
         """Write the host memory of all processes of the run, in which each shared page counts once."""

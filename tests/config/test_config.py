@@ -92,7 +92,10 @@ def test_defaults_are_those_of_the_table() -> None:
         "save_keep": 2,
         "save_compress": "none",
         "lora": None,
+        "save_keep_every": None,
+        "save_best": False,
         "eval_every": 0,
+        "eval_patience": None,
         "max_failures": 3,
         "max_skipped": 10,
         "log": {"every": None, "tensorboard": True, "wandb": None, "mlflow": None, "prometheus": True, "trace": None},
@@ -271,6 +274,44 @@ def test_an_evaluation_needs_held_out_data_and_may_be_switched_off_with_them() -
     assert refusal(data__eval_path=[]).startswith("data.eval_path: expected a path, a glob, ")
     assert refusal(data__eval_dataset="x").startswith("data.eval_dataset: goes with data.kind: sft")
     assert config(data__eval_path="held", eval_every=0).data.held_out is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"save_best": True},
+            "eval_every is required with save_best: true: after how many updates the held-out data are evaluated",
+        ),
+        (
+            {"eval_patience": 3},
+            "eval_every is required with eval_patience: after how many updates the held-out data are evaluated",
+        ),
+        (
+            {"save_best": True, "save_every": None, "eval_every": 1, "data__eval_path": "held"},
+            "save_best: true needs saves, and save_every: null makes none; set save_every: 0 or more",
+        ),
+        (
+            {"save_keep_every": 100},
+            "save_keep_every: 100 keeps some of the saves of save_every, which is 0; set save_every: 100, or a number "
+            "that divides it",
+        ),
+        (
+            {"save_keep_every": 100, "save_every": 30},
+            "save_keep_every: 100 is no multiple of save_every: 30; set save_keep_every: 90",
+        ),
+    ],
+)
+def test_saves_that_would_never_be_made_are_refused(changes: dict[str, Any], message: str) -> None:
+    assert refusal(**changes) == message
+
+
+def test_a_save_comes_after_the_smaller_interval() -> None:
+    def of(**changes: Any) -> int | None:
+        return config(eval_every=6, data__eval_path="held", **changes).save_interval
+
+    assert [of(save_every=every) for every in (None, 0, 4)] == [None, 0, 4]
+    assert [of(save_every=every, save_best=True) for every in (0, 4, 9)] == [6, 4, 6]
     weighted = config(data__eval_path=[{"path": "a", "weight": 2}], eval_every=5, data__dataset=None).data.held_out
     assert weighted is not None
     assert (weighted.path, weighted.seq_len, weighted.held_out) == ((WeightedPath(path="a", weight=2),), 8, None)

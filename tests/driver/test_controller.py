@@ -5,13 +5,26 @@ from __future__ import annotations
 import pytest
 
 from megatrain_ray.driver.policy import Action, Observation, RunPolicy
+from megatrain_ray.driver.run_saves import num_saves_to_come
 
 
 def seen(
     submitted: int, completed: int, saved: int = -1, *, interrupted: bool = False, saving: bool = False,
     missed: bool = False, evaluated: int = -1, evaluating: bool = False, changed: bool = True,
+    num_without_better: int = 0,
 ) -> Observation:  # fmt: skip
-    return Observation(submitted, completed, saved, interrupted, changed, saving, missed, evaluated, evaluating)
+    return Observation(
+        submitted,
+        completed,
+        saved,
+        interrupted,
+        changed,
+        saving,
+        missed,
+        evaluated,
+        evaluating,
+        num_without_better=num_without_better,
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,6 +63,11 @@ def seen(
         (RunPolicy(10, 0, 4), seen(4, 4, interrupted=True, evaluated=0), Action.SAVE),
         (RunPolicy(10, 0, 4), seen(4, 4, interrupted=True, evaluated=0, evaluating=True), Action.WAIT),
         (RunPolicy(8, 0, 4), seen(12, 12, 12, evaluated=4), Action.STOP),
+        (RunPolicy(10, 0, 1, eval_patience=2), seen(4, 4, evaluated=4, num_without_better=1), Action.STEP),
+        (RunPolicy(10, 0, 1, eval_patience=2), seen(4, 4, evaluated=4, num_without_better=2), Action.SAVE),
+        (RunPolicy(10, 0, 1, eval_patience=2), seen(4, 4, saving=True, evaluated=4, num_without_better=2), Action.WAIT),
+        (RunPolicy(10, 0, 1, eval_patience=2), seen(4, 4, 4, evaluated=4, num_without_better=2), Action.STOP),
+        (RunPolicy(10, None, 1, eval_patience=2), seen(4, 4, evaluated=4, num_without_better=3), Action.STOP),
     ],
 )
 def test_one_tick(policy: RunPolicy, observation: Observation, action: Action) -> None:
@@ -66,6 +84,10 @@ def test_one_tick(policy: RunPolicy, observation: Observation, action: Action) -
         (RunPolicy(10, 4), seen(4, 4), False),
         (RunPolicy(10, 4), seen(4, 4, missed=True), True),
         (RunPolicy(10, None), seen(4, 4, missed=True), False),
+        (RunPolicy(10, 0, 3, saves_evaluated=True), seen(5, 5), True),
+        (RunPolicy(10, 4, 3, saves_evaluated=True), seen(7, 7), True),
+        (RunPolicy(10, 4, 3, saves_evaluated=True), seen(6, 6), False),
+        (RunPolicy(10, 4, 3), seen(5, 5), False),
     ],
 )
 def test_which_steps_are_saved(policy: RunPolicy, observation: Observation, saves: bool) -> None:
@@ -137,6 +159,23 @@ def test_a_run_is_done_when_its_last_evaluation_is_there() -> None:
     assert policy.is_done(seen(10, 10, 10, evaluated=10))
     assert RunPolicy(10, 0).is_done(seen(10, 10))
     assert policy.is_done(seen(12, 12, evaluated=4)), "steps were lowered afterwards"
+
+
+def test_a_run_that_ended_early_is_done_and_goes_on_with_more_patience() -> None:
+    rows = [{"step": step, "eval_loss": loss} for step, loss in ((0, 1.0), (2, 3.0), (4, 3.0), (6, 3.5), (8, 2.0))]
+    for patience, step, is_done in ((2, 6, True), (3, 6, False), (2, 4, False), (2, 8, False), (None, 6, False)):
+        policy = RunPolicy(10, 0, 2, eval_patience=patience)
+        assert policy.is_done_after(step, rows) is is_done, (patience, step)
+
+
+@pytest.mark.parametrize(
+    "settings", [(10, 0), (10, 4), (8, 4), (10, 4, 3), (12, 4, 6), (12, 0, 5), (1, 0, 1), (9, 9, 3)]
+)
+def test_the_saves_to_come_are_counted(settings: tuple[int, ...]) -> None:
+    policy = RunPolicy(*settings, saves_evaluated=len(settings) > 2)
+    for step in range(policy.steps + 1):
+        made = sum(policy.saves_next(seen(later, later)) for later in range(step, policy.steps))
+        assert num_saves_to_come(policy, step) == made
 
 
 def evaluations(policy: RunPolicy, start: int = 0, evaluated: int = -1) -> list[int]:

@@ -14,6 +14,8 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import HeldOutData
 from megatrain_ray.driver.running_evaluation import RunningEvaluation, evaluation_row, perplexity
 from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.saves.save_folder import list_saves
+from megatrain_ray.run.run_history import read_history
 from megatrain_ray.workers.messages import HeldOutLoss
 from tests.support.held_out_loss import held_out_loss
 from tests.support.in_process import Train
@@ -144,6 +146,38 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
     assert "done: step 4 (" in last.stdout
     assert numbers(evaluations(run_dir)) == numbers(rows)
     assert "already at step 4 of 4" in train(str(path)).stdout
+
+
+def test_the_best_save_is_kept_and_a_run_without_a_better_one_ends_early(tmp_path: Path, train: Train) -> None:
+    """A learning rate that is far too high. What counts is read from the rows, so that a resume goes on with it."""
+    tree = config(
+        tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=40, train__lr=0.3, train__schedule="constant",
+        save_keep=1, save_best=True, eval_every=2, eval_patience=3, data__eval_path=str(tmp_path / "held.txt"),
+    )  # fmt: skip
+    (tmp_path / "held.txt").write_text(TEXT.read_text()[-300:])
+    run_dir, path = tmp_path / "run", write_config(tmp_path / "config.yaml", tree)
+    done = train(str(path))
+    assert done.returncode == 0, done.stderr
+    rows = evaluations(run_dir)
+    last, best = rows[-1]["step"], min(rows[1:], key=lambda row: row["eval_loss"])["step"]
+    assert last == best + 6 < 40
+    reason = f"ended early after step {last}: no eval_loss of the last 3 evaluations was better than "
+    assert reason in done.stderr
+    assert list_saves(run_dir / "saves") == [best, last]
+    assert read_history(run_dir)[-1]["how"] == "finished"
+    assert read_history(run_dir)[-1]["reason"].startswith(reason)
+
+    again = train(str(path))
+    assert (again.returncode, f"already at step {last} of 40" in again.stdout) == (0, True)
+    assert f"the run has {reason}" in again.stderr
+    assert "a larger eval_patience, or null, goes on" in again.stderr
+
+    more = train(str(path), "eval_patience=4", f"save_every={last + 2}", f"save_keep_every={last + 2}")
+    assert more.returncode == 0, more.stderr
+    assert evaluations(run_dir)[: len(rows)] == rows
+    assert [row["step"] for row in evaluations(run_dir)[len(rows) :]] == [last + 2]
+    assert "of the last 4 evaluations" in more.stderr
+    assert list_saves(run_dir / "saves") == [best, last, last + 2]
 
 
 @pytest.mark.parametrize("value", ["gone.txt", "[{path: gone.txt, weight: 1}]"])

@@ -155,6 +155,10 @@ def test_the_last_saves_are_kept(tmp_path: Path) -> None:
     assert list_saves(tmp_path) == [2, 9, 10, 100]
     prune(tmp_path, 3)
     assert list_saves(tmp_path) == [9, 10, 100]
+    prune(tmp_path, 1, kept={9, 50, None})
+    assert list_saves(tmp_path) == [9, 100], "those that are kept do not count"
+    prune(tmp_path, 1, kept={100})
+    assert list_saves(tmp_path) == [9, 100]
     prune(tmp_path, 0)
     assert list_saves(tmp_path) == [100]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_100", "step_x"]

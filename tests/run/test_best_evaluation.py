@@ -1,0 +1,37 @@
+"""The evaluation with the least loss, and what ends a run early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatrain_ray.run.best_evaluation import best_evaluation, num_without_better, why_ended_early
+
+
+def rows(*losses: float | None) -> list[dict[str, Any]]:
+    return [{"step": 10 * number, "eval_loss": loss} for number, loss in enumerate(losses)]
+
+
+def test_the_best_is_the_earliest_of_the_least_and_none_before_the_first_update() -> None:
+    assert best_evaluation([]) is None
+    assert best_evaluation(rows(0.5)) is None
+    assert best_evaluation(rows(0.5, None)) is None
+    assert best_evaluation(rows(0.5, 3.0, 2.0, None, 2.0)) == {"step": 20, "eval_loss": 2.0}
+    assert best_evaluation(rows(0.5, 3.0, 2.0, 2.5), [10, 30, 40]) == {"step": 30, "eval_loss": 2.5}
+
+
+def test_evaluations_that_are_no_better_are_counted_from_the_best_on() -> None:
+    assert [num_without_better(rows(*losses)) for losses in ([], [1.0], [1.0, 3.0], [1.0, 3.0, 3.0])] == [0, 0, 0, 1]
+    assert num_without_better(rows(1.0, 3.0, 4.0, None)) == 2
+    assert num_without_better(rows(1.0, 3.0, 4.0, 2.9)) == 0
+    assert num_without_better(rows(1.0, None, None)) == 2
+
+
+def test_a_run_ends_early_when_patience_is_lost() -> None:
+    losing = rows(1.0, 3.0, 4.0, 5.0)
+    assert why_ended_early(losing, 2) == (
+        "ended early after step 30: no eval_loss of the last 2 evaluations was better than 3.0000 after step 10 "
+        "(eval_patience: 2)"
+    )
+    assert why_ended_early(losing, 3) is None
+    assert why_ended_early(losing, None) is None
+    assert "no eval_loss of the last 1 evaluations was finite" in str(why_ended_early(rows(1.0, None), 1))
