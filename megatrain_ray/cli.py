@@ -64,10 +64,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse does not recognize the overrides of `plan CONFIG --json key=value`.
     strangers = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if strangers:
-        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+        hint = _as_setting(strangers[0], argv or sys.argv[1:]) if "overrides" in options else ""
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}{hint}")
     if rest:
         options.overrides += rest
     return options
+
+
+def _as_setting(option: str, argv: Sequence[str]) -> str:
+    """Return how an option such as `--learning_rate 1e-4` is written as a setting; empty if it stands for none."""
+    from megatrain_ray.config.checks import key_of
+    from megatrain_ray.config.schema import TrainConfig
+
+    name, _, value = option.lstrip("-").partition("=")
+    key = key_of(name.replace("-", "_"), TrainConfig)
+    after = [*argv, ""][list(argv).index(option) + 1]
+    return f"; settings are written as key=value: {key}={value or after}" if key else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -37,6 +37,10 @@ def file(tmp_path: Path) -> str:
             "hardware.cuda_graphs: true goes with one GPU so far, and hardware.num_gpus is 2; leave one of the two out",
         ),
         (["train.lr"], "override 'train.lr': expected key=value"),
+        (
+            ["log.wandb=true"],
+            "log.wandb: expected text (in quotes where it looks like something else), got true. Project",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -83,6 +87,17 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "option", [["--learning_rate", "1e-4"], ["--learning-rate=1e-4"], ["--train.lr", "1e-4"], ["--lr=1e-4"]]
+)
+def test_an_option_that_is_a_setting_is_shown_as_one(
+    file: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", file, *option])
+    assert capsys.readouterr().err.endswith("; settings are written as key=value: train.lr=1e-4\n")
 
 
 def test_what_is_missing_is_the_configuration_alone(capsys: pytest.CaptureFixture[str]) -> None:

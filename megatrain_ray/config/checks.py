@@ -12,19 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megatrain_ray.config.groups import DataConfig, NodeConfig, OptimizationConfig, Settings
+from megatrain_ray.config.other_tools import key_for, reason_for
 from megatrain_ray.units import format_ranges, parse_ranges
 
-OTHER_NAMES = {  # names in Transformers' TrainingArguments, and the keys that they correspond to
-    "learning_rate": "train.lr",
-    "max_steps": "train.steps",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.accumulate",
-    "max_grad_norm": "train.clip",
-    "lr_scheduler_type": "train.schedule",
-    "max_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "output_dir": "run_dir",
-}
 # Keys of `data` that are valid for some kinds of data only, and these kinds.
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
@@ -228,11 +218,11 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
         case "extra_forbidden":
             yield _unknown(key, root)
         case "missing":
-            field = _fields(root).get(without_numbers(key))
-            sentence = " ".join(((field and field.description) or "").split()).partition(". ")[0]
-            yield f"{key}: required. {sentence}".rstrip()
+            yield f"{key}: required. {_sentence(key, root)}".rstrip()
         case "value_error":
             yield f"{key}: {problem['ctx']['error']}"
+        case "string_type" if isinstance(problem["input"], bool) and key in _fields(root):
+            yield f"{key}: expected {EXPECTED['string_type']}, got {_shown(problem['input'])}. {_sentence(key, root)}"
         case kind if kind in EXPECTED:
             yield f"{key or 'configuration'}: expected {EXPECTED[kind]}, got {_shown(problem['input'])}"
         case _:
@@ -240,20 +230,35 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
             yield f"{key}: expected {expected}, got {_shown(problem['input'])}"
 
 
+def _sentence(key: str, root: type[BaseModel]) -> str:
+    """Return the first sentence of a key's description."""
+    field = _fields(root).get(without_numbers(key))
+    return " ".join(((field and field.description) or "").split()).partition(". ")[0]
+
+
 def _unknown(key: str, root: type[BaseModel]) -> str:
     group, _, name = without_numbers(key).rpartition(".")
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]
-    elsewhere = next((other for other in keys if other.rpartition(".")[2] == name), None)
-    near = elsewhere or OTHER_NAMES.get(name) or _nearest(name, siblings) or _nearest(name, keys)
+    near = key_of(name, root) or _nearest(name, siblings, cutoff=0.85)
+    if near is None and (reason := reason_for(name)):
+        return f"{key}: unknown key; {reason}"
+    near = near or _nearest(name, siblings) or _nearest(name, keys)
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
     return f"{key}: unknown key; {hint}"
 
 
-def _nearest(name: str, keys: list[str]) -> str | None:
+def key_of(name: str, root: type[BaseModel]) -> str | None:
+    """Return the key of a configuration that a name stands for: its last part, or another tool's name for it."""
+    keys = list(_fields(root))
+    named = sorted((key for key in keys if name in (key, key.rpartition(".")[2])), key=lambda key: key.count("."))
+    return named[0] if named else key_for(name, keys)
+
+
+def _nearest(name: str, keys: list[str], cutoff: float = 0.6) -> str | None:
     """Return the key whose last part is most similar to `name`; None if none is close."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    close = get_close_matches(name, by_name, n=1)
+    close = get_close_matches(name, by_name, n=1, cutoff=cutoff)
     return by_name[close[0]] if close else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megatrain_ray.config.checks import without_numbers
+from megatrain_ray.config.other_tools import tool_of
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 
@@ -72,6 +73,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         return TrainConfig.model_validate(tree)
     except ConfigError as error:
+        if tool := tool_of(tree):
+            raise ConfigError(
+                f"{path}: is a configuration of {tool}; megatrain convert-config {path} --out OURS.yaml makes one of it"
+            ) from None
         by_key = {text.partition("=")[0]: text for text in overrides}
         raise ConfigError(_with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
 

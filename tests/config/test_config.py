@@ -181,6 +181,16 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"trian": {}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"train__learning_rate": 1.0}, "train.learning_rate: unknown key; did you mean train.lr?"),
+        ({"optim": "adamw"}, "optim: unknown key; did you mean train.optimizer?"),
+        ({"epochs": 3}, "epochs: unknown key; did you mean train.steps?"),
+        ({"num_train_epochs": 3}, "num_train_epochs: unknown key; did you mean train.steps?"),
+        ({"max_length": 3}, "max_length: unknown key; did you mean data.seq_len?"),
+        ({"sequence_len": 3}, "sequence_len: unknown key; did you mean data.seq_len?"),
+        ({"eval_evry": 3}, "eval_evry: unknown key; did you mean eval_every?"),
+        ({"auto_resume_from_checkpoints": True}, "auto_resume_from_checkpoints: unknown key; the same command resumes "
+                                                 "the run in run_dir"),
+        ({"log__report_to": "wandb"}, "log.report_to: unknown key; metrics.jsonl and TensorBoard always; log.wandb and "
+                                      "log.mlflow name a project"),
         ({"hardware__qqqq": 1}, "hardware.qqqq: unknown key; expected one of hardware.device, hardware.num_gpus, "
                                 "hardware.num_hosts, hardware.all_gather, "
                                 "hardware.hbm_limit, hardware.ram_limit, hardware.hbm_layers, hardware.num_shards, "
