@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megatrain_ray.config.values import (
     Count,
@@ -26,6 +26,7 @@ from megatrain_ray.config.values import (
     StepsOrSeconds,
     Switch,
     Text,
+    wandb_project,
 )  # fmt: skip
 
 SaveCompression = Literal["none", "zstd"]
@@ -254,16 +255,29 @@ class SpillConfig(Group):
     if measured faster."""
 
 
+class WandbConfig(Group):
+    """Names a run of Weights & Biases."""
+
+    project: Text
+    """Project of the run."""
+    entity: Text | None = None
+    """User or team that the project belongs to; null: the account's default."""
+    name: Text | None = None
+    """Name of the run; null: that of run_dir."""
+    tags: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Tags of the run."""
+
+
 class LogConfig(Group):
     every: StepsOrSeconds | None = None
     """A line is printed every N steps, or after seconds (30s). null: about 50 lines a start, and one a minute at
     least."""
     tensorboard: bool = True
     """Write event files to run_dir/tensorboard."""
-    wandb: Text | None = None
-    """Project of Weights & Biases (`pip install megatrain-ray[wandb]`)."""
+    wandb: Annotated[WandbConfig | None, BeforeValidator(wandb_project)] = None
+    """Project of Weights & Biases, or {project, entity, name, tags} (`pip install wandb`)."""
     mlflow: Text | None = None
-    """Experiment of MLflow (`pip install megatrain-ray[mlflow]`) at MLFLOW_TRACKING_URI."""
+    """Experiment of MLflow (`pip install mlflow-skinny`) at MLFLOW_TRACKING_URI."""
     prometheus: bool = True
     """Publish series for Prometheus through Ray's agents."""
     trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = None

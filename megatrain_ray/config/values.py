@@ -50,6 +50,13 @@ def steps_or_seconds(value: Any) -> Any:
     return value
 
 
+def wandb_project(value: Any) -> Any:
+    """Accept the name of a project in place of a mapping with it. Raises ValueError for true and false."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected the name of a project, or {{project, entity, name, tags}}, got {value!r}")
+    return {"project": value} if isinstance(value, str) else value
+
+
 def sources_of_data(value: Any) -> Any:
     sources = [value] if isinstance(value, str) else value
     expected = f"expected a path, a glob, a list of these, or a list of {{path, weight}}; got {value!r}"

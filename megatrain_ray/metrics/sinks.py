@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
+from megatrain_ray.config.groups import WandbConfig
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import config_to_dict, leaves
+from megatrain_ray.config.yaml_file import config_to_dict, dump_config, leaves
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import ConfigError, InterruptedRunError
@@ -23,22 +25,38 @@ from megatrain_ray.run.run_files import RunFiles
 ID_NAME = "tracker_id"  # file in the run directory
 MOST_PARAMS = 100  # parameters that MLflow accepts in one call
 MOST_CHARS = 500  # characters that MLflow accepts in one parameter
+# Groups of numbers in trackers, by the first part of their name in a row. All others are in the group train.
+GROUPS = {
+    "eval": ("eval_loss", "eval_losses", "perplexity", "eval_tokens"),
+    "speed": (
+        "step_s", "tokens_per_s", "model_tflops", "exposed_s", "update_s", "disk_s", "disk_bytes", "eval_s",
+    ),
+    "memory": ("hbm_peak_bytes", "host_bytes", "spill_bytes"),
+}  # fmt: skip
 # mlflow-skinny suffices with a server, but has no database of its own.
 ADVICE = {"log.mlflow": "name a server in MLFLOW_TRACKING_URI, or pip install mlflow for a database here, or "}
+
+
+def grouped(name: str) -> str:
+    """Return the name that trackers show a number by: the group that it belongs to, a slash, and its own name."""
+    first = name.partition("/")[0]
+    group = next((group for group, names in GROUPS.items() if first in names), "train")
+    return f"{group}/{name.removeprefix('eval_') if group == 'eval' else name}"
 
 
 class TensorBoardSink(MetricSink):
     """Writes event files to a folder."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int, config: TrainConfig) -> None:
         """Open the folder. Events from `first_step` on, that of the first row to come, are no longer shown."""
         from torch.utils.tensorboard import SummaryWriter  # takes 1.5 s to import
 
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        self._writer.add_text("configuration", indent(dump_config(config), "    "), first_step)  # indented: as it is
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
+            self._writer.add_scalar(grouped(name), number, step)
 
     def close(self, end: End) -> None:
         self._writer.close()
@@ -47,17 +65,17 @@ class TensorBoardSink(MetricSink):
 class WandbSink(MetricSink):
     """Writes to a run of Weights & Biases, which stays the same when the training is resumed."""
 
-    def __init__(self, project: str, run_dir: Path, config: TrainConfig) -> None:
+    def __init__(self, settings: WandbConfig, run_dir: Path, config: TrainConfig) -> None:
         import wandb
 
         self._run = wandb.init(
-            project=project, name=run_dir.name, id=_identity(run_dir), resume="allow", dir=str(run_dir),
-            config=config_to_dict(config),
+            project=settings.project, entity=settings.entity, name=settings.name or run_dir.name, tags=settings.tags,
+            id=_identity(run_dir), resume="allow", dir=str(run_dir), config=config_to_dict(config),
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")  # a resumed run may go back in steps, wandb's own count cannot
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **numbers})
+        self._run.log({"step": step, **{grouped(name): number for name, number in numbers.items()}})
 
     def close(self, end: End) -> None:
         self._run.finish(exit_code=end.value)
@@ -92,7 +110,7 @@ class MlflowSink(MetricSink):
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        metrics = [Metric(name, number, now_ms, step) for name, number in numbers.items()]
+        metrics = [Metric(grouped(name), number, now_ms, step) for name, number in numbers.items()]
         self._sent = self._client.log_batch(self._run, metrics, synchronous=False)  # a slow server must not delay steps
 
     def close(self, end: End) -> None:
@@ -103,9 +121,15 @@ class MlflowSink(MetricSink):
 
 def check_packages(config: TrainConfig) -> None:
     """Raise ConfigError if a tracker is configured whose package is not installed. Call before anything is started."""
-    for key, package, wanted in (("log.wandb", "wandb", config.log.wandb), ("log.mlflow", "mlflow", config.log.mlflow)):
+    log = config.log
+    for key, package, name, wanted in (
+        ("log.wandb", "wandb", "wandb", log.wandb),
+        ("log.mlflow", "mlflow", "mlflow-skinny", log.mlflow),
+    ):
         if wanted is not None and find_spec(package) is None:
-            raise ConfigError(f"{key}: the package {package} is not installed: pip install megatrain-ray[{package}]")
+            raise ConfigError(
+                f"{key}: the package {package} is not installed: pip install {name}, or leave the key out"
+            )
 
 
 @contextmanager
@@ -150,9 +174,9 @@ def _close(name: str, sink: MetricSink, end: End) -> None:
 def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tuple[str, str, Callable[[], MetricSink]]]:
     settings = config.log
     if settings.tensorboard:
-        yield "log.tensorboard", "TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", first_step)
-    if (project := settings.wandb) is not None:
-        yield "log.wandb", "Weights & Biases", lambda: WandbSink(project, run_dir, config)
+        yield "log.tensorboard", "TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", first_step, config)
+    if (wandb := settings.wandb) is not None:
+        yield "log.wandb", "Weights & Biases", lambda: WandbSink(wandb, run_dir, config)
     if (experiment := settings.mlflow) is not None:
         yield "log.mlflow", "MLflow", lambda: MlflowSink(experiment, run_dir, config)
     if settings.prometheus:

@@ -193,7 +193,7 @@ def test_a_file_of_axolotl(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         },
         "run_dir": "./out",
         "save_every": 2,
-        "log": {"wandb": "mine"},
+        "log": {"wandb": {"project": "mine"}},
     }  # fmt: skip
     assert "cannot be honoured" not in told.err
     TrainConfig.model_validate(tree)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.metrics.sink import End, MetricSink, MetricSinks
 from megatrain_ray.metrics.sinks import check_packages, open_sinks
@@ -25,7 +26,14 @@ def settings(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def row(step: int, loss: float) -> dict[str, Any]:
-    return {"step": step, "loss": loss, "skipped": False, "exposed_s": {"h2d": 0.5}, "bad_parameter": "a.b"}
+    return {
+        "step": step,
+        "loss": loss,
+        "skipped": False,
+        "exposed_s": {"h2d": 0.5},
+        "host_bytes": 7,
+        "bad_parameter": "a",
+    }
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -42,10 +50,28 @@ def test_tensorboard_shows_what_the_rows_say(tmp_path: Path) -> None:
         sinks.write(row(2, float("nan")))
         sinks.write(row(3, 1.5))
     assert scalars(tmp_path / "tensorboard") == {
-        "loss": [(1, 2.5), (3, 1.5)],
-        "skipped": [(1, 0.0), (2, 0.0), (3, 0.0)],
-        "exposed_s/h2d": [(1, 0.5), (2, 0.5), (3, 0.5)],
+        "train/loss": [(1, 2.5), (3, 1.5)],
+        "train/skipped": [(1, 0.0), (2, 0.0), (3, 0.0)],
+        "speed/exposed_s/h2d": [(1, 0.5), (2, 0.5), (3, 0.5)],
+        "memory/host_bytes": [(1, 7.0), (2, 7.0), (3, 7.0)],
     }
+
+
+def test_tensorboard_has_the_configuration_as_text(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_sinks(settings(tmp_path), tmp_path, 1):
+        pass
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [text] = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("configuration/text_summary")]
+    lines = text.splitlines()
+    assert all(line.startswith("    ") for line in lines), "Markdown shows it as it is"
+    assert load_config(write(tmp_path / "shown.yaml", "\n".join(line[4:] for line in lines))) == settings(tmp_path)
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text)
+    return file
 
 
 def test_evaluations_stand_beside_the_rows_of_steps(tmp_path: Path) -> None:
@@ -54,10 +80,10 @@ def test_evaluations_stand_beside_the_rows_of_steps(tmp_path: Path) -> None:
         sinks.write({"step": 0, **evaluation})
         sinks.write(row(1, 2.25))
     drawn = scalars(tmp_path / "tensorboard")
-    assert drawn["eval_loss"] == [(0, 2.5)]
-    assert drawn["eval_losses/1"] == [(0, 3.0)]
-    assert drawn["loss"] == [(1, 2.25)]
-    assert "perplexity" not in drawn
+    assert drawn["eval/loss"] == [(0, 2.5)]
+    assert drawn["eval/losses/1"] == [(0, 3.0)]
+    assert drawn["train/loss"] == [(1, 2.25)]
+    assert "eval/perplexity" not in drawn
 
 
 def test_steps_that_a_run_went_back_over_are_shown_once(tmp_path: Path) -> None:
@@ -66,7 +92,7 @@ def test_steps_that_a_run_went_back_over_are_shown_once(tmp_path: Path) -> None:
             sinks.write(row(step, float(step)))
     with open_sinks(settings(tmp_path), tmp_path, 3) as sinks:
         sinks.write(row(3, 30.0))
-    assert scalars(tmp_path / "tensorboard")["loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert scalars(tmp_path / "tensorboard")["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_without_tensorboard_nothing_is_written(tmp_path: Path) -> None:
@@ -102,7 +128,7 @@ def test_a_tracker_that_fails_is_given_up(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain_ray.metrics.sinks.find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=rf"log.{name}: the package {name} is not installed: pip install megatrain-"):
+    with pytest.raises(ConfigError, match=rf"log.{name}: the package {name} is not installed: pip install {name}"):
         check_packages(settings(tmp_path, **{f"log__{name}": "mine"}))
 
 
@@ -205,13 +231,15 @@ def trained(wanted: TrainConfig, folder: Path, step: int, error: type[BaseExcept
 def test_wandb_goes_on_in_the_same_run_and_knows_its_end(
     tmp_path: Path, wandb_told: list[Any], error: type[BaseException] | None
 ) -> None:
-    wanted = settings(tmp_path, log__tensorboard=False, log__wandb="mine")
+    named = {"project": "mine", "entity": "us", "tags": ["a", "b"]}
+    wanted = settings(tmp_path, log__tensorboard=False, log__wandb=named)
     for step in (1, 2):
         trained(wanted, tmp_path, step, error)
     first, second = (told for told in wandb_told if isinstance(told, dict) and "id" in told)
     assert first == second
     assert (first["project"], first["resume"], first["config"]["train"]["steps"]) == ("mine", "allow", 10)
-    numbers = {"loss": 2.5, "skipped": 0.0, "exposed_s/h2d": 0.5}
+    assert (first["entity"], first["name"], first["tags"]) == ("us", tmp_path.name, ("a", "b"))
+    numbers = {"train/loss": 2.5, "train/skipped": 0.0, "speed/exposed_s/h2d": 0.5, "memory/host_bytes": 7.0}
     assert [told for told in wandb_told if isinstance(told, dict) and "id" not in told] == [
         {"step": 1, **numbers},
         {"step": 2, **numbers},
@@ -233,7 +261,7 @@ def test_mlflow_goes_on_in_the_same_run_and_knows_its_end(
     assert {key: run["params"][key] for key in ("train.steps", "train.betas", "model.config.model_type")} == {
         "train.steps": "10", "train.betas": "[0.9, 0.95]", "model.config.model_type": "llama",
     }  # fmt: skip
-    assert [(step, value) for step, name, value in run["metrics"] if name == "loss"] == [(1, 2.5), (2, 2.5)]
+    assert [(step, value) for step, name, value in run["metrics"] if name == "train/loss"] == [(1, 2.5), (2, 2.5)]
 
 
 def test_a_tracker_that_cannot_be_opened_ends_the_others(

@@ -189,9 +189,9 @@ def test_ten_steps_are_four_and_six(tmp_path: Path, train: Train) -> None:
     for name, master in exported_masters(tmp_path / "run", tmp_path / "resumed").items():
         assert torch.equal(master, masters[name]), name
     drawn = scalars(tmp_path / "run" / "tensorboard")
-    assert [step for step, _ in drawn["loss"]] == list(range(1, 11))
-    assert [value for _, value in drawn["loss"]] == pytest.approx([row["loss"] for row in resumed])
-    assert {"lr", "grad_norm", "tokens_per_s", "exposed_s/optimizer"} <= drawn.keys()
+    assert [step for step, _ in drawn["train/loss"]] == list(range(1, 11))
+    assert [value for _, value in drawn["train/loss"]] == pytest.approx([row["loss"] for row in resumed])
+    assert {"train/lr", "train/grad_norm", "speed/tokens_per_s", "speed/exposed_s/optimizer"} <= drawn.keys()
 
 
 OTHER_RATES = {
