@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import export_run, exported, load_exported
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
+from megatrain_ray.io.tokens.token_files import is_weighted
 from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource, read_model
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
@@ -169,6 +170,7 @@ class Trainer:
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
             tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
+            run_spec = replace(run_spec, weighted=any(map(is_weighted, tokens)))
             _describe(run_spec, tokens, manifest)
             budget = FailureBudget(run.config.max_failures)
             job = RunContext(

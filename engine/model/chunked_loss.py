@@ -15,9 +15,30 @@ import torch.nn.functional as F
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 
+class Targets(NamedTuple):
+    """Holds what tokens are to predict, and how much each of them counts in the loss.
+
+    ids: int64, `IGNORED` where a token does not count. [B, T], or [t] for a chunk of tokens.
+    weights: FP32, of the same shape, 0 where a token does not count; None: all others count 1.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor | None = None
+
+    def chunks(self, num_tokens: int) -> list[Targets]:
+        """Return chunks of `num_tokens` tokens, in the order of rows."""
+        ids = torch.split(self.ids.reshape(-1), num_tokens)
+        if self.weights is None:
+            return [Targets(chunk) for chunk in ids]
+        return list(map(Targets, ids, torch.split(self.weights.reshape(-1), num_tokens)))
+
+
 @dataclass(frozen=True)
 class Objective:
-    """Defines what is minimised for each supervised token: cross-entropy, and optional terms."""
+    """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
+
+    Each token's sum of these is multiplied by its loss weight.
+    """
 
     # Weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
     z_loss: float = 0.0
@@ -29,17 +50,17 @@ class Objective:
     def is_cross_entropy(self) -> bool:
         return not self.z_loss and not self.label_smoothing
 
-    def sums(self, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums over the supervised tokens of the objective and, without a graph, of the plain cross-entropy.
+    def sums(self, scores: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted sums of the objective and, without a graph, of the plain cross-entropy.
 
         scores: FP32 [1, t, V].
-        targets: [t].
+        targets: of t tokens.
         """
         total = _cross_entropy(scores, targets, self.label_smoothing)
         plain = _cross_entropy(scores.detach(), targets) if self.label_smoothing else total.detach()
         if self.z_loss:
-            log_z = torch.logsumexp(scores.view(targets.shape[0], -1), -1).masked_fill(targets == IGNORED, 0.0)
-            total = total + self.z_loss * log_z.square().sum()
+            log_z = torch.logsumexp(scores.view(targets.ids.shape[0], -1), -1).masked_fill(targets.ids == IGNORED, 0.0)
+            total = total + self.z_loss * _weighted_sum(log_z.square(), targets.weights)
         return total, plain
 
 
@@ -63,7 +84,7 @@ class LossResult:
 
 
 Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # as Device.add: total, value, out
-ChunkSums = Callable[[Objective, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ChunkSums = Callable[[Objective, torch.Tensor, Targets], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
@@ -71,7 +92,7 @@ def _add(total: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def chunk_sums(
-    logits: Callable[[torch.Tensor], torch.Tensor], objective: Objective, hidden: torch.Tensor, targets: torch.Tensor
+    logits: Callable[[torch.Tensor], torch.Tensor], objective: Objective, hidden: torch.Tensor, targets: Targets
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of the objective and of the plain cross-entropy over a chunk: two FP32 scalars.
 
@@ -79,52 +100,51 @@ def chunk_sums(
 
     logits: [1, t, D] → [1, t, V].
     hidden: [1, t, D].
-    targets: [t].
+    targets: of t tokens.
     """
     return objective.sums(logits(hidden).float(), targets)
 
 
 def chunked_loss(
-    sums_of_chunk: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    sums_of_chunk: Callable[[torch.Tensor, Targets], tuple[torch.Tensor, torch.Tensor]],
     hidden: torch.Tensor,
-    targets: torch.Tensor,
+    targets: Targets,
     parameters: Sequence[torch.Tensor],
     *,
     chunk_tokens: int,
-    num_supervised: int | torch.Tensor,
+    total_weight: float | torch.Tensor,
     add: Add = _add,
     into: Sequence[OpenSum | None] = (),
 ) -> LossResult:
-    """Return the sum of the objective over supervised tokens ÷ `num_supervised`, and its gradients.
+    """Return the weighted sum of the objective over supervised tokens ÷ `total_weight`, and its gradients.
 
     With several chunks the parameters' gradients are summed in FP32 in the order of the chunks and rounded once. With
     one chunk they are as autograd made them.
 
     sums_of_chunk: `chunk_sums` with `logits` and `objective` bound; it computes with `parameters`.
     hidden: [B, T, D].
-    targets: [B, T], `IGNORED` where unsupervised.
-    num_supervised: number of supervised tokens of the whole step.
+    targets: [B, T].
+    total_weight: sum of the loss weights of the whole step; without weights, its number of supervised tokens.
     add: as Device.add.
     into: for each of `parameters` a sum that its gradients are added to as they come, or None. It may be empty.
     """
     tokens = hidden.detach().reshape(1, -1, hidden.shape[-1])
-    flat_targets = targets.reshape(-1)
     chunks = range(0, tokens.shape[1], chunk_tokens)
     losses, cross_entropies = [], []
     hidden_gradient = torch.empty_like(tokens) if hidden.requires_grad else None
     sums = GradientSums(into or [None] * len(parameters), add, several=len(chunks) > 1)
-    for start in chunks:
+    for start, of_targets in zip(chunks, targets.chunks(chunk_tokens), strict=True):
         chunk = tokens[:, start : start + chunk_tokens].detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():
-            total, plain = sums_of_chunk(chunk, flat_targets[start : start + chunk_tokens])
-            loss = total / num_supervised
+            total, plain = sums_of_chunk(chunk, of_targets)
+            loss = total / total_weight
         of_chunk, *of_parameters = _gradients(loss, [chunk, *parameters])
         if hidden_gradient is not None:
             hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
         sums.add(of_parameters)
         del of_parameters  # else it would exist together with the next chunk's: twice the head's size
         losses.append(loss.detach())
-        cross_entropies.append(plain / num_supervised)
+        cross_entropies.append(plain / total_weight)
     of_hidden = None if hidden_gradient is None else hidden_gradient.view(hidden.shape)
     return LossResult(losses, cross_entropies, of_hidden, sums.rounded())
 
@@ -136,23 +156,32 @@ def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torc
 
 
 def cross_entropy_sums(
-    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, *, chunk_tokens: int
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: Targets, *, chunk_tokens: int
 ) -> list[torch.Tensor]:
-    """Return the cross-entropy of each chunk, summed over its supervised tokens, without gradients.
+    """Return the cross-entropy of each chunk, the weighted sum over its supervised tokens, without gradients.
 
     logits: [1, t, D] → [1, t, V].
     hidden, targets, chunk_tokens: as for chunked_loss.
     """
     tokens = hidden.reshape(1, -1, hidden.shape[-1])
-    chunks = zip(torch.split(tokens, chunk_tokens, 1), torch.split(targets.reshape(-1), chunk_tokens), strict=True)
+    chunks = zip(torch.split(tokens, chunk_tokens, 1), targets.chunks(chunk_tokens), strict=True)
     with torch.no_grad():
         return [_cross_entropy(logits(chunk).float(), of_chunk) for chunk, of_chunk in chunks]
 
 
-def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Return the cross-entropy summed over the supervised tokens. scores: [1, t, V]. targets: [t]."""
+def _cross_entropy(scores: torch.Tensor, targets: Targets, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Return the weighted sum of the cross-entropy over the supervised tokens. scores: [1, t, V]."""
     flat = scores.view(-1, scores.shape[-1])
-    return F.cross_entropy(flat, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing)
+    reduction = "sum" if targets.weights is None else "none"
+    found = F.cross_entropy(
+        flat, targets.ids, reduction=reduction, ignore_index=IGNORED, label_smoothing=label_smoothing
+    )
+    return found if targets.weights is None else _weighted_sum(found, targets.weights)
+
+
+def _weighted_sum(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum over tokens. values, weights: [t]; None: each token counts 1."""
+    return (values if weights is None else values * weights).sum()
 
 
 class GradientSums:

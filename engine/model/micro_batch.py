@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from megatrain_ray.engine.model.chunked_loss import Targets
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the tokens of one micro-batch, in host memory. All tensors are int64 [B, T]."""
+    """Holds the tokens of one micro-batch, in host memory. All tensors are [B, T], and int64 except the weights."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor  # a target of -100 is not supervised
     positions: torch.Tensor | None = None  # beginning at 0 in every document of a row; None: each row is one document
+    loss_weights: torch.Tensor | None = None  # as in `Batch`
 
     @property
     def is_packed(self) -> bool:
@@ -24,11 +27,20 @@ class MicroBatch:
         positions = self.positions
         return positions is not None and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
 
+    def uploaded_targets(self, upload: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
+        """Return what the tokens are to predict, on the device."""
+        return Targets(upload(self.targets), None if self.loss_weights is None else upload(self.loss_weights))
+
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
-    """Return the sequences of an update as micro-batches of `size`. All of them have positions or none has."""
-    tensors = (batch.input_ids, batch.targets, *([] if batch.positions is None else [batch.positions]))
-    return tuple(map(MicroBatch, *(torch.split(tensor, size) for tensor in tensors)))
+    """Return the sequences of an update as micro-batches of `size`.
+
+    All of them have positions or none has, and so with loss weights.
+    """
+    tensors = (batch.input_ids, batch.targets, batch.positions, batch.loss_weights)
+    num_parts = -(-len(batch.input_ids) // size)
+    parts = ((None,) * num_parts if tensor is None else torch.split(tensor, size) for tensor in tensors)
+    return tuple(map(MicroBatch, *parts))
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int, layer: int, call: int) -> int:

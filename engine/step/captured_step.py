@@ -43,8 +43,12 @@ class _StaticInput(MicroBatch):
         """Copy a micro-batch of the same shapes from host memory into this one."""
         self.input_ids.copy_(upload(micro_batch.input_ids))
         self.targets.copy_(upload(micro_batch.targets))
-        if self.positions is not None and micro_batch.positions is not None:
-            self.positions.copy_(upload(micro_batch.positions))
+        for static, coming in (
+            (self.positions, micro_batch.positions),
+            (self.loss_weights, micro_batch.loss_weights),
+        ):
+            if static is not None and coming is not None:
+                static.copy_(upload(coming))
 
 
 class _CapturedGraph(NamedTuple):
@@ -66,7 +70,7 @@ class CapturedStep:
         self._store = store  # receives the gradients and norms of a step
         # By whether rows have positions: in a step all rows have, or none has.
         self._graphs: dict[bool, _CapturedGraph] = {}
-        self._num_supervised = torch.ones((), dtype=torch.float32, device=device.torch_device)
+        self._total_weight = torch.ones((), dtype=torch.float32, device=device.torch_device)
 
     def capture(self, coming: WarmUpShapes) -> None:
         """Capture a step of each kind described by `coming`, or none if one of them cannot be captured.
@@ -88,7 +92,7 @@ class CapturedStep:
         self._runner.current_phase = f"step {step.step}, captured"
         for static, micro_batch in zip(graph.inputs, step.micro_batches, strict=True):
             static.fill(micro_batch, self._device.upload)
-        self._num_supervised.fill_(step.num_supervised)
+        self._total_weight.fill_(step.total_weight)
         with self._device.timed(Op("captured step", 0)):
             graph.capture.replay()
         self._store.restore(graph.completed)
@@ -102,8 +106,8 @@ class CapturedStep:
 
     def _graph_of(self, coming: WarmUpShapes, *, packed: bool) -> _CapturedGraph:
         """Capture one step. Raises CaptureError if it cannot be captured."""
-        inputs = tuple(self._static_input(packed=packed) for _ in range(self._plan.step.num_micro_batches))
-        step = StepInput(0, inputs, self._num_supervised, 0, coming.objective)
+        inputs = tuple(self._static_input(coming, packed=packed) for _ in range(self._plan.step.num_micro_batches))
+        step = StepInput(0, inputs, self._total_weight, 0, coming.objective)
         self._runner.submit(step)  # uncaptured, to create whatever is made on first use
         found: list[tuple[Submitted, Completed]] = []
 
@@ -117,9 +121,10 @@ class CapturedStep:
         capture = self._device.capture(run)
         return _CapturedGraph(inputs, capture, *found[0])
 
-    def _static_input(self, *, packed: bool) -> _StaticInput:
+    def _static_input(self, coming: WarmUpShapes, *, packed: bool) -> _StaticInput:
         """Return a micro-batch of zero tokens for the capture to read, with two documents a row if `packed`."""
         shape, device = (self._plan.step.micro_batch_size, self._plan.step.seq_len), self._device.torch_device
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         positions = torch.arange(self._plan.step.seq_len, device=device) % (self._plan.step.seq_len // 2 + 1)
-        return _StaticInput(ids, targets, positions.repeat(shape[0], 1) if packed else None, packed)
+        weights = torch.ones(shape, device=device) if coming.weighted else None
+        return _StaticInput(ids, targets, positions.repeat(shape[0], 1) if packed else None, weights, packed)

@@ -9,7 +9,7 @@ import torch
 
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.model.chunked_loss import cross_entropy_sums
+from megatrain_ray.engine.model.chunked_loss import Targets, cross_entropy_sums
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
@@ -28,12 +28,12 @@ class Evaluator:
         self.current_phase = ""  # empty while nothing is evaluated; read by other threads
 
     def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit]) -> float:
-        """Return the cross-entropy summed over the supervised tokens of all micro-batches.
+        """Return the weighted sum of the cross-entropy over the supervised tokens of all micro-batches.
 
         Each chunk is summed in FP32 on the device. The sums of chunks are added in double precision on the host.
         """
         passes = self._model.forward_passes(micro_batches)
-        targets = [self._device.upload(micro_batch.targets) for micro_batch in micro_batches]
+        targets = [micro_batch.uploaded_targets(self._device.upload) for micro_batch in micro_batches]
         sums: list[torch.Tensor] = []
         with self._model.proxied.evaluating(), torch.no_grad():
             for visit in visits:
@@ -58,7 +58,7 @@ class Evaluator:
                 result = call.infer(function)
             forward_pass.answer(result)
 
-    def _loss(self, j: int, forward_pass: ForwardPass, targets: torch.Tensor) -> list[torch.Tensor]:
+    def _loss(self, j: int, forward_pass: ForwardPass, targets: Targets) -> list[torch.Tensor]:
         hidden = forward_pass.final_hidden
         forward_pass.free()
         with ExitStack() as stack:

@@ -14,7 +14,7 @@ from megatrain_ray.engine.gradients.interfaces import GradientAccumulator
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layout.flat_layout import Segment
-from megatrain_ray.engine.model.chunked_loss import LossResult, Objective, OpenSum, chunked_loss
+from megatrain_ray.engine.model.chunked_loss import LossResult, Objective, OpenSum, Targets, chunked_loss
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.virtual_clock import Op
@@ -24,10 +24,10 @@ Named = list[tuple[Segment, torch.Tensor]]  # parameters of the head's modules
 
 @dataclass(frozen=True)
 class LossShare:
-    """Says what a micro-batch's loss is a share of. Both counts are of the step over all ranks."""
+    """Says what a micro-batch's loss is a share of. Both numbers are of the step over all ranks."""
 
     objective: Objective
-    num_supervised: int | torch.Tensor  # target tokens, as in `StepInput`
+    total_weight: float | torch.Tensor  # of the target tokens, as in `StepInput`
     num_parts: int  # micro-batches
 
 
@@ -59,7 +59,7 @@ class StepLoss:
         sums = self._model.chunk_sums
         return sums if isinstance(sums, CompiledCall) else None
 
-    def run(self, j: int, forward_pass: ForwardPass, targets: torch.Tensor, share: LossShare) -> MicroBatchLoss:
+    def run(self, j: int, forward_pass: ForwardPass, targets: Targets, share: LossShare) -> MicroBatchLoss:
         """Compute the loss of micro-batch `j` and send the gradient of its hidden state into the forward pass.
 
         forward_pass: has run all calls except the head's own modules.
@@ -79,14 +79,14 @@ class StepLoss:
         gradients = {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
         return MicroBatchLoss(losses, result.cross_entropies, gradients)
 
-    def run_warm_up(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
+    def run_warm_up(self, hidden: torch.Tensor, targets: Targets, objective: Objective) -> None:
         """Compute a loss as in a step's first micro-batch, in the same memory, and leave no gradient in the store.
 
         hidden: [B, T, D].
         targets: [B, T].
         """
         with self._bound() as named:
-            self._chunked(hidden, targets, named, LossShare(objective, targets.numel(), 1))
+            self._chunked(hidden, targets, named, LossShare(objective, targets.ids.numel(), 1))
         self._gradients.begin()
 
     @contextmanager
@@ -100,7 +100,7 @@ class StepLoss:
             stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
             yield named
 
-    def _chunked(self, hidden: torch.Tensor, targets: torch.Tensor, named: Named, share: LossShare) -> LossResult:
+    def _chunked(self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare) -> LossResult:
         sums: dict[str, OpenSum] = {}
         if self._plan.compute.chunks_add_to_sums:  # otherwise chunks are added into a sum of their own
             sums = self._gradients.open_sums(self._head, self._model.structure.loss_parameters)
@@ -110,7 +110,7 @@ class StepLoss:
             targets,
             [parameter for _, parameter in named],
             chunk_tokens=self._plan.compute.loss_chunk_tokens,
-            num_supervised=share.num_supervised,
+            total_weight=share.total_weight,
             add=self._device.add,
             into=[sums.get(segment.name) for segment, _ in named],
         )

@@ -20,7 +20,7 @@ from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall
 from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, release_spent
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
@@ -39,9 +39,9 @@ class StepInput:
 
     step: int  # from 1
     micro_batches: tuple[MicroBatch, ...]
-    # Target tokens of the step over all ranks and micro-batches. In a captured step this number changes from step to
-    # step, so it is an FP32 scalar on the device.
-    num_supervised: int | torch.Tensor
+    # Sum of the loss weights of the step's targets over all ranks and micro-batches; without weights, their number. In
+    # a captured step it changes from step to step, so it is an FP32 scalar on the device.
+    total_weight: float | torch.Tensor
     dropout_seed: int
     objective: Objective = field(default_factory=Objective)
 
@@ -78,7 +78,7 @@ class _StepState:
 
     step: StepInput
     passes: list[ForwardPass]
-    targets: list[torch.Tensor]
+    targets: list[Targets]
     tied: list[Gradients]  # set aside for the layer that owns the parameter
     losses: list[torch.Tensor] = field(default_factory=list)  # of each micro-batch: one a chunk, one of side outputs
     cross_entropies: list[torch.Tensor] = field(default_factory=list)  # one a chunk
@@ -121,7 +121,7 @@ class StepRunner:
         for hook in self._hooks:
             hook.begin_step(self._visits)
         passes = self._model.forward_passes(step.micro_batches)
-        targets = [self._device.upload(micro_batch.targets) for micro_batch in step.micro_batches]
+        targets = [micro_batch.uploaded_targets(self._device.upload) for micro_batch in step.micro_batches]
         state = _StepState(step, passes, targets, [{} for _ in passes])
         for visit in self._visits:
             self.current_phase = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
@@ -244,7 +244,7 @@ class StepRunner:
 
     def _loss(self, j: int, state: _StepState) -> Gradients:
         step = state.step
-        share = LossShare(step.objective, step.num_supervised, len(state.passes) * self._ranks.size)
+        share = LossShare(step.objective, step.total_weight, len(state.passes) * self._ranks.size)
         found = self._step_loss.run(j, state.passes[j], state.targets[j], share)
         state.losses.extend(found.losses)
         state.cross_entropies.extend(found.cross_entropies)

@@ -14,7 +14,7 @@ from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall, Outcome
 from megatrain_ray.engine.model.attention import Attention
-from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.residency import FragmentId, needed_fragments, streamed
 from megatrain_ray.engine.step.step_loss import StepLoss
@@ -29,6 +29,7 @@ class WarmUpShapes:
 
     objective: Objective = field(default_factory=Objective)
     packed: bool = False  # whether some of their rows hold several documents
+    weighted: bool = False  # whether their targets have loss weights
     evaluates: bool = False  # whether held-out data are evaluated between them
 
 
@@ -61,11 +62,11 @@ class WarmUp:
         with warnings.catch_warnings(action="ignore"):  # compilers warn about what they do with a model
             for attention, positions in kinds:
                 self._proxied.attention.set(attention)
-                self._train(torch.zeros_like(index), positions, coming.objective)
+                self._train(torch.zeros_like(index), positions, coming)
                 if coming.evaluates and compiled:
                     self._evaluate(torch.zeros_like(index), positions)
 
-    def _train(self, ids: torch.Tensor, positions: torch.Tensor | None, objective: Objective) -> None:
+    def _train(self, ids: torch.Tensor, positions: torch.Tensor | None, coming: WarmUpShapes) -> None:
         results: dict[object, Any] = {}  # by kind of call: a call like an earlier one is not run again
         forward_pass = ForwardPass(lambda: self._proxied.forward(ids, positions))
         forward_pass.start()
@@ -78,7 +79,8 @@ class WarmUp:
             if not any(outcome.added):  # not reused if the layer added to a container: that belongs to this layer only
                 results[kind] = outcome.result
             forward_pass.resume(outcome)
-        self._loss(forward_pass.final_hidden, torch.zeros_like(ids), objective)
+        weights = torch.ones_like(ids, dtype=torch.float32) if coming.weighted else None
+        self._loss(forward_pass.final_hidden, Targets(torch.zeros_like(ids), weights), coming.objective)
         forward_pass.free()
 
     def _evaluate(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
@@ -113,7 +115,7 @@ class WarmUp:
         call.free()
         return outcome
 
-    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, objective: Objective) -> None:
+    def _loss(self, hidden: torch.Tensor, targets: Targets, objective: Objective) -> None:
         run = partial(self._step_loss.run_warm_up, hidden, targets, objective)
         with self._model.weights.bound(self._placed(self._model.structure.layers[-1].modules[-1])):
             if self._step_loss.compiled is not None:

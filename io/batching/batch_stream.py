@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
-from megatrain_ray.io.tokens.token_files import IGNORED, Fingerprint
+from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, Fingerprint
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Holds the sequences of one update. A target of -100 is not supervised, or its document has no next token."""
+    """Holds the sequences of one update. A target of -100 is not supervised, or its document has no next token.
+
+    The loss of an update is the mean over its targets, weighted by `loss_weights`.
+    """
 
     input_ids: torch.Tensor  # int64 [batch, seq_len]
     targets: torch.Tensor  # int64 [batch, seq_len]
@@ -30,6 +33,13 @@ class Batch:
     num_supervised: int  # targets that count in the loss
     num_tokens: int  # inputs that are no pads
     sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
+    # FP32 [batch, seq_len], how much each target counts in the loss, 0 if it is -100; None: each counts 1, unless -100
+    loss_weights: torch.Tensor | None = None
+
+    @property
+    def total_weight(self) -> float:
+        """Return the sum of the weights of all targets, which a step's loss is divided by."""
+        return self.num_supervised if self.loss_weights is None else self.loss_weights.double().sum().item()
 
 
 class BatchStream:
@@ -49,6 +59,11 @@ class BatchStream:
     def joins_documents(self) -> bool:
         """Return whether a row may hold several documents."""
         return self._windows.joins_documents
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether batches have loss weights."""
+        return self._windows.corpus.weighted
 
     @property
     def num_drawn(self) -> int:
@@ -78,7 +93,7 @@ class BatchStream:
         self._begin(position["epoch"], position["cursor"])
 
     def next_batch(self) -> Batch:
-        return assemble(self.draw(self._batch_size))
+        return assemble(self.draw(self._batch_size), weighted=self.weighted)
 
     def draw(self, count: int) -> Rows:
         """Return the next `count` windows."""
@@ -142,14 +157,19 @@ class HeldOut:
         first = (index - before) * self._batch_size
         rows = source.rows(np.arange(first, min(first + self._batch_size, source.num_windows)))
         pads = Rows.of_pads(-len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1)
-        return assemble(Rows(*(np.concatenate(parts) for parts in zip(rows, pads, strict=True))))
+        whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
+        return assemble(whole, weighted=source.corpus.weighted)
 
 
-def assemble(rows: Rows) -> Batch:
-    """Return windows as inputs and targets. A target is -100 if it is a pad, unsupervised, or in another document."""
-    ids, documents, learned = rows
+def assemble(rows: Rows, *, weighted: bool) -> Batch:
+    """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
+
+    weighted: whether tokens may weigh other than 0 and 1, so that the batch has loss weights.
+    """
+    ids, documents, loss_weights = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
-    supervised = learned[:, 1:] & real & (inputs == documents[:, 1:])
+    weights = np.where(real & (inputs == documents[:, 1:]), loss_weights[:, 1:], WEIGHT_TYPE.type(0))
+    supervised = weights != 0
     positions = _positions(inputs)
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
     return Batch(
@@ -159,6 +179,7 @@ def assemble(rows: Rows) -> Batch:
         num_supervised=int(supervised.sum()),
         num_tokens=int(real.sum()),
         sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
+        loss_weights=torch.from_numpy(weights) if weighted else None,
     )
 
 

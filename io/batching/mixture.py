@@ -35,6 +35,10 @@ class MixedStream:
         return any(stream.joins_documents for stream in self._streams)
 
     @property
+    def weighted(self) -> bool:
+        return any(stream.weighted for stream in self._streams)
+
+    @property
     def position(self) -> dict[str, Any]:
         return {"sources": [stream.position for stream in self._streams]}
 
@@ -53,7 +57,8 @@ class MixedStream:
         turns = [draw_next(self._weights, drawn) for _ in range(self._batch_size)]
         rows = [stream.draw(turns.count(index)) for index, stream in enumerate(self._streams) if index in turns]
         order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
-        return assemble(Rows(*(np.concatenate(parts)[order] for parts in zip(*rows, strict=True))))
+        whole = Rows(*(np.concatenate(parts)[order] for parts in zip(*rows, strict=True)))
+        return assemble(whole, weighted=self.weighted)
 
     def skip(self, num_batches: int) -> None:
         drawn = self._drawn()

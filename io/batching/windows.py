@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.tokens.token_files import Corpus, Mask
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Corpus, LossWeights
 
 PAD = 0  # any id would do: no supervised token attends to a pad
 
@@ -19,17 +19,17 @@ class Rows(NamedTuple):
     """Holds windows as rows of equal length.
 
     documents: a number that tells the documents of a row apart; -1 for a pad.
-    supervised: whether a token counts in the loss when it is a target.
+    loss_weights: how much a token counts in the loss when it is a target.
     """
 
     ids: NDArray[np.int64]  # [rows, seq_len + 1]
     documents: NDArray[np.int64]  # [rows, seq_len + 1]
-    supervised: Mask  # [rows, seq_len + 1]
+    loss_weights: LossWeights  # [rows, seq_len + 1]
 
     @staticmethod
     def of_pads(num_rows: int, seq_len: int) -> Rows:
         shape = (num_rows, seq_len + 1)
-        return Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, np.bool_))
+        return Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, WEIGHT_TYPE))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class SpanWindows:
 
     def rows(self, indices: NDArray[np.int64]) -> Rows:
         """Return the windows of these indices; short ones are padded."""
-        rows = Rows.of_pads(indices.size, self.seq_len)
+        rows, weights = Rows.of_pads(indices.size, self.seq_len), self.corpus.loss_weights
         for row, window in enumerate(indices):
             end = 0
             for document, span in enumerate(range(self.firsts[window], self.firsts[window + 1])):
@@ -91,7 +91,7 @@ class SpanWindows:
                 there, here = slice(start, start + length), slice(end, end + length)
                 rows.ids[row, here] = self.corpus.tokens[there]
                 rows.documents[row, here] = document
-                rows.supervised[row, here] = True if self.corpus.supervised is None else self.corpus.supervised[there]
+                rows.loss_weights[row, here] = 1 if weights is None else weights[there]
                 end += length
         return rows
 
@@ -134,7 +134,7 @@ class PackedWindows:
         # Every earlier document has added one end-of-document id to the joined tokens.
         ids = self.corpus.tokens[np.minimum(at - documents, self.corpus.tokens.size - 1)].astype(np.int64)
         ids = np.where(is_end, self.end_of_document, ids)
-        return Rows(np.where(real, ids, PAD), np.where(real, documents, -1), real)
+        return Rows(np.where(real, ids, PAD), np.where(real, documents, -1), real.astype(WEIGHT_TYPE))
 
 
 Windows = SpanWindows | PackedWindows
@@ -152,7 +152,7 @@ def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: 
     end-of-document id or one outside the vocabulary.
     """
     windows: Windows
-    if packing and corpus.num_documents > 1 and corpus.supervised is not None:
+    if packing and corpus.num_documents > 1 and corpus.loss_weights is not None:
         windows = SpanWindows.of_sequences(corpus, seq_len)
     elif packing and corpus.num_documents > 1:
         windows = PackedWindows(corpus, seq_len, _end_of_document(corpus, vocab_size), whole)

@@ -1,1 +1,1 @@
-"""Turns conversations into token ids with a loss mask."""
+"""Turns conversations into token ids with loss weights."""

@@ -1,4 +1,4 @@
-"""Encodes files of chats, or of records that hold token ids already, as sequences of ids, each with a loss mask."""
+"""Encodes files of chats, or of records that hold token ids already, as sequences of ids, each with loss weights."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from megatrain_ray.io.records.read_records import (
     missing_key,
     read_records,
 )
-from megatrain_ray.io.tokens.token_files import IGNORED, Mask, TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, LossWeights, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 Truncation = Literal["turn", "drop"]
 
 # Keys of a record that holds ids.
-IDS, LABELS, ATTENDED = "input_ids", "labels", "attention_mask"
-OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask")  # refused: some trainers read them instead of labels
+IDS, LABELS, ATTENDED, LOSS_MASK, WEIGHTS = "input_ids", "labels", "attention_mask", "loss_mask", "weights"
+OTHER_MASKS = ("assistant_masks", "completion_mask")  # refused: some trainers read them instead of labels
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ChatRecipe:
     bad_records: BadRecords
     num_processes: int = 1  # processes that tokenise; the sequences do not depend on it
 
-    is_masked: ClassVar[bool] = True
+    has_weights: ClassVar[bool] = True
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -87,18 +87,18 @@ def _described(layout: ChatLayout) -> list[Any]:
 
 
 class EncodedChat(NamedTuple):
-    """Holds the ids of a chat, its loss mask, and for each answer the number of tokens up to its end.
+    """Holds the ids of a chat, their loss weights, and for each answer the number of tokens up to its end.
 
     answer_ends: None for a record of ids, which does not tell its answers apart.
     """
 
     ids: TokenArray  # [num_tokens]
-    supervised: Mask  # [num_tokens]
+    loss_weights: LossWeights  # [num_tokens]
     answer_ends: NDArray[np.int64] | None = None  # [num_answers]
 
 
 class ChatEncoder:
-    """Encodes a conversation as ids and mask, which is the expensive part of reading chats. Holds no state."""
+    """Encodes a conversation as ids and loss weights, which is the expensive part of reading chats. Holds no state."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
@@ -113,24 +113,24 @@ class ChatEncoder:
 
     def _encode(self, marked: MarkedText) -> EncodedChat:
         ids, starts, ends = self._tokenizer.encode_placed(check_unicode(marked.text, "the conversation"))
-        supervised = np.zeros(ids.size, np.bool_)
+        loss_weights = np.zeros(ids.size, WEIGHT_TYPE)
         for start, end in marked.spans:
             learned = (starts < end) & (ends > start)
             for token in np.flatnonzero(learned & (starts < start)):
                 # The prompt's last token reaches into the answer. It is supervised unless it takes only blanks of it.
                 learned[token] = not marked.text[start : ends[token]].isspace()
-            supervised |= learned
+            loss_weights[learned] = 1
         answer_ends = np.searchsorted(starts, [end for _, end in marked.spans])
-        return EncodedChat(ids.astype(np.uint32), supervised, answer_ends)
+        return EncodedChat(ids.astype(np.uint32), loss_weights, answer_ends)
 
 
 class EncodedRecord(NamedTuple):
-    """Holds the result of one record: the ids and masks of what is kept of it, and its outcomes for the tally.
+    """Holds the result of one record: the ids and loss weights of what is kept of it, and its outcomes for the tally.
 
     problem: what is wrong with the record; None: nothing.
     """
 
-    kept: list[tuple[TokenArray, Mask]]
+    kept: list[tuple[TokenArray, LossWeights]]
     outcomes: list[RecordOutcome]
     problem: str | None = None
 
@@ -140,17 +140,17 @@ class EncodedRecord(NamedTuple):
     ) -> EncodedRecord:
         """Return what is kept of the sequences of a record, of at most `max_tokens` each, and add to its outcomes."""
         cuts = [_kept_length(chat, max_tokens, truncation) for chat in chats]
-        kept = [(c.ids[:length], c.supervised[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
+        kept = [(c.ids[:length], c.loss_weights[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
         return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)])
 
 
 def _kept_length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
     """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
-    if not chat.supervised[1:].any():  # the first token is never a target
+    if not chat.loss_weights[1:].any():  # the first token is never a target
         return 0, RecordOutcome.NOTHING_LABELLED if chat.answer_ends is None else RecordOutcome.NOTHING
     if chat.ids.size <= max_tokens:
         return chat.ids.size, None
-    if truncation == "drop" or not chat.supervised[1:max_tokens].any():
+    if truncation == "drop" or not chat.loss_weights[1:max_tokens].any():
         return 0, RecordOutcome.TOO_LONG
     if chat.answer_ends is None:
         return max_tokens, RecordOutcome.CUT
@@ -193,9 +193,9 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
             tally.bad(location, record.problem)
         for outcome in record.outcomes:
             tally.note(outcome, location)
-        for ids, supervised in record.kept:
-            tally.count_sequence(supervised)
-            yield TokenBlock(ids, True, location, supervised)
+        for ids, loss_weights in record.kept:
+            tally.count_sequence(loss_weights)
+            yield TokenBlock(ids, True, location, loss_weights)
     tally.check_learned()
 
 
@@ -208,7 +208,7 @@ class PretokenizedRecipe:
     seq_len: int
     bad_records: BadRecords
     tokenizer: ClassVar[None] = None
-    is_masked: ClassVar[bool] = True
+    has_weights: ClassVar[bool] = True
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -231,40 +231,57 @@ class PretokenizedRecipe:
 
 
 def read_token_record(record: Any) -> EncodedChat:
-    """Return the ids of a record and its loss mask.
+    """Return the ids of a record and their loss weights.
 
-    Without labels all ids are supervised, else those whose label is the id itself and not -100. Tokens with a 0 in
-    attention_mask are pads and left out. Raises RecordError.
+    Tokens with a 0 in attention_mask are pads and left out. Raises RecordError.
     """
     fields = as_mapping(record)
     if other := [key for key in OTHER_MASKS if fields.get(key) is not None]:
-        raise RecordError(f"{other[0]}: is not read; give labels, {IGNORED} for what is not learned")
+        raise RecordError(f"{other[0]}: is not read; give {LABELS}, {IGNORED} for what is not learned, or {LOSS_MASK}")
     ids = _numbers(fields, IDS)
     if ids is None:
         raise missing_key(fields, IDS)
     if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32:
         raise RecordError(f"{IDS}: expected ids of 0 and more, got {ids.min()} to {ids.max()}")
-    labels = _column(fields, LABELS, ids)
-    supervised = np.ones(ids.size, np.bool_) if labels is None else labels != IGNORED
-    if labels is not None and (wrong := np.flatnonzero(supervised & (labels != ids))).size:
+    attended = _column(fields, ATTENDED, ids)
+    real = slice(None) if attended is None else attended != 0
+    return EncodedChat(ids[real].astype(np.uint32), _loss_weights(fields, ids)[real])
+
+
+def _loss_weights(fields: Mapping[str, Any], ids: NDArray[Any]) -> LossWeights:
+    """Return the weight of each token: 0 where its label is -100 or its mask 0, else its own, which is 1 if not given.
+
+    Raises RecordError, also for a label that is neither -100 nor the id.
+    """
+    labels, mask = _column(fields, LABELS, ids), _column(fields, LOSS_MASK, ids, kinds="biu")
+    learned = np.ones(ids.size, np.bool_) if labels is None else labels != IGNORED
+    if labels is not None and (wrong := np.flatnonzero(learned & (labels != ids))).size:
         at = int(wrong[0])
         raise RecordError(
             f"{LABELS}: token {at} has the label {labels[at]} and the id {ids[at]}; expected the id itself (labels are "
             f"not shifted), or {IGNORED}"
         )
-    attended = _column(fields, ATTENDED, ids)
-    real = slice(None) if attended is None else attended != 0
-    return EncodedChat(ids[real].astype(np.uint32), supervised[real])
+    if mask is not None:
+        if not np.isin(mask, (0, 1)).all():
+            raise RecordError(f"{LOSS_MASK}: expected 0 and 1, got {mask.min()} to {mask.max()}; others are {WEIGHTS}")
+        learned &= mask == 1
+    weights = _column(fields, WEIGHTS, ids, kinds="iuf")
+    if weights is None:
+        return learned.astype(WEIGHT_TYPE)
+    if (wrong := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))).size:
+        raise RecordError(f"{WEIGHTS}: expected numbers of 0 and more, token {wrong[0]} has {weights[wrong[0]]}")
+    return np.where(learned, weights, 0).astype(WEIGHT_TYPE)
 
 
-def _column(record: Mapping[str, Any], key: str, ids: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    values = _numbers(record, key)
+def _column(record: Mapping[str, Any], key: str, ids: NDArray[Any], kinds: str = "iu") -> NDArray[Any] | None:
+    values = _numbers(record, key, kinds)
     if values is not None and values.size != ids.size:
         raise RecordError(f"{key}: has {values.size} numbers, {IDS} {ids.size}; expected as many")
     return values
 
 
-def _numbers(record: Mapping[str, Any], key: str) -> NDArray[np.int64] | None:
+def _numbers(record: Mapping[str, Any], key: str, kinds: str = "iu") -> NDArray[Any] | None:
+    """Return the numbers under a key, None if there are none. Raises RecordError if they are not of numpy's `kinds`."""
     value = record.get(key)
     if value is None:
         return None
@@ -272,6 +289,6 @@ def _numbers(record: Mapping[str, Any], key: str) -> NDArray[np.int64] | None:
         numbers = np.array(value)
     except ValueError:  # lists of several lengths
         numbers = np.array(None)
-    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in "iu"):
-        raise RecordError(f"{key}: expected a list of integers, got {value!r:.60}")
-    return numbers.astype(np.int64)
+    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in kinds):
+        raise RecordError(f"{key}: expected a list of {'numbers' if 'f' in kinds else 'integers'}, got {value!r:.60}")
+    return numbers.astype(np.float32 if "f" in kinds else np.int64)

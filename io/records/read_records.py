@@ -201,11 +201,11 @@ class RecordTally:
         """Return the locations of the first records of an outcome, those of bad ones with the problem."""
         return tuple(self._locations[outcome])
 
-    def count_sequence(self, supervised: NDArray[np.bool_]) -> None:
-        """Count a sequence by its loss mask. Its first token is never a target."""
+    def count_sequence(self, loss_weights: NDArray[np.float32]) -> None:
+        """Count a sequence by its loss weights. Its first token is never a target."""
         self.num_sequences += 1
-        self.num_tokens += supervised.size
-        self.num_supervised += int(supervised[1:].sum())
+        self.num_tokens += loss_weights.size
+        self.num_supervised += int(np.count_nonzero(loss_weights[1:]))
 
     def check_learned(self) -> None:
         """Raise ConfigError, saying what became of the records, if no sequence was learned."""

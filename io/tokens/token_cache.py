@@ -58,8 +58,8 @@ class Recipe(Protocol):
     def bad_records(self) -> BadRecords: ...
 
     @property
-    def is_masked(self) -> bool:
-        """Return whether the blocks have a loss mask. Each of them is then a whole sequence."""
+    def has_weights(self) -> bool:
+        """Return whether the blocks have loss weights. Each of them is then a whole sequence."""
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the tokens in addition to the files and the tokenizer, as data for JSON."""
@@ -76,7 +76,7 @@ class TextRecipe:
     tokenizer: str
     text_field: str
     bad_records: BadRecords
-    is_masked: ClassVar[bool] = False
+    has_weights: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Any]:
         return {"text_field": self.text_field, "bad_records": self.bad_records}
@@ -163,7 +163,7 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         advance(start_of[last.file] + last.read_bytes, total_bytes)
 
     with (
-        TokenWriter(folder, itemsize, vocab_size, written, masked=recipe.is_masked) as writer,
+        TokenWriter(folder, itemsize, vocab_size, written, has_weights=recipe.has_weights) as writer,
         closing(recipe.blocks(tokenizer, tally)) as blocks,
     ):
         for block in blocks:
@@ -180,8 +180,9 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         highest_file=writer.highest_file,
         end_of_document=tokenizer.end_of_document if tokenizer else None,
         crc32=writer.crc32,
-        num_supervised=tally.num_supervised if recipe.is_masked else None,
-        report=tuple(tally.lines()) if recipe.is_masked else (),
+        num_supervised=tally.num_supervised if recipe.has_weights else None,
+        report=tuple(tally.lines()) if recipe.has_weights else (),
+        weighted=writer.weighted,
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes and reads a folder of tokens: ids, document lengths and, if there is one, a loss mask, with checksums."""
+"""Writes and reads a folder of tokens: ids, document lengths and, if there are some, loss weights, with checksums."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.records.read_records import RecordLocation
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
-Mask = NDArray[np.bool_]
+LossWeights = NDArray[np.float32]
 
 IGNORED = -100  # a target, or a label of a record, that is not supervised
 META_NAME = "meta.json"
 TOKENS_NAME = "tokens.bin"
 LENGTHS_NAME = "lengths.bin"
-MASK_NAME = "supervised.bin"
+MASK_NAME = "supervised.bin"  # loss weights that are all 0 or 1
+WEIGHTS_NAME = "loss_weights.bin"  # others, in place of the mask
 ID_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}  # by bytes of an id on disk
 LENGTH_TYPE = np.dtype("<i8")
 MASK_TYPE = np.dtype("?")
+WEIGHT_TYPE = np.dtype("<f4")
 READ_BYTES = 1 << 20
 CHUNK_TOKENS = 1 << 18  # tokens buffered before they are written
 EMPTY_TOKENS = 16  # memory of a block in addition to its ids, in tokens
@@ -38,13 +40,13 @@ class TokenBlock(NamedTuple):
 
     ends: whether this is the document's last block.
     location: of the record or file, and about how far in the file the block ends.
-    supervised: true where the model must generate the token, so that it counts in the loss; None: everywhere.
+    loss_weights: how much each token counts in the loss, 0 if the model need not generate it; None: each counts 1.
     """
 
     ids: TokenArray  # [num_tokens]
     ends: bool
     location: RecordLocation
-    supervised: Mask | None = None  # [num_tokens]
+    loss_weights: LossWeights | None = None  # [num_tokens]
 
 
 def id_bytes(num_ids: int) -> int:
@@ -64,26 +66,28 @@ def check_id(highest: int, where: str, vocab_size: int) -> None:
 class TokenWriter(ExitStack):
     """Writes documents one after the other. Closes the files when the context ends.
 
-    crc32: checksums for ids of 2 and of 4 bytes, over all tokens, then all lengths, then the mask if there is one.
+    crc32: checksums for ids of 2 and of 4 bytes, over all tokens, then all lengths, then any loss weights.
     highest_id, highest_file: the highest id so far and the file that has it; -1 before the first id.
     """
 
     def __init__(
         self, folder: Path, itemsize: int, vocab_size: int, written: Callable[[RecordLocation], None], *,
-        masked: bool = False,
+        has_weights: bool = False,
     ) -> None:  # fmt: skip
         """Create the files in `folder`.
 
         itemsize: bytes of an id on disk, 2 or 4.
         vocab_size: of the model.
         written: is called for each chunk with the location of its last block.
-        masked: whether blocks come with `supervised`, which is written as the mask.
+        has_weights: whether blocks come with loss weights.
         """
         super().__init__()
-        self._tokens, self._lengths, *self._masks = (
+        self._folder = folder
+        self._tokens, self._lengths, *self._weights = (
             self.enter_context((folder / name).open("w+b"))
-            for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if masked else []))
+            for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if has_weights else []))
         )
+        self._weight_type: np.dtype[Any] = MASK_TYPE
         self.itemsize = itemsize
         self._vocab_size = vocab_size
         self._written = written
@@ -105,10 +109,10 @@ class TokenWriter(ExitStack):
             self._write()
 
     def finish(self) -> None:
-        """Flush the buffered blocks and add lengths and mask to the checksums. Raises OSError."""
+        """Flush the buffered blocks and add lengths and loss weights to the checksums. Raises OSError."""
         if self._blocks:
             self._write()
-        for file in (self._lengths, *self._masks):
+        for file in (self._lengths, *self._weights):
             file.seek(0)
             while data := file.read(READ_BYTES):
                 self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
@@ -118,13 +122,32 @@ class TokenWriter(ExitStack):
         for itemsize, crc in self.crc32.items():
             self.crc32[itemsize] = zlib.crc32(ids.astype(ID_TYPES[itemsize]).data, crc)
         self._tokens.write(ids.astype(ID_TYPES[self.itemsize]).data)
-        for file in self._masks:
-            masks = [block.supervised for block in self._blocks if block.supervised is not None]
-            file.write(np.concatenate(masks).astype(MASK_TYPE).data)
+        if self._weights:
+            self._write_weights()
         self.num_tokens += ids.size
         self._write_lengths()
         self._written(self._blocks[-1].location)
         self._blocks, self._num_buffered = [], 0
+
+    def _write_weights(self) -> None:
+        weights = np.concatenate([block.loss_weights for block in self._blocks if block.loss_weights is not None])
+        if not self.weighted and not np.isin(weights, (0, 1)).all():
+            self._widen()
+        self._weights[0].write(weights.astype(self._weight_type).data)
+
+    def _widen(self) -> None:
+        """Replace the mask by a file of floats that begins with the same weights."""
+        mask, self._weight_type = self._weights[0], WEIGHT_TYPE
+        self._weights = [self.enter_context((self._folder / WEIGHTS_NAME).open("w+b"))]
+        mask.seek(0)
+        while data := mask.read(READ_BYTES):
+            self._weights[0].write(np.frombuffer(data, MASK_TYPE).astype(WEIGHT_TYPE).data)
+        (self._folder / MASK_NAME).unlink()
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether some loss weight so far is neither 0 nor 1."""
+        return self._weight_type == WEIGHT_TYPE
 
     def _write_lengths(self) -> None:
         ends = np.flatnonzero([block.ends for block in self._blocks])
@@ -140,9 +163,10 @@ class TokenMeta:
 
     itemsize: bytes of an id on disk.
     places: locations of the first bad records, each with its problem.
-    crc32: checksum of all tokens, lengths and the mask, by bytes of an id (2 and 4).
-    num_supervised: tokens that count in the loss; None: there is no mask.
+    crc32: checksum of all tokens, lengths and loss weights, by bytes of an id (2 and 4).
+    num_supervised: tokens that count in the loss; None: all do, and there are no loss weights.
     report: lines that say what became of the records of sequences; empty for texts.
+    weighted: whether some loss weight is neither 0 nor 1, so that they are floats.
     """
 
     itemsize: int
@@ -157,11 +181,20 @@ class TokenMeta:
     crc32: dict[int, int]
     num_supervised: int | None = None
     report: tuple[str, ...] = ()
+    weighted: bool = False
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""
         sizes = {TOKENS_NAME: self.num_tokens * self.itemsize, LENGTHS_NAME: self.num_documents * LENGTH_TYPE.itemsize}
-        return sizes if self.num_supervised is None else {**sizes, MASK_NAME: self.num_tokens}
+        if self.num_supervised is None:
+            return sizes
+        name, kind = self.weights_file
+        return {**sizes, name: self.num_tokens * kind.itemsize}
+
+    @property
+    def weights_file(self) -> tuple[str, np.dtype[Any]]:
+        """Return name and element type of the file of loss weights."""
+        return (WEIGHTS_NAME, WEIGHT_TYPE) if self.weighted else (MASK_NAME, MASK_TYPE)
 
 
 def read_meta(folder: Path) -> TokenMeta | None:
@@ -175,6 +208,12 @@ def read_meta(folder: Path) -> TokenMeta | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return meta if whole and meta.itemsize in ID_TYPES else None
+
+
+def is_weighted(folder: Path) -> bool:
+    """Return whether the tokens of a folder have loss weights other than 0 and 1."""
+    meta = read_meta(folder)
+    return meta is not None and meta.weighted
 
 
 def is_whole(folder: Path) -> bool:
@@ -206,7 +245,8 @@ class Corpus:
     """Holds the documents of one data source as one array of tokens, in order and without separators.
 
     name: what data.path calls the source, for messages.
-    supervised: true where a token counts in the loss, for chats, of which each sequence is a document; None: all do.
+    loss_weights: how much each token counts in the loss, for chats, of which each sequence is a document: booleans if
+        all weigh 0 or 1, else FP32; None: all count 1.
     """
 
     name: str
@@ -214,11 +254,16 @@ class Corpus:
     document_lengths: NDArray[np.int64]  # [num_documents]
     fingerprint: Fingerprint
     end_of_document: int | None  # id to put between two documents when they are joined; None: the tokenizer has none
-    supervised: Mask | None = None  # [num_tokens]
+    loss_weights: NDArray[Any] | None = None  # [num_tokens]
 
     @property
     def num_documents(self) -> int:
         return self.document_lengths.size
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether tokens may count in the loss by other weights than 0 and 1."""
+        return self.loss_weights is not None and self.loss_weights.dtype == WEIGHT_TYPE
 
 
 def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
@@ -229,6 +274,7 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
             f"data.path: the tokens of {name} are not in {folder}, where they were when the run started; start again"
         )
     check_id(meta.highest_id, meta.highest_file, vocab_size)
+    weights_name, weight_type = meta.weights_file
     return Corpus(
         name=name,
         tokens=_map(folder / TOKENS_NAME, ID_TYPES[meta.itemsize], meta.num_tokens),
@@ -237,7 +283,7 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
         # this one.
         fingerprint=Fingerprint(meta.num_tokens, meta.crc32[id_bytes(vocab_size)]),
         end_of_document=meta.end_of_document,
-        supervised=None if meta.num_supervised is None else _map(folder / MASK_NAME, MASK_TYPE, meta.num_tokens),
+        loss_weights=None if meta.num_supervised is None else _map(folder / weights_name, weight_type, meta.num_tokens),
     )
 
 

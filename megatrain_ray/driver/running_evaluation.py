@@ -78,13 +78,14 @@ def evaluation_row(
 ) -> dict[str, Any]:
     """Return a row of evaluations.jsonl from the losses of each source's batches.
 
-    The loss of a source is the mean over its supervised tokens. Of several sources it is the weighted mean of theirs.
+    The loss of a source is the mean over its supervised tokens by their loss weights. Of several sources it is the
+    weighted mean of theirs.
     """
-    tokens = [sum(loss.num_supervised for loss in losses) for losses in sources]
-    means = [sum(loss.total for loss in losses) / count for losses, count in zip(sources, tokens, strict=True)]
+    means = [sum(loss.total for loss in losses) / sum(loss.total_weight for loss in losses) for losses in sources]
     loss = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / sum(weights)
+    num_tokens = sum(loss.num_supervised for losses in sources for loss in losses)
     row: dict[str, Any] = {
-        "step": step, "eval_loss": loss, "perplexity": perplexity(loss), "eval_tokens": sum(tokens), "eval_s": seconds,
+        "step": step, "eval_loss": loss, "perplexity": perplexity(loss), "eval_tokens": num_tokens, "eval_s": seconds,
     }  # fmt: skip
     if len(means) > 1:
         row["eval_losses"] = {str(index): mean for index, mean in enumerate(means)}

@@ -40,12 +40,14 @@ class RunSpec:
     """Holds everything that is known before the first process starts. It is picklable; actors receive it whole.
 
     config: configuration with the plan's split into micro-batches.
+    weighted: whether batches have loss weights, which the tokens of the data decide.
     """
 
     config: TrainConfig
     source: ModelSource
     structure: ModelStructure
     plan: Plan
+    weighted: bool = False
 
     @property
     def is_aliased(self) -> bool:

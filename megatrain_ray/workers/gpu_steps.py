@@ -69,7 +69,7 @@ class GpuSteps:
         if step < train.steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
         objective = objective_of(self._run_spec)
-        inputs = StepInput(step, self._micro_batches(batch), batch.num_supervised, train.seed, objective)
+        inputs = StepInput(step, self._micro_batches(batch), batch.total_weight, train.seed, objective)
         params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
         with memory_explained(self._run_spec.plan, f"step {step}"):
             report = await self._engine.step(inputs, params, train.clip)
@@ -113,7 +113,7 @@ class GpuSteps:
             self._work.leave_out_evaluation()
             self._num_evaluated = {step: index + 1}
             self._turn.notify_all()
-            return HeldOutLoss(total, batch.num_supervised)
+            return HeldOutLoss(total, batch.num_supervised, batch.total_weight)
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name

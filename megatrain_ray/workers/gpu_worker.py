@@ -157,7 +157,12 @@ class GpuWorker:
             )  # fmt: skip
             config = self._run_spec.config
             objective = objective_of(self._run_spec)
-            shapes = WarmUpShapes(objective, packed=config.data.packing, evaluates=config.eval_every > 0)
+            shapes = WarmUpShapes(
+                objective,
+                packed=config.data.packing,
+                weighted=self._run_spec.weighted,
+                evaluates=config.eval_every > 0,
+            )
             await self._engine.run_warm_up(shapes)
 
     def _meet(self, info: RankInfo) -> RankGroup:

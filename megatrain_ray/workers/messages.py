@@ -39,7 +39,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Holds the cross-entropy summed over the supervised tokens of a batch, and their number."""
+    """Holds the weighted sum of the cross-entropy over the supervised tokens of a batch.
+
+    num_supervised: number of these tokens.
+    total_weight: sum of their loss weights.
+    """
 
     total: float
     num_supervised: int
+    total_weight: float

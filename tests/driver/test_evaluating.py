@@ -26,9 +26,11 @@ from tests.support.tiny import TEXT, VOCAB_SIZE, build_tiny
 
 
 def test_a_loss_is_the_mean_over_tokens_and_of_weighted_sources_the_mean_of_theirs() -> None:
-    one = evaluation_row(4, [[HeldOutLoss(6.0, 2), HeldOutLoss(1.0, 5)]], (1.0,), 0.5)
+    one = evaluation_row(4, [[HeldOutLoss(6.0, 3, 2.0), HeldOutLoss(1.0, 4, 5.0)]], (1.0,), 0.5)
     assert one == {"step": 4, "eval_loss": 1.0, "perplexity": math.e, "eval_tokens": 7, "eval_s": 0.5}
-    two = evaluation_row(4, [[HeldOutLoss(6.0, 2)], [HeldOutLoss(1.0, 1), HeldOutLoss(1.0, 1)]], (3, 1), 0.5)
+    two = evaluation_row(
+        4, [[HeldOutLoss(6.0, 2, 2.0)], [HeldOutLoss(1.0, 1, 1.0), HeldOutLoss(1.0, 1, 1.0)]], (3, 1), 0.5
+    )
     assert (two["eval_loss"], two["eval_tokens"]) == ((3 * 3.0 + 1.0) / 4, 4)
     assert two["eval_losses"] == {"0": 3.0, "1": 1.0}
 
@@ -60,10 +62,10 @@ def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: 
     running = RunningEvaluation(gpu.evaluate, held_out.open(), held_out.weights, 4)
     assert (running.calls, gpu.made) == ([0, 1], [(4, 0), (4, 1)])
     for call, under_way in ((1, [0, 2]), (2, [0, 3]), (0, [3, 4]), (4, [3])):
-        running.take(call, HeldOutLoss(float(call), 1))
+        running.take(call, HeldOutLoss(float(call), 1, 1.0))
         assert (running.calls, running.is_over, running.row()) == (under_way, False, None)
     assert running.progress == (4, 5)
-    running.take(3, HeldOutLoss(3.0, 1))
+    running.take(3, HeldOutLoss(3.0, 1, 1.0))
     assert running.is_over
     row = running.row()
     assert row is not None
@@ -73,12 +75,12 @@ def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: 
 
 def test_one_that_is_given_up_begins_nothing_more_and_has_no_row(held_out: HeldOutData) -> None:
     running = RunningEvaluation(FakeGpu().evaluate, held_out.open(), held_out.weights, 4)
-    running.take(0, HeldOutLoss(1.0, 1))
+    running.take(0, HeldOutLoss(1.0, 1, 1.0))
     running.give_up()
     assert running.calls == [1, 2]
-    running.take(2, HeldOutLoss(1.0, 1))
+    running.take(2, HeldOutLoss(1.0, 1, 1.0))
     assert not running.is_over
-    running.take(1, HeldOutLoss(1.0, 1))
+    running.take(1, HeldOutLoss(1.0, 1, 1.0))
     assert running.is_over
     assert running.row() is None
 

@@ -6,20 +6,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from tests.support import reference
 from tests.support.reference import Named, Recipe, Sequences
 
 
 def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, masters: Named | None = None) -> float:
-    """Return the mean cross-entropy over the supervised tokens of all batches.
+    """Return the mean cross-entropy over the supervised tokens of all batches, weighted by their loss weights.
 
     It comes from the model's own forward in evaluation mode, with whole logits.
 
     masters: weights that replace those of the folder.
     """
-    total, num_supervised = 0.0, 0
+    total, total_weight = 0.0, 0.0
     with reference.torch_threads(recipe.num_threads), torch.no_grad():
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         model = reference.load_model(folder, dtype).to(recipe.device).eval()
@@ -29,10 +28,10 @@ def held_out_loss(folder: Path, batches: Iterable[Sequences], recipe: Recipe, ma
         reference._set_weights([(name, p) for name, p in model.named_parameters() if name in masters], masters)
         for batch in batches:
             inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
-            targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+            targets = reference._weighted_targets(batch, len(inputs), recipe)
             packed = reference._positions(batch.positions, len(inputs), recipe)
             for i, t, p in zip(inputs, targets, packed, strict=True):
                 logits = model(input_ids=i, use_cache=False, **p).logits.float()
-                total += F.cross_entropy(logits.flatten(0, 1), t.flatten(), ignore_index=-100, reduction="sum").item()
-                num_supervised += int((t != -100).sum())
-    return total / num_supervised
+                total += reference._objective(logits.flatten(0, 1), t, Recipe(1)).item()
+                total_weight += ((t[0] != -100) if t[1] is None else t[1]).double().sum().item()
+    return total / total_weight

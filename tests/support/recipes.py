@@ -56,7 +56,7 @@ def adamw_constants(recipe: Recipe) -> AdamWConstants:
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
     objective = Objective(recipe.z_loss, recipe.label_smoothing)
-    return StepInput(step, micro_batches, batch.num_supervised, recipe.seed, objective)
+    return StepInput(step, micro_batches, batch.total_weight, recipe.seed, objective)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateParams:

@@ -28,17 +28,23 @@ from megatrain_ray.engine.model.micro_batch import dropout_seed
 from tests.support.rounded_moments import round_moments
 
 Named = dict[str, Tensor]
+Weighted = tuple[Tensor, Tensor | None]  # targets and their loss weights
 
 
 class Sequences(Protocol):
-    """Describes the sequences of one update: int64 [batch, seq_len] each; a target of -100 is not supervised."""
+    """Describes the sequences of one update: int64 [batch, seq_len] each; a target of -100 is not supervised.
+
+    loss_weights: FP32, how much each target counts, 0 where it is -100; None: each other one counts 1.
+    """
 
     @property
     def input_ids(self) -> Tensor: ...
     @property
     def targets(self) -> Tensor: ...
     @property
-    def segments(self) -> Tensor | None: ...
+    def positions(self) -> Tensor | None: ...
+    @property
+    def loss_weights(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -195,20 +201,21 @@ def reference_learning_rate(
 
 def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> tuple[float, Named]:
     """Return loss and FP32 gradients of one update: each micro-batch has fresh gradients, which are summed in order."""
-    num_supervised = int((batch.targets != -100).sum())
+    weights = batch.loss_weights
+    total_weight = int((batch.targets != -100).sum()) if weights is None else weights.double().sum().item()
     losses: list[float] = []
     sums: Named = {}
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
-    targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+    targets = _weighted_targets(batch, len(inputs), recipe)
     packed = _positions(batch.positions, len(inputs), recipe)
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
         if recipe.loss_chunk_tokens is None:
-            losses += _backward(model, inputs[j], targets[j], packed[j], num_supervised, len(inputs), recipe)
+            losses += _backward(model, inputs[j], targets[j], packed[j], total_weight, len(inputs), recipe)
         else:
             several = len(inputs) > 1
-            losses += _backward_in_chunks(model, inputs[j], targets[j], packed[j], num_supervised, recipe, several)
+            losses += _backward_in_chunks(model, inputs[j], targets[j], packed[j], total_weight, recipe, several)
         for name, parameter in _trained(model):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for part in getattr(parameter, "of_chunks", None) or [gradient]:
@@ -231,9 +238,9 @@ def _positions(positions: Tensor | None, num_micro_batches: int, recipe: Recipe)
 def _backward(
     model: Any,
     input_ids: Tensor,
-    targets: Tensor,
+    targets: Weighted,
     packed: dict[str, Tensor],
-    num_supervised: int,
+    total_weight: float,
     num_micro_batches: int,
     recipe: Recipe,
 ) -> list[float]:
@@ -242,7 +249,7 @@ def _backward(
     A router's auxiliary loss is a mean, not a sum over tokens: each micro-batch has an equal share in the step's.
     """
     output = model(input_ids=input_ids, use_cache=False, **packed)
-    parts = [_objective(output.logits.float().flatten(0, 1), targets.flatten(), recipe) / num_supervised]
+    parts = [_objective(output.logits.float().flatten(0, 1), targets, recipe) / total_weight]
     if getattr(output, "aux_loss", None) is not None:
         coefficient = model.config.get_text_config().router_aux_loss_coef
         parts.append((coefficient * output.aux_loss).float() / num_micro_batches)
@@ -250,26 +257,39 @@ def _backward(
     return [part.item() for part in parts]
 
 
-def _objective(logits: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
-    """Return what is minimised, summed over the supervised tokens.
+def _weighted_targets(batch: Sequences, num_micro_batches: int, recipe: Recipe) -> list[Weighted]:
+    """Return targets and loss weights of each micro-batch, [B·T] each."""
+    if batch.loss_weights is None:
+        weights: Iterable[Tensor | None] = [None] * num_micro_batches
+    else:
+        weights = [w.flatten() for w in batch.loss_weights.to(recipe.device).split(recipe.micro_batch_size)]
+    targets = batch.targets.to(recipe.device).split(recipe.micro_batch_size)
+    return [(t.flatten(), w) for t, w in zip(targets, weights, strict=True)]
+
+
+def _objective(logits: Tensor, targets: Weighted, recipe: Recipe) -> Tensor:
+    """Return what is minimised, summed over the supervised tokens, each times its weight.
 
     logits: [T, V].
-    targets: [T].
+    targets: [T] each.
     """
-    smoothing = recipe.label_smoothing
-    loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=smoothing)
+    ids, weights = targets
+    smoothing, reduction = recipe.label_smoothing, "sum" if weights is None else "none"
+    loss = F.cross_entropy(logits, ids, ignore_index=-100, reduction=reduction, label_smoothing=smoothing)
+    if weights is not None:
+        loss = (loss * weights).sum()
     if recipe.z_loss:
-        log_z = torch.logsumexp(logits, dim=-1) * (targets != -100)
-        loss = loss + recipe.z_loss * (log_z**2).sum()
+        log_z = torch.logsumexp(logits, dim=-1) * (ids != -100)
+        loss = loss + recipe.z_loss * (log_z**2 * (1 if weights is None else weights)).sum()
     return loss
 
 
 def _backward_in_chunks(
     model: Any,
     input_ids: Tensor,
-    targets: Tensor,
+    targets: Weighted,
     packed: dict[str, Tensor],
-    num_supervised: int,
+    total_weight: float,
     recipe: Recipe,
     several: bool,
 ) -> list[float]:
@@ -282,9 +302,13 @@ def _backward_in_chunks(
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
     head = model.get_output_embeddings()
     losses, of_hidden, of_chunks, chunk = [], [], [], recipe.loss_chunk_tokens
-    for h, t in zip(hidden.detach().flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True):
+    ids, weights = targets
+    for start, h in zip(range(0, ids.numel(), chunk), hidden.detach().flatten(0, 1).split(chunk), strict=True):
         h.requires_grad_(hidden.requires_grad)
-        part = _objective(head(h).float(), t, recipe) / num_supervised
+        here = slice(start, start + chunk)
+        part = (
+            _objective(head(h).float(), (ids[here], None if weights is None else weights[here]), recipe) / total_weight
+        )
         part.backward()
         losses.append(part.item())
         of_hidden.append(h.grad)

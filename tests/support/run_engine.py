@@ -281,7 +281,8 @@ class Training:
         try:
             objective = Objective(self.recipe.z_loss, self.recipe.label_smoothing)
             packed = any(batch.positions is not None for batch in batches)
-            await self.engine.run_warm_up(WarmUpShapes(objective, packed, evaluates=bool(held_out)))
+            weighted = any(batch.loss_weights is not None for batch in batches)
+            await self.engine.run_warm_up(WarmUpShapes(objective, packed, weighted, evaluates=bool(held_out)))
             await self._evaluate(held_out, 0)
             for step, batch in enumerate(batches, 1):
                 await self._step(step, batch)
@@ -308,6 +309,6 @@ class Training:
             return
         cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in batches]
         parts = [await self.engine.evaluate(micro_batches, generation) for micro_batches in cut]
-        self.result.evaluations.append(sum(parts) / sum(batch.num_supervised for batch in batches))
+        self.result.evaluations.append(sum(parts) / sum(batch.total_weight for batch in batches))
         assert self.engine.device.take_exposed() == {}, "no step waited for what an evaluation waited for"
         self.timeline.clear()

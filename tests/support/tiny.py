@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
 from megatrain_ray.io.batching.windows import cut
-from megatrain_ray.io.tokens.token_files import Corpus
+from megatrain_ray.io.tokens.token_files import IGNORED, Corpus
 from tests.support.texts import corpus_of
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "tinyshakespeare.txt"
@@ -68,6 +69,16 @@ def text_batches(num_batches: int, batch_size: int, seq_len: int, *, seed: int =
     windows = cut(_shipped_text(), seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
     stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=seed)
     return [stream.next_batch() for _ in range(num_batches)]
+
+
+def weigh(batch: Batch) -> Batch:
+    """Return the batch with a loss weight for each target: mostly 1, and 0 for some, which are not supervised."""
+    generator = torch.Generator().manual_seed(batch.targets.sum().item())
+    choices = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.3, 2.5])
+    weights = choices[torch.randint(len(choices), batch.targets.shape, generator=generator)]
+    weights[batch.targets == IGNORED] = 0
+    targets = batch.targets.masked_fill(weights == 0, IGNORED)
+    return replace(batch, targets=targets, loss_weights=weights, num_supervised=int((weights != 0).sum()))
 
 
 @cache

@@ -34,6 +34,7 @@ from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode, train_engine
 from tests.support.runs import config
+from tests.support.tiny import weigh
 
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -207,7 +208,7 @@ def test_a_step_computes_the_same(
     caplog.set_level(logging.INFO, "megatrain_ray.engine")
     monkeypatch.setattr(activation_store, "SMALL_BYTES", 1)  # all of these are
     build_family(name, tmp_path)
-    batches, recipe = family_batches(2), Recipe(2, seed=3)
+    batches, recipe = list(map(weigh, family_batches(2))), Recipe(2, seed=3)
     held_out = batches[:1] if name == "Llama, tied" else []
     torch._dynamo.utils.counters.clear()
     mode = Mode(activation_budget=budget, num_fragments=3, segment=segment, kept=kept)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatrain_ray.engine.model import chunked_loss as loss
-from megatrain_ray.engine.model.chunked_loss import Objective, OpenSum, chunk_sums, chunked_loss
+from megatrain_ray.engine.model.chunked_loss import Objective, OpenSum, Targets, chunk_sums, chunked_loss
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["into a sum", "into one of its own"])
@@ -32,7 +32,7 @@ def test_a_chunk_has_the_only_gradient_of_the_head(monkeypatch: pytest.MonkeyPat
     sums = partial(chunk_sums, lambda hidden: (hidden @ weight.T).float(), Objective())
     into = [OpenSum(torch.empty(11, 4), True)] if is_open else []
     hidden, targets = torch.randn(1, 12, 4, dtype=torch.bfloat16, requires_grad=True), torch.arange(12)[None] % 11
-    result = chunked_loss(sums, hidden, targets, [weight], chunk_tokens=4, num_supervised=12, into=into)
+    result = chunked_loss(sums, hidden, Targets(targets), [weight], chunk_tokens=4, total_weight=12, into=into)
     assert alive == [0, 0, 0]
     total = into[0].total if is_open else result.parameters[0]
     expected = torch.nn.functional.cross_entropy((hidden @ weight.T)[0].float(), targets[0])

@@ -31,7 +31,7 @@ from megatrain_ray.virtual_clock import Timeline
 from tests.support.reference import Recipe
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.shapes import qwen
-from tests.support.tiny import build_tiny, tiny_batches
+from tests.support.tiny import build_tiny, tiny_batches, weigh
 
 # `make test-all` runs the products.
 pytestmark = pytest.mark.pairwise
@@ -120,9 +120,9 @@ def assert_equal(ours: EngineResult, theirs: EngineResult) -> None:
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_captured_steps_are_bit_equal(tmp_path: Path, order: LoopOrder, micro_batch_size: int, tied: bool) -> None:
-    """Texts have other numbers of supervised tokens. Between steps there are evaluations, which are not captured."""
+    """Steps have other numbers of supervised tokens, or loss weights. Evaluations between them are not captured."""
     build_tiny(tmp_path, tied=tied)
-    batches = [_unsupervised(batch, 7 * i) for i, batch in enumerate(tiny_batches(STEPS))]
+    batches = [weigh(batch) if tied else _unsupervised(batch, 7 * i) for i, batch in enumerate(tiny_batches(STEPS))]
     recipe = Recipe(STEPS, precision="bf16", micro_batch_size=micro_batch_size)
     mode = replace(CAPTURED, order=order)
     ours, theirs, devices = both(tmp_path, recipe, mode, batches, held_out=tiny_batches(2))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model import chunked_loss as loss
+from megatrain_ray.engine.model.chunked_loss import Targets
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, Visit, forward_visits
 from megatrain_ray.io.batching.batch_stream import Batch
@@ -19,17 +20,17 @@ from tests.support.family_models import build_family, family_batches
 from tests.support.held_out_loss import held_out_loss
 from tests.support.reference import Recipe, load_model, torch_threads, train_reference
 from tests.support.run_engine import Mode, train_engine
-from tests.support.tiny import build_tiny, text_batches, tiny_batches
+from tests.support.tiny import build_tiny, text_batches, tiny_batches, weigh
 
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
 OUTER = Mode(sums=Tier.HOST, activations=ActivationPolicy.RECOMPUTE)
 
 
 def held_out() -> list[Batch]:
-    """Return two batches. The last has fewer rows than a step has, and one of these has no target."""
+    """Return two batches, one with loss weights. The last has fewer rows than a step has, and one has no target."""
     whole, short = text_batches(2, 4, 32, seed=7)
     targets = torch.cat([short.targets[:1], torch.full((1, 32), -100)])
-    return [whole, replace(short, input_ids=short.input_ids[:2], targets=targets, num_supervised=32)]
+    return [weigh(whole), replace(short, input_ids=short.input_ids[:2], targets=targets, num_supervised=32)]
 
 
 @pytest.mark.parametrize("mode", [Mode(), LAYERS, OUTER], ids=["plain", "layers", "sums on the host"])
@@ -53,7 +54,7 @@ def test_its_logits_are_those_of_the_model_that_is_exported(
 ) -> None:
     seen: list[torch.Tensor] = []
 
-    def watched(scores: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    def watched(scores: torch.Tensor, targets: Targets, label_smoothing: float = 0.0) -> torch.Tensor:
         seen.append(scores.detach().clone())
         return cross_entropy(scores, targets, label_smoothing)
 

@@ -14,7 +14,7 @@ import torch
 from megatrain_ray.engine.layer_calls.layer_call import LayerCall
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.model.chunked_loss import Objective, chunk_sums, chunked_loss
+from megatrain_ray.engine.model.chunked_loss import Objective, Targets, chunk_sums, chunked_loss
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
@@ -193,6 +193,6 @@ def test_the_loss_takes_no_gradient_in_vain(hidden_wants: bool, head_wants: bool
     hidden = torch.randn(1, 4, 3, requires_grad=hidden_wants)
     head, targets = torch.randn(5, 3, requires_grad=head_wants), torch.tensor([[1, 2, 3, 4]])
     sums = partial(chunk_sums, lambda h: h @ head.T, Objective())
-    found = chunked_loss(sums, hidden, targets, [head], chunk_tokens=3, num_supervised=4)
+    found = chunked_loss(sums, hidden, Targets(targets), [head], chunk_tokens=3, total_weight=4)
     assert (found.hidden is not None) is hidden_wants
     assert [gradient is not None for gradient in found.parameters] == [head_wants]

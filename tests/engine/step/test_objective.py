@@ -10,26 +10,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from tests.engine.step.test_parity import assert_equal
 from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
-from tests.support.tiny import build_tiny, tiny_batches
+from tests.support.tiny import build_tiny, tiny_batches, weigh
 
 STEPS = 6
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2)
-TERMS = [(0.02, 0.0), (0.0, 0.1), (0.02, 0.1)]
+# Weight of the z-loss, label smoothing, and whether tokens have loss weights.
+TERMS = [(0.02, 0.0, False), (0.0, 0.1, True), (0.02, 0.1, True)]
 
 
-@pytest.mark.parametrize(("z_loss", "label_smoothing"), TERMS)
+@pytest.mark.parametrize(("z_loss", "label_smoothing", "weighted"), TERMS)
 @pytest.mark.parametrize(
     ("precision", "chunk", "tied"), [("fp32", None, False), ("fp32", 12, True), ("bf16", 12, True)]
 )
 def test_it_is_bit_equal(
-    tmp_path: Path, z_loss: float, label_smoothing: float, precision: str, chunk: int | None, tied: bool
+    tmp_path: Path, z_loss: float, label_smoothing: float, weighted: bool, precision: str, chunk: int | None, tied: bool
 ) -> None:
     """Unsupervised targets in one micro-batch; the plain cross-entropy is that of a training without terms."""
     build_tiny(tmp_path, tied=tied)
@@ -37,6 +38,7 @@ def test_it_is_bit_equal(
     for batch in batches:
         batch.targets[1, :9] = -100
     batches = [replace(batch, num_supervised=batch.num_supervised - 9) for batch in batches]
+    batches = list(map(weigh, batches)) if weighted else batches
     plain = Recipe(STEPS, precision=precision, loss_chunk_tokens=chunk)
     recipe = replace(plain, z_loss=z_loss, label_smoothing=label_smoothing)
     ours, theirs = train_engine(tmp_path, batches, recipe, LAYERS), train_reference(tmp_path, batches, recipe)
@@ -78,7 +80,7 @@ def test_the_definitions() -> None:
                 expected += -(1 - smoothing) * row[target] - smoothing / 11 * sum(row)
         log_z = scores[0].double().logsumexp(-1)[targets >= 0]
         expected += z_loss * float((log_z**2).sum())
-        total, cross_entropy = Objective(z_loss, smoothing).sums(scores, targets)
+        total, cross_entropy = Objective(z_loss, smoothing).sums(scores, Targets(targets))
         assert total.item() == pytest.approx(expected, rel=1e-6)
         assert cross_entropy.item() == pytest.approx(plain, rel=1e-6)
         assert torch.equal(cross_entropy, F.cross_entropy(scores[0], targets, reduction="sum"))

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from megatrain_ray.io.batching.batch_stream import Batch
 from tests.support.make_curves import CURVES, MODES, curve
 from tests.support.reference import Named, Recipe, Result, train_reference
-from tests.support.tiny import build_tiny, tiny_batches
+from tests.support.tiny import build_tiny, tiny_batches, weigh
 
 RECIPE = Recipe(steps=10, lr=3e-3, warmup_steps=2)
 CURVE_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}  # relative: other processors and versions of torch round otherwise
@@ -32,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: build_tiny(root / name, **options) for name, options in variants.items()}
 
 
-def plainest_loop(folder: Path, steps: int, recipe: Recipe) -> tuple[list[float], list[float], Named]:
+def plainest_loop(folder: Path, batches: list[Batch], recipe: Recipe) -> tuple[list[float], list[float], Named]:
     """Train as anybody would write it down first: one micro-batch, the model's own logits, its own parameters."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -40,11 +41,15 @@ def plainest_loop(folder: Path, steps: int, recipe: Recipe) -> tuple[list[float]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, fused=True)
     losses, grad_norms = [], []
-    for batch in tiny_batches(steps):
+    for batch in batches:
         optimizer.zero_grad()
         logits = model(input_ids=batch.input_ids).logits
-        summed = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), batch.targets.view(-1), reduction="sum")
-        loss = summed / batch.num_supervised
+        flat = logits.float().view(-1, logits.shape[-1]), batch.targets.view(-1)
+        if batch.loss_weights is None:
+            loss = F.cross_entropy(*flat, reduction="sum") / batch.num_supervised
+        else:
+            weights = batch.loss_weights.view(-1)
+            loss = (F.cross_entropy(*flat, reduction="none") * weights).sum() / weights.double().sum().item()
         loss.backward()
         assert recipe.clip is not None
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip, foreach=False)
@@ -71,11 +76,13 @@ def assert_same_run(got: Result, expected: Result) -> None:
 def test_with_one_chunk_it_is_the_plainest_loop_bit_for_bit(
     folders: dict[str, Path], variant: str, clip: float
 ) -> None:
+    """The loss is the mean over the tokens; that weighted by their loss weights in one of the cases."""
     recipe = Recipe(steps=6, lr=3e-3, schedule="constant", clip=clip, micro_batch_size=4)
-    got = train_reference(folders[variant], tiny_batches(6), recipe)
+    batches = [weigh(batch) if clip == 1.0 else batch for batch in tiny_batches(6)]
+    got = train_reference(folders[variant], batches, recipe)
     before = torch.get_num_threads()
     torch.set_num_threads(recipe.num_threads)
-    losses, grad_norms, weights = plainest_loop(folders[variant], 6, recipe)
+    losses, grad_norms, weights = plainest_loop(folders[variant], batches, recipe)
     torch.set_num_threads(before)
     assert got.losses == losses
     assert got.grad_norms == grad_norms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,38 +19,48 @@ from megatrain_ray.io.tokens.token_files import IGNORED, Corpus
 from tests.support.texts import corpus_of
 
 SEQ_LEN = 7
+Learned = tuple[int, int, float]  # token before, token, loss weight
 
 
 class Chats(NamedTuple):
-    """Sequences in which no token stands twice, and what is learned of each."""
+    """Sequences in which no token stands twice, and how much each token is learned."""
 
     ids: list[list[int]]
-    masks: list[list[bool]]
+    weights: list[list[float]]
 
     @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """(token before, token) of all that is learned."""
-        both = zip(self.ids, self.masks, strict=True)
-        return [(ids[i - 1], ids[i]) for ids, mask in both for i in range(1, len(ids)) if mask[i]]
+    def learned(self) -> list[Learned]:
+        both = zip(self.ids, self.weights, strict=True)
+        return [(ids[i - 1], ids[i], own[i]) for ids, own in both for i in range(1, len(ids)) if own[i]]
 
     def corpus(self) -> Corpus:
-        return replace(corpus_of(*self.ids), supervised=np.concatenate(self.masks))
+        weights = np.concatenate(self.weights).astype(np.float32)
+        is_mask = np.isin(weights, (0, 1)).all()
+        return replace(corpus_of(*self.ids), loss_weights=weights.astype(np.bool_) if is_mask else weights)
 
     def windows(self, *, packing: bool) -> Windows:
         return cut(self.corpus(), seq_len=SEQ_LEN, packing=packing, vocab_size=1 << 16)
 
 
-def chats_of(masks: list[list[bool]], first: int = 300) -> Chats:
-    return Chats([[first + 10 * index + at for at in range(len(mask))] for index, mask in enumerate(masks)], masks)
+def chats_of(weights: Sequence[Sequence[float]], first: int = 300) -> Chats:
+    ids = [[first + 10 * index + at for at in range(len(own))] for index, own in enumerate(weights)]
+    return Chats(ids, [list(map(float, own)) for own in weights])
 
 
-MASK = st.lists(st.booleans(), min_size=2, max_size=SEQ_LEN + 1).filter(lambda mask: any(mask[1:]))
-CHATS = st.lists(MASK, min_size=2, max_size=12).map(chats_of)
+def sequences(weight: st.SearchStrategy[float]) -> st.SearchStrategy[Chats]:
+    one = st.lists(weight, min_size=2, max_size=SEQ_LEN + 1).filter(lambda own: any(own[1:]))
+    return st.lists(one, min_size=2, max_size=12).map(chats_of)
 
 
-def pairs(batch: Batch) -> list[tuple[int, int]]:
+CHATS = sequences(st.booleans()) | sequences(st.sampled_from([0.0, 1.0, 0.5, 3.0]))
+
+
+def learned(batch: Batch) -> list[Learned]:
     there = batch.targets != IGNORED
-    return list(zip(batch.input_ids[there].tolist(), batch.targets[there].tolist(), strict=True))
+    weights = there.float() if batch.loss_weights is None else batch.loss_weights
+    assert not weights[~there].any()
+    columns = (tensor[there].tolist() for tensor in (batch.input_ids, batch.targets, weights))
+    return list(zip(*columns, strict=True))
 
 
 @settings(deadline=None, derandomize=True)
@@ -59,16 +70,17 @@ def test_every_learned_token_comes_once_an_epoch_wherever_the_run_is_resumed(
 ) -> None:
     windows = chats.windows(packing=packing)
     ours = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=1)
-    seen: Counter[tuple[int, int]] = Counter()
+    seen: Counter[Learned] = Counter()
     for _ in range(windows.num_windows):  # so many rows a batch, so as many epochs as rows a batch
         if data.draw(st.booleans()):
             position = json.loads(json.dumps(ours.position))
             ours = BatchStream(chats.windows(packing=packing), batch_size=batch_size, shuffle=True, seed=1)
             ours.seek(position)
         batch = ours.next_batch()
-        assert batch.num_supervised == len(pairs(batch)) > 0
-        seen.update(pairs(batch))
-    assert seen == Counter(dict.fromkeys(chats.pairs, batch_size))
+        assert batch.num_supervised == len(learned(batch)) > 0
+        assert batch.total_weight == sum(weight for *_, weight in learned(batch))
+        seen.update(learned(batch))
+    assert seen == Counter(dict.fromkeys(chats.learned, batch_size))
     assert (ours.position["epoch"], ours.position["cursor"]) == (batch_size, 0)
 
 
@@ -89,7 +101,7 @@ def test_rows_hold_whole_sequences_told_apart(chats: Chats) -> None:
 def test_a_packed_row_as_it_is_learned() -> None:
     chats = chats_of([[False, False, True], [False] * 5 + [True], [True, True], [False, True, True]])
     windows = chats.windows(packing=True)
-    batch = assemble(windows.rows(np.arange(windows.num_windows)))
+    batch = assemble(windows.rows(np.arange(windows.num_windows)), weighted=False)
     assert batch.input_ids.tolist() == [[300, 301, 302, 320, 321, 330, 331], [310, 311, 312, 313, 314, 315, 0]]
     assert batch.targets.tolist() == [
         [IGNORED, 302, IGNORED, 321, IGNORED, 331, 332],
@@ -102,19 +114,20 @@ def test_a_packed_row_as_it_is_learned() -> None:
 
 def test_alone_each_has_a_row_and_no_positions() -> None:
     chats = chats_of([[False, True, False], [False] * SEQ_LEN + [True]])
-    batch = assemble(chats.windows(packing=False).rows(np.arange(2)))
+    batch = assemble(chats.windows(packing=False).rows(np.arange(2)), weighted=False)
     assert batch.targets[0].tolist() == [301, *[IGNORED] * 6]
     assert batch.targets[1].tolist() == [*[IGNORED] * 6, 317]
     assert batch.positions is None
     assert (batch.num_supervised, batch.num_tokens) == (2, 3 + SEQ_LEN)
 
 
-def test_weighted_chats_keep_their_masks() -> None:
-    first, second = chats_of([[False, True]] * 3), chats_of([[False, False, True]] * 3, first=600)
+def test_weighted_chats_keep_their_loss_weights() -> None:
+    first, second = chats_of([[False, True]] * 3), chats_of([[0, 0, 0.5]] * 3, first=600)
     stream = MixedStream(
         [c.windows(packing=False) for c in (first, second)], [1, 1], batch_size=6, shuffle=True, seed=0
     )
-    assert sorted(pairs(stream.next_batch())) == sorted(first.pairs + second.pairs)
+    assert stream.weighted
+    assert sorted(learned(stream.next_batch())) == sorted(first.learned + second.learned)
 
 
 # --- which sequences share a row ---

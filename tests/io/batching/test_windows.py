@@ -29,7 +29,7 @@ def windows_of(documents: list[list[int]], seq_len: int, *, packing: bool) -> Wi
 
 
 def whole(windows: Windows) -> Batch:
-    return assemble(windows.rows(np.arange(windows.num_windows)))
+    return assemble(windows.rows(np.arange(windows.num_windows)), weighted=False)
 
 
 def pairs(batch: Batch) -> list[tuple[int, int]]:
@@ -92,9 +92,9 @@ def test_a_short_packed_window_is_padded() -> None:
 
 def test_a_batch_whose_rows_hold_one_document_each_has_no_positions() -> None:
     windows = cut(corpus_of(b"abcdef", b"ghijkl"), seq_len=2, packing=True, vocab_size=257)
-    batch = assemble(windows.rows(np.array([0, 1, 3])))
+    batch = assemble(windows.rows(np.array([0, 1, 3])), weighted=False)
     assert batch.positions is None
-    crossing = assemble(windows.rows(np.array([0, 2])))
+    crossing = assemble(windows.rows(np.array([0, 2])), weighted=False)
     assert crossing.positions is not None
     assert crossing.positions.tolist() == [[0, 1], [0, 0]]
 
@@ -119,7 +119,7 @@ def test_packed_and_unpacked_targets_are_equal_for_documents_within_a_window(siz
     documents = numbered(sizes)
     packed = PackedWindows(corpus_of(*documents), 16, END)
     rows = packed.rows(np.arange(packed.num_windows))
-    batch = assemble(rows)
+    batch = assemble(rows, weighted=False)
     ended = [[*document, END] for document in documents[:-1]] + documents[-1:]
     alone = {index: pairs(whole(windows_of([d], 16, packing=False))) for index, d in enumerate(ended) if len(d) > 1}
     seen = 0
@@ -144,7 +144,7 @@ def test_positions_begin_again_with_every_document(rows: list[list[int]]) -> Non
         documents.append([s for s, n in enumerate(lengths) for _ in range(n)] + [-1] * (pads + 1))
         expected.append([at for n in [*lengths, pads] for at in range(n)])
     shape = len(rows), width + 1
-    batch = assemble(Rows(np.zeros(shape, np.int64), np.array(documents), np.ones(shape, np.bool_)))
+    batch = assemble(Rows(np.zeros(shape, np.int64), np.array(documents), np.ones(shape, np.float32)), weighted=False)
     assert batch.sum_squared_lengths == sum(n * n for lengths in rows for n in lengths)
     assert (batch.positions is None) == all(len(lengths) == 1 for lengths in rows)
     if batch.positions is not None:

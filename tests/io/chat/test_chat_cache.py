@@ -70,8 +70,8 @@ def test_ids_lengths_and_the_mask(recipe: ChatRecipe, root: Path) -> None:
     text = b"q:ab#q:cd#rr:e#"
     assert bytes(corpus.tokens.tolist()) == text
     assert corpus.document_lengths.tolist() == [5, 10]
-    assert corpus.supervised is not None
-    shown = "".join(chr(c) if on else "." for c, on in zip(text, corpus.supervised, strict=True))
+    assert corpus.loss_weights is not None
+    shown = "".join(chr(c) if on else "." for c, on in zip(text, corpus.loss_weights, strict=True))
     assert shown == "..ab#..cd#...e#"
     mask = np.array([letter != "." for letter in shown])
     parts = np.array(list(text), np.uint16), np.array([5, 10], np.int64), mask

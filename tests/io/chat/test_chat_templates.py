@@ -106,7 +106,7 @@ def test_answers_and_their_end_marks_are_learned_token_by_token(folders: Path, n
     tokenizer = load_tokenizer(str(folders / name))
     chats = encoder_of(folders / name).encode(Conversation(tuple(messages)))
     plain = [text.translate({ord("«"): None, ord("»"): None}) for text in MARKED[name]]
-    got = [marked(tokenizer, text, c.ids, c.supervised) for text, c in zip(plain, chats, strict=True)]
+    got = [marked(tokenizer, text, c.ids, c.loss_weights > 0) for text, c in zip(plain, chats, strict=True)]
     assert got == MARKED[name]
 
 
@@ -165,7 +165,7 @@ def test_random_chats(
     for chat, n in zip(chats, upto, strict=True):
         assert chat.ids.tolist() == rendered(reference, messages[:n], tokenize=True)
         text = rendered(reference, messages[:n], tokenize=False)
-        parts += learned_parts(tokenizer, text, chat.ids, chat.supervised)
+        parts += learned_parts(tokenizer, text, chat.ids, chat.loss_weights > 0)
     for part, (_, answer) in zip(parts, pairs, strict=True):
         # Blanks at the start of an answer may be in one token with the line end of the prompt.
         whole = family.answer(answer)
@@ -186,7 +186,7 @@ def cached_encoder(folder: Path) -> ChatEncoder:
 def test_random_chats_as_bytes(system: str | None, pairs: list[tuple[str, str]]) -> None:
     encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes"))
     (chat,) = encoder.encode(Conversation(tuple(as_messages(system, pairs))))
-    learned = bytes(chat.ids[chat.supervised].astype(np.uint8)).decode()
+    learned = bytes(chat.ids[chat.loss_weights > 0].astype(np.uint8)).decode()
     assert learned == "".join(answer + "<|im_end|>" for _, answer in pairs)
     head = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     text = head + "".join(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>\n" for q, a in pairs)

@@ -57,14 +57,14 @@ def read(path: str, tally: RecordTally | None = None, *, template: str = SHORT, 
 
 def shown(sequence: TokenBlock) -> str:
     """Return the text, with the supervised bytes in capitals."""
-    letters = zip(bytes(sequence.ids.astype(np.uint8)).decode(), sequence.supervised, strict=True)
+    letters = zip(bytes(sequence.ids.astype(np.uint8)).decode(), sequence.loss_weights, strict=True)
     return "".join(letter.upper() if learned else letter for letter, learned in letters)
 
 
 def test_a_sequence_is_ids_mask_and_place(tmp_path: Path) -> None:
     (sequence,) = read(write(tmp_path, chat("q", "ab")))
     assert shown(sequence) == "q:AB#"
-    assert (sequence.ids.dtype, sequence.supervised.dtype) == (np.uint32, np.bool_)
+    assert (sequence.ids.dtype, sequence.loss_weights.dtype) == (np.uint32, np.float32)
     assert sequence.location == RecordLocation(tmp_path / "a.jsonl", "line", 1, read_bytes=0)
 
 
@@ -116,10 +116,10 @@ def test_any_cut_is_a_prefix_with_something_to_learn(
     (whole,) = (s for s in read(path) if s.location.number == 1)
     for sequence in read(path, tally, max_tokens=max(max_tokens, 3)):
         assert sequence.ids.size <= max(max_tokens, 3)
-        assert sequence.supervised[1:].any()
+        assert sequence.loss_weights[1:].any()
         if sequence.location.number == 1:
             assert whole.ids[: sequence.ids.size].tolist() == sequence.ids.tolist()
-            assert whole.supervised[: sequence.ids.size].tolist() == sequence.supervised.tolist()
+            assert whole.loss_weights[: sequence.ids.size].tolist() == sequence.loss_weights.tolist()
             assert sequence.ids[-1] == ord("#") or tally.counts[RecordOutcome.CUT_INSIDE]
 
 
@@ -157,13 +157,13 @@ def test_a_token_of_prompt_and_answer_is_learned_for_its_visible_part(tmp_path: 
     encoder = ChatEncoder(load_tokenizer(str(tmp_path)), template)
     for answer, learned in [("be", [False, True, True]), (" be", [False, False, True, True])]:
         (encoded,) = encoder.encode(Conversation(tuple(chat("q", answer)["messages"])))
-        assert encoded.supervised.tolist() == learned
+        assert encoded.loss_weights.tolist() == learned
 
 
 def test_a_template_that_rewrites_earlier_answers_gives_a_sequence_for_each(tmp_path: Path) -> None:
     path, tally = write(tmp_path, chat("q", "a", "r", "b", "s", "c")), RecordTally()
     sequences = read(path, tally, template=(TEMPLATES / "qwen3.jinja").read_text(), max_tokens=1000)
-    learned = [bytes(s.ids[s.supervised].astype(np.uint8)).decode() for s in sequences]
+    learned = [bytes(s.ids[s.loss_weights > 0].astype(np.uint8)).decode() for s in sequences]
     assert learned == [f"<think>\n\n</think>\n\n{answer}<|im_end|>" for answer in "abc"]
     assert {s.location.number for s in sequences} == {1}
     assert tally.counts == {RecordOutcome.SPLIT: 1}
@@ -233,7 +233,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
         tally = RecordTally("skip")
         limits = {"max_tokens": 15000, "num_processes": num_processes}
         sequences = sequences_of(str(tmp_path / "*.jsonl"), tally, str(folder), **limits)
-        results.append(([(s.ids.tolist(), s.supervised.tolist(), s.location) for s in sequences], tally.lines()))
+        results.append(([(s.ids.tolist(), s.loss_weights.tolist(), s.location) for s in sequences], tally.lines()))
     assert results[0] == results[1]
     assert len(results[0][0]) > 300
     assert f"{tmp_path / 'b.jsonl'}, line 2: not valid JSON" in "\n".join(results[1][1])
@@ -280,5 +280,5 @@ def test_the_shipped_problems_are_learned_from_answer_to_end(tmp_path: Path) -> 
     assert not tally.counts
     for sequence, (_, answer) in zip(sequences, records, strict=True):
         expected = tokenizer.encode(answer["content"] + "<|eot_id|>")
-        assert sequence.ids[sequence.supervised].tolist() == expected.tolist()
-        assert sequence.supervised[-expected.size :].all()
+        assert sequence.ids[sequence.loss_weights > 0].tolist() == expected.tolist()
+        assert sequence.loss_weights[-expected.size :].all()

@@ -16,6 +16,8 @@ from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.encode_chats import read_token_record
 from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.tokens import token_files
+from megatrain_ray.io.tokens.token_files import is_weighted, is_whole
 from tests.support.texts import tokens_of
 
 
@@ -28,12 +30,21 @@ from tests.support.texts import tokens_of
         ({"input_ids": [0, 5, 6, 0], "labels": [-100, 5, 6, -100], "attention_mask": [0, 1, 1, 0]}, [5, 6], [1, 1]),
         ({"input_ids": [0, 5, 6, 0], "attention_mask": [0, 1, 1, 0]}, [5, 6], [1, 1]),
         ({"input_ids": []}, [], []),
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, [5, 6, 7], [0, 1, 1]),
+        ({"input_ids": [5, 6], "loss_mask": [True, False]}, [5, 6], [1, 0]),
+        ({"input_ids": [5, 6, 7], "weights": [0, 0.5, 2]}, [5, 6, 7], [0, 0.5, 2]),
+        (
+            {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "loss_mask": [1, 1, 0, 1], "weights": [2.0] * 4}
+            | {"attention_mask": [1, 1, 1, 0]},
+            [5, 6, 7],
+            [0, 2, 0],
+        ),
     ],
 )
-def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[int]) -> None:
-    found, supervised, _ = read_token_record(record)
+def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[float]) -> None:
+    found, loss_weights, _ = read_token_record(record)
     assert found.tolist() == ids
-    assert supervised.astype(int).tolist() == learned
+    assert loss_weights.tolist() == learned
 
 
 @pytest.mark.parametrize(
@@ -51,6 +62,10 @@ def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[i
         ({"input_ids": [1, 2], "labels": [1]}, "labels: has 1 numbers, input_ids 2; expected as many"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "token 0 has the label 2 and the id 1; expected the id itself"),
         ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "completion_mask: is not read; give labels"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "loss_mask: expected 0 and 1, got 0 to 2; others are weights"),
+        ({"input_ids": [1, 2], "weights": [1, -0.5]}, "expected numbers of 0 and more, token 1 has -0.5"),
+        ({"input_ids": [1, 2], "weights": [float("nan"), 1]}, "token 0 has nan"),
+        ({"input_ids": [1, 2], "weights": ["1", 1]}, "weights: expected a list of numbers"),
     ],
 )
 def test_what_is_refused(record: Any, message: str) -> None:
@@ -109,6 +124,24 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
             [np.fromfile(folder / f"{name}.bin", np.uint8).tolist() for name in ("tokens", "lengths", "supervised")]
         )
     assert found[0] == found[1]
+
+
+def test_weights_other_than_0_and_1_are_kept_as_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them comes after masks were written."""
+    monkeypatch.setattr(token_files, "CHUNK_TOKENS", 1)
+    weights = [[0, 1, 1], [0.5, 0.5], [1, 3]]
+    records = [{"input_ids": list(range(1, len(own) + 1)), "weights": own} for own in weights]
+    settings = data(write(tmp_path / "a.jsonl", records), packing=False)
+    folders = tokens_of(settings, tmp_path, 64)
+    assert is_whole(folders[0]) and is_weighted(folders[0])
+    assert sorted(file.name for file in folders[0].glob("*.bin")) == ["lengths.bin", "loss_weights.bin", "tokens.bin"]
+    stream = open_stream(settings, folders, 64, 3)
+    batch = stream.next_batch()
+    assert batch.loss_weights is not None
+    assert batch.loss_weights.tolist() == [[1, 1, 0, 0, 0], [0.5, 0, 0, 0, 0], [3, 0, 0, 0, 0]]
+    assert (batch.num_supervised, batch.total_weight) == (4, 5.5)
+    (folders[0] / "loss_weights.bin").write_bytes(bytes(4 * 7))
+    assert not is_whole(folders[0])
 
 
 def test_bad_records_and_ids_beyond_the_vocabulary_are_named(tmp_path: Path) -> None:
