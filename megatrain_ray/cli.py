@@ -95,14 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
         # Has a default, since argparse would else call overrides required if CONFIG is missing.
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as in train.lr=1e-4")
-    export = commands.add_parser(
-        "export", help="write the newest save as a Hugging Face folder, adapters as one of peft's"
-    )
+    export = commands.add_parser("export", help="write a save as a Hugging Face folder, adapters as one of peft's")
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     export.add_argument("out_dir", type=Path, metavar="OUT_DIR")
     export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
-    _add_generate(commands.add_parser("generate", help="text or answers of a run's newest save, or of any model"))
+    _add_step(export)
+    _add_generate(commands.add_parser("generate", help="text or answers of a run's save, or of any model"))
     inspect = commands.add_parser("inspect", help="how it stands, configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report = commands.add_parser("report", help="a page about a run: curves, where time went, memory, faults")
@@ -125,6 +124,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--what-if", action="store_true", help="what other memory, or other tokens a step, would change"
     )
     parser.add_argument("--price", type=_from_zero, metavar="PER_HOUR", help="of the machine: what the whole run costs")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    save = parser.add_mutually_exclusive_group()
+    save.add_argument("--step", type=_positive, metavar="N", help="the save of this step; default: the newest")
+    save.add_argument("--best", dest="step", action="store_const", const="best", help="that with the least eval_loss")
 
 
 def _from_zero(text: str) -> float:
@@ -184,6 +189,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's turn; without PROMPT, chat in the terminal"
     )
+    _add_step(parser)
     parser.add_argument("--system", metavar="TEXT", help="the chat's first turn")
     parser.add_argument("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer (512)")
     parser.add_argument("--temperature", type=_from_zero, metavar="T", help="0: the likeliest token (the model's)")

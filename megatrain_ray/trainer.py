@@ -33,7 +33,7 @@ from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import export_run, exported, load_exported
+from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
@@ -183,24 +183,29 @@ class Trainer:
                     return TrainOutput.of(run, *train(job, manifest, placement))
 
     def save_model(
-        self, output_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False
-    ) -> Path:
-        """Write the newest save as a Hugging Face folder, and return the folder.
+        self, output_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False,
+        step: SaveChoice = None,
+    ) -> Path:  # fmt: skip
+        """Write a save as a Hugging Face folder, and return the folder.
 
-        With `lora` this is a folder of peft's, or with `merge` the model with its adapters added in. Raises as
-        export_run does.
+        With `lora` this is a folder of peft's, or with `merge` the model with its adapters added in.
+
+        step: of the save; "best": that with the least held-out loss; None: the newest.
+
+        Raises as export_run does.
         """
-        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge)
+        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge, step=step)
         return Path(output_dir)
 
-    def load_model(self, dtype: Literal["bf16", "fp32"] | None = None) -> Any:
-        """Return the model of the newest save as a PreTrainedModel on the CPU, with its adapters added in.
+    def load_model(self, dtype: Literal["bf16", "fp32"] | None = None, *, step: SaveChoice = None) -> Any:
+        """Return the model of a save as a PreTrainedModel on the CPU, with its adapters added in.
 
         dtype: None: that of the working copy.
+        step: as in `save_model`.
 
         Meanwhile the run directory needs room for an export. Raises as export_run does.
         """
-        with exported(Path(self.config.run_dir), dtype) as folder:
+        with exported(Path(self.config.run_dir), dtype, step) as folder:
             return load_exported(folder)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:

@@ -29,7 +29,7 @@ def generate_text(options: Namespace) -> None:
         from megatrain_ray.generate.prompts_file import answer_file
 
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p)
-    with loaded(options.source, chat=options.chat) as model:
+    with loaded(options.source, chat=options.chat, step=options.step) as model:
         if options.seed is not None:
             set_seed(options.seed)
         if options.prompts is not None:

@@ -68,7 +68,7 @@ def export(options: Namespace) -> int:
     with spinner("exporting"):
         from megatrain_ray.export.export import describe_export, export_run
 
-        step = export_run(options.run_dir, options.out_dir, options.dtype, merge=options.merge)
+        step = export_run(options.run_dir, options.out_dir, options.dtype, merge=options.merge, step=options.step)
     for line in describe_export(options.out_dir, step):
         print(line)
     return 0

@@ -1,4 +1,4 @@
-"""Implements `megatrain export`: writes the newest save of a run as a Hugging Face folder, and describes that."""
+"""Implements `megatrain export`: writes a save of a run as a Hugging Face folder, and describes that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -42,21 +42,23 @@ from megatrain_ray.model.model_source import GENERATION_NAME, ModelSource, open_
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 
+SaveChoice = int | Literal["best"] | None  # of a step; with the least held-out loss; the newest
 MAX_TRIES = 5
 NO_EOS_TOKEN = "{%- set eos_token = '' -%}\n"  # begins a template
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False) -> int:
-    """Export the newest save of a run and return its step.
+def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False, step: SaveChoice = None) -> int:
+    """Export a save of a run and return its step.
 
     The tokenizer's files go with the weights. Of a run with `lora` only the adapters are exported, or, with `merge`,
     the model with the adapters added to its weights.
 
     dtype: bf16, fp32, or None for the working copy's.
+    step: of the save; "best": that with the least held-out loss; None: the newest.
 
-    Raises ConfigError for a folder that holds no run or no save, for an OUT_DIR that is in use, and for `merge` of a
-    run without adapters; MegatrainError for a damaged save. OUT_DIR appears complete or not at all.
+    Raises ConfigError for a folder that holds no run or no such save, for an OUT_DIR that is in use, and for `merge` of
+    a run without adapters; MegatrainError for a damaged save. OUT_DIR appears complete or not at all.
     """
     files = RunFiles(run_dir.absolute())
     config = files.read_config()
@@ -64,26 +66,40 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool =
         raise ConfigError(f"--merge: {run_dir} trained the model itself and has no adapters; leave --merge out")
     chosen = ExportDtype(dtype) if dtype else None
     for _ in range(MAX_TRIES):
-        saves = list_saves(files.saves)
-        if not saves:
-            raise ConfigError(f"{run_dir} holds no save yet: train until one is made (save_every), then export")
-        step = saves[-1]
+        number = choose_save(files, step)
         try:
-            _export(files, step, out_dir, chosen, config, merge=merge)
-            return step
+            _export(files, number, out_dir, chosen, config, merge=merge)
+            return number
         except MegatrainError:
-            if step in list_saves(files.saves):
+            if number in list_saves(files.saves):
                 raise
-            say(f"the save of step {step} was deleted by the run that goes on before it was read: taking the next one")
+            then = ": taking the next one" if step is None else ""
+            say(f"the save of step {number} was deleted by the run that goes on before it was read{then}")
     raise MegatrainError(
         f"{MAX_TRIES} saves were deleted before they were read: set a larger save_keep or save_every, or export when "
         "the run is over"
     )
 
 
+def choose_save(files: RunFiles, step: SaveChoice) -> int:
+    """Return the step of the save that `step` means, as in export_run. Raises ConfigError if there is no such save."""
+    saves = list_saves(files.saves)
+    if not saves:
+        raise ConfigError(f"{files.path} holds no save yet: train until one is made (save_every), then export")
+    chosen = saves[-1] if step is None else files.best_save if step == "best" else step
+    there = f"its saves are of steps {', '.join(map(str, saves))}"
+    if chosen is None:
+        raise ConfigError(f"no save of {files.path} was evaluated; {there}; save_best: true keeps the best one")
+    if chosen not in saves:
+        raise ConfigError(f"{files.path} holds no save of step {chosen}; {there}")
+    return chosen
+
+
 @contextmanager
-def exported(run_dir: Path, dtype: str | None = None) -> Iterator[Path]:
-    """Export the newest save of a run, its adapters added in, to a folder that lasts as long as the block.
+def exported(run_dir: Path, dtype: str | None = None, step: SaveChoice = None) -> Iterator[Path]:
+    """Export a save of a run, its adapters added in, to a folder that lasts as long as the block.
+
+    step: as in export_run.
 
     The folder is in the run's directory, which needs room for it. If the process is killed, the next export of this
     kind deletes what is left. Raises as export_run.
@@ -93,7 +109,7 @@ def exported(run_dir: Path, dtype: str | None = None) -> Iterator[Path]:
     with explained("write to", run_dir):
         holder = OwnedFolder.make(run_dir / f".export-{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
     try:
-        export_run(run_dir, holder.path / "model", dtype, merge=merge)
+        export_run(run_dir, holder.path / "model", dtype, merge=merge, step=step)
         yield holder.path / "model"
     finally:
         holder.remove()

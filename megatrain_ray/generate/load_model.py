@@ -15,7 +15,7 @@ from megatrain_ray.config.groups import HardwareConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import exported, load_exported
+from megatrain_ray.export.export import SaveChoice, exported, load_exported
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.hub import find_on_hub
@@ -45,10 +45,11 @@ class LoadedModel:
 
 
 @contextmanager
-def loaded(name: str, *, chat: bool) -> Iterator[LoadedModel]:
-    """Load the model that a run directory, a folder or a hub id means; of a run that of its newest save.
+def loaded(name: str, *, chat: bool, step: SaveChoice = None) -> Iterator[LoadedModel]:
+    """Load the model that a run directory, a folder or a hub id means.
 
     chat: whether it shall answer chats, for which it needs a chat template.
+    step: of the run's save, as in export_run.
 
     Raises ConfigError if there is no such model or it has no tokenizer or template, and as export_run.
     """
@@ -56,12 +57,14 @@ def loaded(name: str, *, chat: bool) -> Iterator[LoadedModel]:
     transformers_logging.disable_progress_bar()
     files = RunFiles(Path(name).absolute())
     if not files.holds_run:
+        if step is not None:
+            raise ConfigError(f"--step and --best name a save of a run, and {name} is no run directory")
         yield _load(_model_folder(name), name, {}, chat=chat)
         return
     arguments = files.read_config().data.chat_template_args
     with ExitStack() as stack:
-        with spinner("exporting the newest save"):
-            folder = stack.enter_context(exported(files.path))
+        with spinner("exporting a save"):
+            folder = stack.enter_context(exported(files.path, step=step))
         yield _load(folder, name, arguments, chat=chat)
 
 

@@ -44,7 +44,10 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     rows, evaluations = files.rows(), files.evaluations()
     problems = _problems(files.saves)
     steps = sorted(problems.keys() & list_saves(files.saves))
-    saves = [f"step {step:<8} {_save(files.saves, step)}" for step in steps]
+    saves = [
+        f"step {step:<8} {_save(files.saves, step)}{', the least eval_loss' if step == files.best_save else ''}"
+        for step in steps
+    ]
     saves += [
         f"{path.name:<18} {format_bytes(_size(path))}, set aside: nothing reads or deletes it"
         for path in list_set_aside(files.saves)

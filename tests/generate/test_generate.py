@@ -133,6 +133,7 @@ def test_a_chat_in_a_terminal_keeps_its_history(
         (["{adapter}", "p"], "holds adapters without their model: name the run, or export it with --merge"),
         (["{broken}", "p"], "Transformers cannot load"),
         (["{run}", "p"], "holds no save yet"),
+        (["{model}", "p", "--best"], "--step and --best name a save of a run, and {model} is no run directory"),
     ],
 )
 def test_bad_input(model: str, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -147,6 +148,6 @@ def test_bad_input(model: str, tmp_path: Path, arguments: list[str], message: st
     named = {name: str(tmp_path / name) for name in ("bare", "plain", "adapter", "broken", "run")}
     done = cli_here("generate", *(text.format(model=model, here=tmp_path, **named) for text in arguments))
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    assert message.replace("{model}", model) in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list((tmp_path / "run").glob(".export-*"))
