@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatrain_ray.errors import ConfigError
 
@@ -31,7 +31,7 @@ class HubFolder:
         """Fetch those of `files` that are not in the cache. Raises ConfigError if one cannot be fetched."""
         for file in files:
             if not (self.path / file).is_file():
-                with _explained(self.key, self.repository, file):
+                with explained(self.key, self.repository, file):
                     _fetch(self.repository, self.path.name, file)
 
     def add(self, files: Iterable[str]) -> None:
@@ -45,7 +45,7 @@ class HubFolder:
         for file in files:
             if try_to_load_from_cache(self.repository, file, revision=self.path.name) is not None:
                 continue
-            with _explained(self.key, self.repository, file), suppress(EntryNotFoundError):
+            with explained(self.key, self.repository, file), suppress(EntryNotFoundError):
                 try:
                     _fetch(self.repository, self.path.name, file)
                 except (LocalEntryNotFoundError, ConnectionError):
@@ -55,7 +55,7 @@ class HubFolder:
         """Fetch the repository's Python files. Raises ConfigError."""
         from huggingface_hub import snapshot_download
 
-        with _explained(self.key, self.repository, "Python code"):
+        with explained(self.key, self.repository, "Python code"):
             snapshot_download(self.repository, revision=self.path.name, allow_patterns="*.py")
 
 
@@ -79,7 +79,7 @@ def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> 
         cached = try_to_load_from_cache(repository, required, revision=revision)
     except ValueError:  # the hub's rules for names are stricter than HUB_ID
         return None
-    with _explained(key, repository, required):
+    with explained(key, repository, required):
         path = Path(cached) if isinstance(cached, str) else _fetch(repository, revision, required)
     folder = HubFolder(key, repository, path.parent)
     folder.add(optional)
@@ -93,16 +93,20 @@ def _fetch(repository: str, revision: str, file: str) -> Path:
 
 
 @contextmanager
-def _explained(key: str, repository: str, file: str) -> Iterator[None]:
+def explained(key: str, repository: str, file: str, repo_type: Literal["model", "dataset"] = "model") -> Iterator[None]:
     """Turn what the hub's library raises in the block into a ConfigError that says what to do."""
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:  # of the hub's own classes, of its HTTP library, or OSError
-        raise ConfigError(f"{key}: {repository}: {_reason(repository, file, error)}") from None
+        raise ConfigError(f"{key}: {repository}: {_reason(repository, file, error, repo_type)}") from None
 
 
-def _reason(repository: str, file: str, error: Exception) -> str:
+def _reason(repository: str, file: str, error: Exception, repo_type: str) -> str:
     from huggingface_hub import errors
+
+    command = f"hf download {'--repo-type dataset ' * (repo_type == 'dataset')}{repository}"
 
     reasons: list[tuple[Any, str]] = [
         (errors.GatedRepoError, "the hub asks for its terms to be accepted there first, and for `hf auth login`"),
@@ -115,9 +119,12 @@ def _reason(repository: str, file: str, error: Exception) -> str:
         (
             (errors.LocalEntryNotFoundError, ConnectionError),
             f"no such folder (relative paths start at {Path.cwd()}), and {file} is not in the hub's cache, while the "
-            f"hub cannot be reached: give a local folder, or run `hf download {repository}` with a network",
+            f"hub cannot be reached: give a local folder, or run `{command}` with a network",
         ),
-        (errors.EntryNotFoundError, f"the repository on the hub has no {file}; pickled weights are not read"),
+        (
+            errors.EntryNotFoundError,
+            f"the repository on the hub has no {file}{'; pickled weights are not read' * (repo_type == 'model')}",
+        ),
     ]
     for kind, reason in reasons:
         if isinstance(error, kind):

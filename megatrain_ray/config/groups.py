@@ -50,7 +50,8 @@ class DataConfig(Group):
     kind: Literal["pretrain", "sft", "tokens"] = "pretrain"
     """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids. Keys of other kinds are refused."""
     path: Sources
-    """File, glob, folder, a list of these, or a list of {path, weight}. Formats: .jsonl, .json, .csv, .tsv (each also
+    """File, glob, folder, hub id (OWNER/NAME), a list of these, or a list of {path, weight} or {hub, name, split,
+    revision, weight}. Formats: .jsonl, .json, .csv, .tsv (each also
     with .gz or .zst), .parquet, .arrow; texts: .txt as well; chats: dataset_info.json as well."""
     eval_path: Sources | None = None
     """Held-out data for eval_every, given like data.path."""

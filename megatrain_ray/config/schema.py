@@ -7,7 +7,8 @@ from typing import Any, Self
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from megatrain_ray.config.checks import describe_problems, disagreements
-from megatrain_ray.config.groups import Settings
+from megatrain_ray.config.groups import DataConfig, Settings
+from megatrain_ray.config.values import with_commits
 from megatrain_ray.errors import ConfigError
 
 
@@ -39,12 +40,14 @@ class TrainConfig(Settings):
         return self.model_copy(update={"train": self.train.model_copy(update=split)})
 
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
-        """Return the configuration with tokenizer and batch split filled in.
+        """Return the configuration with tokenizer, batch split and commits of data sets filled in.
+
+        Data sets of the hub are read at the commits that the `earlier` run read.
 
         If the split is left open, that of the `earlier` run is used if it has the same batch size. Otherwise it remains
         open for the plan.
         """
-        split, data = self.split(), self.data.model_copy(update={"tokenizer": self.tokenizer})
+        split, data = self.split(), self._resolved_data(earlier.data if earlier else None)
         whole = self.with_split(*split).model_copy(update={"data": data})
         if whole.train.batch_size == self.hardware.num_gpus or not self.train.split_is_free:
             return whole
@@ -53,3 +56,11 @@ class TrainConfig(Settings):
             if as_before.train.batch_size == earlier.train.batch_size == whole.train.batch_size:
                 return as_before
         return whole.model_copy(update={"train": self.train.model_copy(update={"batch_size": whole.train.batch_size})})
+
+    def _resolved_data(self, earlier: DataConfig | None) -> DataConfig:
+        update: dict[str, Any] = {"tokenizer": self.tokenizer}
+        if earlier is not None:
+            update["path"] = with_commits(self.data.path, earlier.path)
+            if self.data.eval_path is not None and earlier.eval_path is not None:
+                update["eval_path"] = with_commits(self.data.eval_path, earlier.eval_path)
+        return self.data.model_copy(update=update)

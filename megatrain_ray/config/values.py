@@ -26,6 +26,28 @@ class WeightedPath(Group):
     """Its share of the windows, in proportion to the other weights."""
 
 
+class HubDataset(Group):
+    hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+    """OWNER/NAME of a data set on the Hugging Face hub."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Its configuration (subset), where it has several."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """Its split."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Branch, tag or commit; null: main."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Its share of the windows, in proportion to the other weights."""
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    """The commit that is read. A run writes it into its own configuration when it begins, and a resume reads it."""
+
+    def __str__(self) -> str:
+        named = f", {self.name}" if self.name else ""
+        return f"{self.hub}{f'@{self.revision}' if self.revision else ''}{named}, {self.split}"
+
+
+Source = str | WeightedPath | HubDataset
+
+
 def auto_or_switch(value: Any) -> Any:
     """Accept "auto", true or false. Raises ValueError for anything else."""
     if value != "auto" and not isinstance(value, bool):
@@ -58,17 +80,48 @@ def wandb_project(value: Any) -> Any:
 
 
 def sources_of_data(value: Any) -> Any:
-    sources = [value] if isinstance(value, str) else value
-    expected = f"expected a path, a glob, a list of these, or a list of {{path, weight}}; got {value!r}"
-    if not isinstance(sources, (list, tuple)) or not sources:
+    given = [value] if isinstance(value, (str, dict)) else value
+    expected = (
+        f"expected a path, a glob, a list of these, or a list of {{path, weight}} or {{hub: OWNER/NAME}}; got {value!r}"
+    )
+    if not isinstance(given, (list, tuple)) or not all(given) or not given:
         raise ValueError(expected)
-    if all(isinstance(source, (dict, WeightedPath)) for source in sources):
-        return tuple(_weighted_path(source) for source in sources)
-    if any(isinstance(source, (dict, WeightedPath)) for source in sources):
+    sources = tuple(_source(source) if isinstance(source, dict) else source for source in given)
+    if not all(isinstance(source, (str, WeightedPath, HubDataset)) for source in sources):
+        raise ValueError(expected)
+    if len({weight_of(source) is None for source in sources}) > 1:
         raise ValueError("some sources have a weight and some none; give each as {path, weight}, or none")
-    if not all(isinstance(source, str) and source for source in sources):
-        raise ValueError(expected)
-    return value if isinstance(value, str) else tuple(sources)
+    return value if isinstance(value, str) else sources
+
+
+def with_commits(new: str | tuple[Source, ...], earlier: str | tuple[Source, ...]) -> str | tuple[Source, ...]:
+    """Return the sources with the commits of those data sets of the hub that an earlier start read."""
+    news, before = listed(new), listed(earlier)
+    if len(news) != len(before):
+        return new
+    found = tuple(old if _is_same(source, old) else source for source, old in zip(news, before, strict=True))
+    return new if found == news else found
+
+
+def listed(sources: str | tuple[Source, ...]) -> tuple[Source, ...]:
+    """Return sources as a list, which may be one path."""
+    return (sources,) if isinstance(sources, str) else sources
+
+
+def _is_same(source: Source, before: Source) -> bool:
+    """Return whether a source is the data set of the hub that another one, with its commit, is."""
+    if not isinstance(before, HubDataset) or weight_of(source) != before.weight:
+        return False
+    if isinstance(source, HubDataset):
+        return source.commit is None and source.model_copy(update={"commit": before.commit}) == before
+    path = source if isinstance(source, str) else source.path
+    short = HubDataset(hub=before.hub, revision=before.revision, weight=before.weight, commit=before.commit)
+    return short == before and path == "@".join(filter(None, (before.hub, before.revision)))
+
+
+def weight_of(source: str | WeightedPath | HubDataset) -> float | None:
+    """Return the weight of a source of data; None: it has none."""
+    return None if isinstance(source, str) else source.weight
 
 
 def names_of_data(value: Any) -> Any:
@@ -89,7 +142,9 @@ def name_patterns(value: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _weighted_path(source: Any) -> WeightedPath:
+def _source(source: dict[Any, Any]) -> WeightedPath | HubDataset:
+    if "hub" in source:
+        return _hub_dataset(source)
     try:
         return WeightedPath.model_validate(source)
     except ValidationError as error:
@@ -98,6 +153,16 @@ def _weighted_path(source: Any) -> WeightedPath:
         else:
             message = f"expected {{path: a path or a glob, weight: a number}}, got {source!r}"
         raise ValueError(message) from None
+
+
+def _hub_dataset(source: dict[Any, Any]) -> HubDataset:
+    try:
+        return HubDataset.model_validate(source)
+    except ValidationError as error:
+        keys = ", ".join(str(problem["loc"][0]) for problem in error.errors())
+        raise ValueError(
+            f"expected {{hub: OWNER/NAME, name, split, revision, weight}}, got {source!r}: see {keys}"
+        ) from None
 
 
 def model_settings(value: Any) -> dict[str, Any] | str:
@@ -123,7 +188,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)]
 StepsOrSeconds = Annotated[int | str, BeforeValidator(steps_or_seconds)]
-Sources = Annotated[str | tuple[str, ...] | tuple[WeightedPath, ...], BeforeValidator(sources_of_data)]
+Sources = Annotated[str | tuple[Source, ...], BeforeValidator(sources_of_data)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(name_patterns)]
 ModelSettings = Annotated[dict[str, Any] | Text, BeforeValidator(model_settings)]

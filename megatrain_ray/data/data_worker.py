@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.config.values import WeightedPath
+from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
 from megatrain_ray.io.batching.mixture import MixedStream
@@ -22,13 +22,18 @@ from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 REMEMBERED_STEPS = 1024  # positions kept: more than the steps that are made while a save is written
 
 
-def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, str | tuple[str, ...]]:
+def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, tuple[Source, ...]]:
     """Return what data.path, or `key` in messages, holds for each source, by name. Without weights there is one."""
-    weighted = [source for source in data.path if isinstance(source, WeightedPath)]
-    if weighted:
-        return {f"{key}[{index}], {source.path}": source.path for index, source in enumerate(weighted)}
-    plain = data.path if isinstance(data.path, str) else tuple(map(str, data.path))
-    return {plain if isinstance(plain, str) else ", ".join(plain): plain}
+    parts = listed(data.path)
+    names = [part.path if isinstance(part, WeightedPath) else str(part) for part in parts]
+    if weights_of(data):
+        return {f"{key}[{k}], {name}": (part,) for k, (name, part) in enumerate(zip(names, parts, strict=True))}
+    return {", ".join(names): parts}
+
+
+def weights_of(data: DataConfig) -> list[float]:
+    """Return the weight of each source; none if data.path is one source."""
+    return [weight for source in listed(data.path) if (weight := weight_of(source)) is not None]
 
 
 def open_stream(
@@ -36,8 +41,7 @@ def open_stream(
 ) -> BatchStream | MixedStream:
     """Open the batches of data.path from the token folder of each source. Raises ConfigError if one is wrong."""
     sources = _windows(data, tokens, vocab_size, whole=False)
-    weights = [source.weight for source in data.path if isinstance(source, WeightedPath)]
-    if weights:
+    if weights := weights_of(data):
         return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
     return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
 
@@ -66,7 +70,7 @@ class HeldOutData:
     @property
     def weights(self) -> tuple[float, ...]:
         """Return the weight of each source in the mean over sources; of a single source it is 1."""
-        return tuple(source.weight for source in self.data.path if isinstance(source, WeightedPath)) or (1.0,)
+        return tuple(weights_of(self.data)) or (1.0,)
 
     def open(self) -> HeldOut:
         with naming_eval_path():

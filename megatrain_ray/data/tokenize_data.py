@@ -17,6 +17,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_eval_path, sources_of
+from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
@@ -43,27 +44,27 @@ def tokenize(
 
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
-    sources = sources_of(data, key)
-    recipes = {name: _recipe(path, data, tokenizer) for name, path in sources.items()}
-    for path in sources.values():
+    paths = {name: local_paths(parts) for name, parts in sources_of(data, key).items()}
+    recipes = {name: _recipe(path, data, tokenizer) for name, path in paths.items()}
+    for path in paths.values():
         for note in describe_folders(path, TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES):
             say(note)
     return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
 
 
 def missing_data(data: DataConfig) -> Iterator[str]:
-    """Yield a message for each problem with the files that data.path and data.eval_path name. Reads no text."""
+    """Yield a message for each problem with the local files that data.path and data.eval_path name. Reads no text."""
     for part, naming in ((data, nullcontext()), (data.held_out, naming_eval_path())):
         try:
             with naming:
                 if part is not None:
-                    _find(part)
+                    _find(part, may_fetch=False)
         except (ConfigError, OSError) as error:
             yield str(error)
 
 
 def check_there(config: TrainConfig) -> None:
-    """Raise ConfigError if files of a run's data are missing. Reads no text."""
+    """Raise ConfigError if files of a run's data are missing; those of the hub are fetched. Reads no text."""
     _find(config.data)
     if config.eval_every and config.data.held_out is not None:
         with naming_eval_path():
@@ -85,15 +86,18 @@ def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
         )
 
 
-def _find(data: DataConfig) -> None:
-    for path in sources_of(data).values():
+def _find(data: DataConfig, *, may_fetch: bool = True) -> None:
+    for parts in sources_of(data).values():
+        path = local_paths(parts, may_fetch=may_fetch)
+        if not path:
+            continue
         if data.kind == "pretrain":
             find_files(path)
         else:
             find_chats(path, data.dataset, data.chat_format)
 
 
-def _recipe(path: str | Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
+def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
     if data.kind == "pretrain":
         return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records)
     if data.kind == "tokens":

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.values import WeightedPath
+from megatrain_ray.config.values import HubDataset, WeightedPath, listed, weight_of
+from megatrain_ray.config.yaml_file import resume_diff
 from megatrain_ray.errors import ConfigError
 from tests.support.settings import MISSING, config, settings
 
@@ -139,7 +140,7 @@ def test_it_cannot_be_changed_and_survives_pickling() -> None:
         ({"log__every": "1m"}, "log.every: expected seconds, as in 30s, got '1m'"),
         ({"log__every": "0s"}, "log.every: expected seconds, as in 30s, got '0s'"),
         ({"data__path": []}, "data.path: expected a path, a glob, a list of these, or a list of "
-                               "{path, weight}; got []"),
+                               "{path, weight} or {hub: OWNER/NAME}; got []"),
     ],
 )  # fmt: skip
 def test_a_wrong_type_names_key_expected_and_got(changes: dict[str, Any], message: str) -> None:
@@ -327,16 +328,37 @@ def test_a_save_comes_after_the_smaller_interval() -> None:
     assert (weighted.path, weighted.seq_len, weighted.held_out) == ((WeightedPath(path="a", weight=2),), 8, None)
 
 
+def test_a_data_set_of_the_hub_is_read_at_the_commit_of_the_runs_first_start() -> None:
+    hub = {"hub": "o/data", "split": "test"}
+    assert [str(source) for source in config(data__path=hub).data.path] == ["o/data, test"]
+    for path in ("o/data@v1", [{"path": "o/data@v1", "weight": 2}], hub, [{**hub, "name": "en"}, "more.txt"]):
+        new = config(data__path=path)
+        named = HubDataset(hub="o/data", revision="v1") if "@v1" in str(path) else listed(new.data.path)[0]
+        first = named.model_copy(update={"commit": "a" * 40, "weight": weight_of(listed(new.data.path)[0])})
+        earlier = new.model_copy(
+            update={"data": new.data.model_copy(update={"path": (first, *listed(new.data.path)[1:])})}
+        )
+        assert resume_diff(earlier, new) == []
+        assert new.resolve(earlier).data.path == earlier.data.path
+        other = config(data__path={"hub": "o/data", "split": "other"})
+        assert resume_diff(earlier, other)[0].startswith("data.path: ")
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
+        ([{"hub": "a/b"}, {"path": "a", "weight": 1}], "some sources have a weight and some none"),
+        ({"hub": "a"}, "expected {hub: OWNER/NAME, name, split, revision, weight}, got {'hub': 'a'}: see hub"),
+        (
+            {"hub": "a/b", "subset": "c"},
+            "expected {hub: OWNER/NAME, name, split, revision, weight}, got {'hub': 'a/b', ",
+        ),
         ([{"path": "a"}], "expected {path: a path or a glob, weight: a number}, got {'path': 'a'}"),
         ([{"path": "a", "weight": True}], "expected {path: a path or a glob, weight: a number}, got {'path': 'a', "),
         ([{"path": "a", "weight": 1, "share": 2}], "expected {path: a path or a glob, weight: a number}, got {"),
         ([{"path": "a", "weight": 0}], "the weight of a is 0; expected a number more than 0"),
         ([{"path": "a", "weight": float("inf")}], "the weight of a is inf; expected a number more than 0"),
         (["a", {"path": "b", "weight": 1}], "some sources have a weight and some none"),
-        ({"path": "a", "weight": 1}, "expected a path, a glob, a list of these, or a list of {path, weight}; got {"),
     ],
 )
 def test_weighted_sources_that_are_none(path: Any, message: str) -> None:

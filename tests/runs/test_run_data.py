@@ -9,7 +9,10 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 
+from megatrain_ray.config.yaml_file import read_settings
+from tests.support.fake_hub import COMMIT, fill_cache
 from tests.support.in_process import Train
 from tests.support.runs import config, losses, rows, write_config
 from tests.support.tiny import TEXT, build_tiny
@@ -27,13 +30,24 @@ def write_sources(folder: Path) -> list[dict[str, Any]]:
     return [{"path": str(folder / name), "weight": weight} for name, weight in shares.items()]
 
 
-def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(tmp_path: Path, train: Train) -> None:
+def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the sources is a data set of the hub, whose main branch moves on in between."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    rows_of_hub = {"train.jsonl": b'{"text": "the same text, of two rows: ' + b"ab" * 40 + b'"}\n'}
+    fill_cache(tmp_path / "hub", "owner/texts", rows_of_hub, kind="datasets")
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=6, save_every=3, save_keep=9)
-    tree["data"] |= {"path": write_sources(tmp_path / "data"), "packing": False}
+    sources = [*write_sources(tmp_path / "data"), {"hub": "owner/texts", "weight": 3}]
+    tree["data"] |= {"path": sources, "packing": False}
     path = write_config(tmp_path / "config.yaml", tree)
     first = train(str(path))
     assert first.returncode == 0, first.stderr
-    assert first.stderr.count("\ntokenized ") + first.stderr.startswith("tokenized ") == 3
+    assert first.stderr.count("\ntokenized ") + first.stderr.startswith("tokenized ") == 4
+    assert f"owner/texts, train: commit {COMMIT} on the hub" in first.stderr
+    assert read_settings(tmp_path / "run" / "config.yaml")["data"]["path"][3]["commit"] == COMMIT
+    fill_cache(tmp_path / "hub", "owner/texts", {"train.jsonl": b'{"text": "another"}\n'}, "f" * 40, "datasets")
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "saves" / "step_6")
     second = train(str(path))

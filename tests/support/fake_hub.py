@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def fill_cache(cache: Path, repository: str, files: Mapping[str, bytes], commit: str = COMMIT) -> Path:
-    """Write what huggingface_hub leaves of a repository's main branch, and return the folder of its files."""
-    root = cache / f"models--{repository.replace('/', '--')}"
+def fill_cache(
+    cache: Path, repository: str, files: Mapping[str, bytes], commit: str = COMMIT, kind: str = "models"
+) -> Path:
+    """Write what huggingface_hub leaves of a repository's main branch, and return the folder of its files.
+
+    kind: models or datasets.
+    """
+    root = cache / f"{kind}--{repository.replace('/', '--')}"
     folder = root / "snapshots" / commit
     folder.mkdir(parents=True)
     (root / "refs").mkdir(exist_ok=True)
@@ -23,6 +30,11 @@ def fill_cache(cache: Path, repository: str, files: Mapping[str, bytes], commit:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder
+
+
+def commit_of(branch: str) -> str:
+    """Return the commit that the server has a branch at."""
+    return COMMIT if branch == "main" else hashlib.sha1(branch.encode()).hexdigest()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -33,14 +45,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
 class Hub:
     """Holds the address of the server, the files of each repository, and in `asked` all requests in order."""
 
-    repositories: Mapping[str, Mapping[str, bytes]]
+    repositories: Mapping[str, Mapping[str, bytes] | None]
     url: str = ""
     asked: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def serve(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
-    """Serve main and COMMIT as huggingface.co does, as far as a download of single files needs it."""
+def serve(repositories: Mapping[str, Mapping[str, bytes] | None]) -> Iterator[Hub]:
+    """Serve main and COMMIT as huggingface.co does, as far as a download of single files and a list of them need it.
+
+    A data set is named as in addresses, `datasets/OWNER/NAME`. Another branch of it has `@BRANCH` behind its name, and
+    `commit_of(BRANCH)` as its commit. The name of a repository that is gated maps to None.
+    """
     hub = Hub(repositories)
 
     class Handler(BaseHTTPRequestHandler):
@@ -52,21 +68,34 @@ def serve(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
 
         def _answer(self, *, with_content: bool) -> None:
             hub.asked.append(f"{self.command} {self.path}")
-            repository, _, rest = self.path.removeprefix("/").partition("/resolve/")
-            revision, _, name = rest.partition("/")
-            files = hub.repositories.get(repository)
+            is_list = self.path.startswith("/api/")
+            mark = "/revision/" if is_list else "/resolve/"
+            repository, _, rest = self.path.removeprefix("/").removeprefix("api/").partition(mark)
+            revision, _, name = (unquote(part) for part in rest.partition("/"))
+            branches = {"main": repository} | {
+                known.partition("@")[2]: known for known in hub.repositories if known.startswith(f"{repository}@")
+            }
+            by_revision = branches | {commit_of(branch): known for branch, known in branches.items()}
+            files = hub.repositories.get(by_revision.get(revision, ""))
             problem = (
                 "RepoNotFound"
-                if files is None
+                if repository not in hub.repositories
                 else "RevisionNotFound"
-                if revision not in ("main", COMMIT)
+                if revision not in by_revision
+                else "GatedRepo"
+                if files is None
                 else "EntryNotFound"
-                if name not in files
+                if name not in files and not is_list
                 else None
             )
-            content = files[name] if files is not None and problem is None else b""
-            self.send_response(404 if problem else 200)
-            self.send_header("X-Repo-Commit", COMMIT)
+            commit = commit_of(next((b for b in branches if revision in (b, commit_of(b))), "main"))
+            content = b""
+            if files is not None and problem is None:
+                siblings = [{"rfilename": file} for file in files]
+                info = {"id": repository.removeprefix("datasets/"), "sha": commit, "siblings": siblings}
+                content = json.dumps(info).encode() if is_list else files[name]
+            self.send_response(200 if problem is None else 403 if problem == "GatedRepo" else 404)
+            self.send_header("X-Repo-Commit", commit)
             self.send_header("Content-Length", str(len(content)))
             if problem:
                 self.send_header("X-Error-Code", problem)

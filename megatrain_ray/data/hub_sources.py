@@ -1,0 +1,63 @@
+"""Fixes the commits of a run's data sets of the hub, and turns sources of data into local paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.values import HubDataset, Source, WeightedPath, listed, weight_of
+from megatrain_ray.console.logs import say
+from megatrain_ray.data.data_worker import naming_eval_path
+from megatrain_ray.io.records.hub_datasets import fetch, find_commit, short_form
+
+
+def fix_commits(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the commit of each data set of the hub that has none yet, and print these.
+
+    Raises ConfigError as find_commit.
+    """
+    update = {}
+    keys = ["path", "eval_path"] if config.eval_every else ["path"]
+    for key in keys:
+        sources = getattr(config.data, key)
+        if sources is not None:
+            naming: AbstractContextManager[None] = naming_eval_path() if key == "eval_path" else nullcontext()
+            with naming:
+                found = tuple(map(_with_commit, listed(sources)))
+            update[key] = sources if found == listed(sources) else found
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
+
+
+def local_paths(sources: Iterable[Source], *, may_fetch: bool = True) -> list[str]:
+    """Return the paths of sources, those of data sets of the hub after fetching their files.
+
+    may_fetch: whether files may be fetched; if not, data sets of the hub are left out.
+
+    Raises ConfigError as find_commit and fetch.
+    """
+    paths: list[str] = []
+    for source in map(_as_dataset, sources):
+        if not isinstance(source, HubDataset):
+            paths.append(source if isinstance(source, str) else source.path)
+        elif may_fetch:
+            paths += map(str, fetch(find_commit(source)))
+    return paths
+
+
+def _with_commit(source: Source) -> Source:
+    named = _as_dataset(source)
+    if not isinstance(named, HubDataset) or named.commit is not None:
+        return named
+    found = find_commit(named)
+    say(f"{found}: commit {found.commit} on the hub; this run goes on reading it")
+    return found
+
+
+def _as_dataset(source: Source) -> Source:
+    """Return the data set of the hub that a source means by its id; any other source as it is."""
+    if isinstance(source, HubDataset):
+        return source
+    path = source.path if isinstance(source, WeightedPath) else source
+    named = short_form(path)
+    return source if named is None else named.model_copy(update={"weight": weight_of(source)})
