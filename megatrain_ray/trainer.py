@@ -135,7 +135,7 @@ class Trainer:
         return TrainConfig.model_validate(tree)
 
     def train(self) -> TrainOutput:
-        """Train until `train.steps` updates are made, and return what came of it.
+        """Train until `train.steps` updates or `train.epochs` are made, and return what came of it.
 
         Raises ConfigError (2), CapacityError (3), InterruptedRunError (130, after a save unless `save_every: null`),
         and MegatrainError (1) for anything that failed while running. The numbers are exit codes.
@@ -150,10 +150,8 @@ class Trainer:
             await_end(run.path)
             manifest = run.newest_save()
             stack.enter_context(self._objects.written(run))
-            if manifest is not None and RunPolicy.of(run.config).is_done_after(manifest.step, run.evaluations()):
-                if reason := run.early_end(manifest.step):
-                    say(f"the run has {reason}; a larger eval_patience, or null, goes on")
-                return TrainOutput.of(run, manifest.step, None)
+            if run.config.train.steps is not None and (output := _output_if_done(run, manifest)):
+                return output
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
             check_length(run.config, source.written_positions)
@@ -167,17 +165,22 @@ class Trainer:
             if run.has_begun:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_moments(run.config.train.moments, manifest)
+            tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
+            num_rows = count_windows(run_spec.config.data, tokens, run_spec.structure.vocab_size)
+            run.config = run_spec.config.with_steps(num_rows)
+            run_spec = replace(run_spec, config=run.config, weighted=any(map(is_weighted, tokens)))
+            if output := _output_if_done(run, manifest):  # known only now if the configuration gives train.epochs
+                return output
             if manifest is not None:
                 run.report_resume(manifest)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
-            run_spec = replace(run_spec, weighted=any(map(is_weighted, tokens)))
-            _describe(run_spec, tokens, manifest)
+            _describe(run_spec, num_rows, manifest)
             budget = FailureBudget(run.config.max_failures)
             job = RunContext(
-                run_spec, tokens, held_out, run, interrupts, daemons, startup, budget, self._callbacks, self._at_end
-            )
+                run_spec, tokens, num_rows, held_out, run, interrupts, daemons, startup, budget, self._callbacks,
+                self._at_end,
+            )  # fmt: skip
             with held(job.token_folders):
                 after.callback(run.clean_after_end)
                 _begin(run_spec, run, manifest)
@@ -255,10 +258,17 @@ def _machine(config: TrainConfig, startup: Startup) -> Machine:
     return with_spill(measured(machine_of(hardware), hardware.profile, startup, num_gpus), config.spill)
 
 
-def _describe(run_spec: RunSpec, tokens: Sequence[Path], manifest: Manifest | None) -> None:
+def _output_if_done(run: RunDir, manifest: Manifest | None) -> TrainOutput | None:
+    if manifest is None or not RunPolicy.of(run.config).is_done_after(manifest.step, run.evaluations()):
+        return None
+    if reason := run.early_end(manifest.step):
+        say(f"the run has {reason}; a larger eval_patience, or null, goes on")
+    return TrainOutput.of(run, manifest.step, None)
+
+
+def _describe(run_spec: RunSpec, num_rows: int, manifest: Manifest | None) -> None:
     """Print what is about to be trained."""
     config, plan = run_spec.config, run_spec.plan
-    num_rows = count_windows(config.data, tokens, run_spec.structure.vocab_size)
     if warning := unused_gpu(config.hardware):
         say(warning)
     for line in describe_start(

@@ -13,8 +13,8 @@ from megatrain_ray.errors import ConfigError
 
 # Nothing is saved, evaluated or sent anywhere. The learning rate does not affect the time of a step.
 SETTINGS = (
-    "train.warmup_steps=0", "train.schedule=constant", "save_every=null", "save_keep_every=null", "save_best=false",
-    "eval_every=0", "eval_patience=null", "resume=false",
+    "train.epochs=null", "train.warmup_steps=0", "train.schedule=constant", "save_every=null", "save_keep_every=null",
+    "save_best=false", "eval_every=0", "eval_patience=null", "resume=false",
 )  # fmt: skip
 
 

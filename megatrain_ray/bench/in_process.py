@@ -43,7 +43,7 @@ async def _run(run_spec: RunSpec, tokens: Sequence[Path]) -> list[dict[str, Any]
             await worker.build()
             await worker.start(Progress(0, 0))
             serving += [threads.submit(shard.run, NO_ATTEMPT) for shard in shards]
-            steps = range(1, run_spec.config.train.steps + 1)
+            steps = range(1, run_spec.config.train.num_steps + 1)
             rows = [(await worker.step(step, save=False)).row for step in steps]
             await worker.close()
         except BaseException:

@@ -51,11 +51,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _model_disagreements(config)
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
-    if train.warmup_steps > train.steps:
-        remedy = f"set train.warmup_steps to {train.steps} or fewer, or train.steps to {train.warmup_steps} or more"
-        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"
-    if (trace := config.log.trace) and not trace[0] <= trace[1] <= train.steps:
-        yield f"log.trace: {list(trace)}: expected two steps with 1 ≤ first ≤ last ≤ train.steps: {train.steps}"
+    yield from _length_disagreements(config)
     for number, group in enumerate(train.groups):
         if group.lr is None and group.weight_decay is None and group.optimizer is None:
             yield f"train.groups.{number}: no lr, weight_decay or optimizer; set one of them, or leave the group out"
@@ -77,6 +73,19 @@ def _model_disagreements(config: Settings) -> Iterator[str]:
         yield "model.path or model.config is required: a folder with weights, or a shape to fill with random ones"
     if model.config is not None and model.path is None and config.data.tokenizer is None:
         yield "data.tokenizer is required with model.config: a folder with a tokenizer.json, or bytes"
+
+
+def _length_disagreements(config: Settings) -> Iterator[str]:
+    train, trace = config.train, config.log.trace
+    if train.steps is None and train.epochs is None:
+        yield "train.steps or train.epochs is required: how long to train, in updates or in passes over the data"
+    if train.steps is not None and train.epochs is not None:
+        yield f"train.steps: {train.steps} and train.epochs: {train.epochs:g} are both set; set one of them to null"
+    if train.steps is not None and train.warmup_steps > train.steps:
+        remedy = f"set train.warmup_steps to {train.steps} or fewer, or train.steps to {train.warmup_steps} or more"
+        yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"
+    if trace and not trace[0] <= trace[1] <= (train.steps or trace[1]):
+        yield f"log.trace: {list(trace)}: expected two steps with 1 ≤ first ≤ last ≤ train.steps: {train.steps}"
 
 
 def relative_paths(config: Settings) -> Iterator[str]:

@@ -5,6 +5,7 @@ Sizes are numbers of bytes after construction, however they were written.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -26,6 +27,8 @@ from megatrain_ray.config.values import (
     StepsOrSeconds,
     Switch,
     Text,
+    WarmUp,
+    exact,
     wandb_project,
 )  # fmt: skip
 
@@ -122,8 +125,10 @@ class MuonConfig(Group):
 
 
 class OptimizationConfig(Group):
-    steps: Count
-    """Updates in total, those before a resume included."""
+    steps: Count | None = None
+    """Updates in total, those before a resume included. Set exactly one of train.steps and train.epochs."""
+    epochs: Positive | None = None
+    """Passes over the training data: steps = epochs × rows ÷ batch_size, rounded up, once the data are tokenised."""
     batch_size: Count | None = None
     """Sequences of an update = micro_batch_size × accumulate × num_gpus; null: from these, 1 each if unset."""
     micro_batch_size: Count | None = None
@@ -136,8 +141,8 @@ class OptimizationConfig(Group):
     """Learning rate at the schedule's end."""
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     """Course of the learning rate from its peak to min_lr, after a linear warm-up."""
-    warmup_steps: NotNegative = 0
-    """Updates until the learning rate reaches its peak."""
+    warmup_steps: WarmUp = 0
+    """Updates until the learning rate reaches its peak; a number below 1 is their share of all steps."""
     warmup_from_zero: bool = False
     """Warm up as Transformers does: step 1 has a rate of zero, and the step after warmup_steps the peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -172,6 +177,19 @@ class OptimizationConfig(Group):
     """bf16: sums over micro-batches are rounded once before they leave the device."""
     deterministic: bool = False
     """Use kernels that give the same bits on every run."""
+
+    @property
+    def num_steps(self) -> int:
+        """Return train.steps, which TrainConfig.with_steps has set by then if the configuration gives train.epochs."""
+        assert self.steps is not None
+        return self.steps
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Return the updates of the warm-up. A share is rounded up, as in Transformers."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(exact(self.warmup_steps) * self.num_steps)
 
     @property
     def split_is_free(self) -> bool:
@@ -293,7 +311,7 @@ class Settings(Group):
     data: DataConfig
     """The text: data.path and data.seq_len at least."""
     train: OptimizationConfig
-    """The updates: train.steps at least."""
+    """The updates: train.steps or train.epochs at least."""
     lora: LoraConfig | None = None
     """Train adapters beside the frozen model; null: train the model."""
     hardware: HardwareConfig = HardwareConfig()

@@ -17,7 +17,7 @@ RESOLVED_KEYS = {
     "revision": "model.path",
     "neat_packing": "data.packing",
     "enable_thinking": "data.chat_template_args",
-    "epochs": "train.steps",
+    "epochs": "train.epochs",
     "max_steps": "train.steps",
     "warmup_steps": "train.warmup_steps",
     "warmup_ratio": "train.warmup_steps",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from megatrain_ray.config.checks import describe_problems, disagreements
 from megatrain_ray.config.groups import DataConfig, Settings
-from megatrain_ray.config.values import with_commits
+from megatrain_ray.config.values import exact, with_commits
 from megatrain_ray.errors import ConfigError
 
 
@@ -38,6 +39,23 @@ class TrainConfig(Settings):
         batch_size = micro_batch_size * accumulate * self.hardware.num_gpus
         split = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "accumulate": accumulate}
         return self.model_copy(update={"train": self.train.model_copy(update=split)})
+
+    def with_steps(self, num_rows: int) -> TrainConfig:
+        """Return the same configuration with train.epochs replaced by the train.steps that they are.
+
+        num_rows: rows in an epoch of the data.
+
+        Raises ConfigError if other settings ask for more steps.
+        """
+        epochs = self.train.epochs
+        if epochs is None:
+            return self
+        steps = math.ceil(exact(epochs) * num_rows / (self.train.batch_size or 1))
+        train = self.train.model_copy(update={"steps": steps, "epochs": None})
+        config = self.model_copy(update={"train": train})
+        for problem in disagreements(config):
+            raise ConfigError(f"train.epochs: {epochs:g} of {num_rows} rows are {steps} steps: {problem}")
+        return config
 
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
         """Return the configuration with tokenizer, batch split and commits of data sets filled in.

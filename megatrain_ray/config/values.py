@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -77,6 +78,18 @@ def wandb_project(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError(f"expected the name of a project, or {{project, entity, name, tags}}, got {value!r}")
     return {"project": value} if isinstance(value, str) else value
+
+
+def steps_or_share(value: Any) -> int | float:
+    """Accept a whole number of steps, or a share of them below 1. Raises ValueError for anything else."""
+    if type(value) in (int, float) and value >= 0 and (value < 1 or value == int(value)):
+        return int(value) if value == int(value) else float(value)
+    raise ValueError(f"expected a whole number of steps, or their share as a number below 1; got {value!r}")
+
+
+def exact(number: float) -> Fraction:
+    """Return a number as the decimal that it is written as: 0.07 × 100 is then 7, and not a little more."""
+    return Fraction(repr(number))
 
 
 def sources_of_data(value: Any) -> Any:
@@ -186,6 +199,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
+WarmUp = Annotated[int | float, BeforeValidator(steps_or_share)]
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)]
 StepsOrSeconds = Annotated[int | str, BeforeValidator(steps_or_seconds)]
 Sources = Annotated[str | tuple[Source, ...], BeforeValidator(sources_of_data)]

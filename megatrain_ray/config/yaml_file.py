@@ -22,8 +22,9 @@ RATE_KEYS = (
     "train.lr", "train.min_lr", "train.schedule", "train.warmup_steps", "train.weight_decay", "train.betas",
     "train.eps", "train.clip", "train.groups.lr", "train.groups.weight_decay",
 )  # fmt: skip
+LENGTH_KEYS = ("train.steps", "train.epochs")
 FREE_ON_RESUME = (
-    "train.steps", "train.moments", "run_dir", "resume", *RATE_KEYS, *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *GROUPS,
+    *LENGTH_KEYS, "train.moments", "run_dir", "resume", *RATE_KEYS, *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *GROUPS,
 )  # fmt: skip
 
 SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
@@ -209,19 +210,26 @@ def _parse(text: str, where: str) -> Any:
 def override(tree: dict[str, Any], setting: str) -> None:
     """Set `key.sub=value` in nested mappings, and create those that are missing.
 
+    Of train.steps and train.epochs, one replaces the other.
+
     Raises ConfigError if the text has no `=`, or if a part of the key holds something other than a mapping.
     """
     key, equals, text = setting.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {setting!r}: expected key=value, as in train.lr=1e-4")
-    _set(tree, key, _parse(text, f"override {setting!r}"), f"override {setting!r}")
+    value = _parse(text, f"override {setting!r}")
+    _replace_length(tree, {key: value})
+    _set(tree, key, value, f"override {setting!r}")
 
 
 def set_keys(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Set settings in nested mappings. They may be nested, `{"train": {"lr": 1e-4}}`, or have dotted keys.
 
+    Of train.steps and train.epochs, one replaces the other.
+
     Raises ConfigError if a part of a dotted key holds something other than a mapping.
     """
+    _replace_length(tree, dict(leaves(settings)))
     for name, value in settings.items():
         if not isinstance(value, Mapping) or "." in str(name):
             _set(tree, str(name), value, str(name))
@@ -244,6 +252,13 @@ def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
                 f"{where}: {'.'.join(groups[:depth])} is {shown(tree)}, expected a mapping to set a key in"
             )
     tree[name] = value
+
+
+def _replace_length(tree: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Remove train.steps from the tree if only train.epochs is `given`, by its dotted key, and the other way round."""
+    named = [key for key in LENGTH_KEYS if given.get(key) is not None]
+    if len(named) == 1 and isinstance(train := tree.get("train"), dict):
+        train.pop("steps" if named == ["train.epochs"] else "epochs", None)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from megatrain_ray.config.values import seconds_of
 from megatrain_ray.console.logs import show
@@ -23,8 +24,8 @@ QUIET_S = 60.0  # and one at least after so many seconds
 SMALLEST_SHARE = 0.005  # smallest share of a step that is listed
 RECENT_STEPS = 20  # newest steps whose mean time predicts the remaining time
 BAR_COLUMNS = (
-    TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(), TaskProgressColumn(),
-    TextColumn("{task.fields[status]}"),
+    TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(bar_width=10), TaskProgressColumn(),
+    TextColumn("{task.fields[status]}", table_column=Column(ratio=1, no_wrap=True)),  # cut if the terminal is narrow
 )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ class BarView(LineView):
 
     def update(self, row: Mapping[str, Any]) -> None:
         super().update(row)
-        self._bar.update(self._task, completed=row["step"], status=f"{_summary(row)}  {self._left.newest} left")
+        self._bar.update(self._task, completed=row["step"], status=f"{self._left.newest} left  {_summary(row)}")
 
     def evaluating(self, done: int, total: int) -> None:
         self._bar.update(self._task, status=f"evaluating {done}/{total}")
@@ -125,7 +126,7 @@ def make_progress(
     stream = stream or sys.stdout
     times = LineTimes(steps, completed, every)
     if stream.isatty():
-        with RichProgress(*BAR_COLUMNS, console=Console(file=stream)) as bar:
+        with RichProgress(*BAR_COLUMNS, console=Console(file=stream), expand=True) as bar:
             yield BarView(bar, stream, steps, completed, times)
     else:
         yield LineView(stream, steps, times)
@@ -156,4 +157,7 @@ def describe_split(rows: Sequence[Mapping[str, Any]]) -> str:
 def _summary(row: Mapping[str, Any]) -> str:
     skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
     loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:.4f}"
-    return f"{loss}  {format_count(row['tokens_per_s'])} tokens/s{skipped}"
+    return (
+        f"epoch {row['epoch']:.3g}  {loss}  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}  "
+        f"{format_count(row['tokens_per_s'])} tokens/s{skipped}"
+    )

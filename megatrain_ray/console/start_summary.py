@@ -17,7 +17,7 @@ def describe_start(config: TrainConfig, plan: Plan, *, model_type: str, num_rows
     num_rows: number of sequences in one epoch of the data.
     num_made: steps that earlier starts of the run have made.
     """
-    train, steps = config.train, config.train.steps
+    train, steps = config.train, config.train.num_steps
     trained = "" if plan.num_trained == plan.num_parameters else f", {format_count(plan.num_trained)} of them trained"
     yield (
         f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.precision.value}, "
@@ -27,7 +27,7 @@ def describe_start(config: TrainConfig, plan: Plan, *, model_type: str, num_rows
         f"data      {num_rows} rows of {plan.step.seq_len} tokens; {steps} steps of {plan.batch_size} rows are "
         f"{steps * plan.batch_size / num_rows:.3g} epochs"
     )
-    warmed_up = f" after {train.warmup_steps} steps of warm-up" if train.warmup_steps else ""
+    warmed_up = f" after {train.num_warmup_steps} steps of warm-up" if train.warmup_steps else ""
     rate = f"{train.lr:g}" if train.schedule == "constant" else f"{train.lr:g}, {train.schedule} to {train.min_lr:g}"
     yield (
         f"step      {plan.batch_size} × {plan.step.seq_len} tokens, {plan.step.num_micro_batches} micro-batches of "

@@ -26,7 +26,7 @@ def train(job: RunContext, manifest: Manifest | None, placement: Placement | Non
 
     Return the updates of the run so far, and those that remained of earlier starts.
     """
-    plan, steps = job.run_spec.plan, job.run.config.train.steps
+    plan, steps = job.run_spec.plan, job.run.config.train.num_steps
     here = {"host": platform.node(), "hardware": hardware(plan.device), "versions": versions()}
     here["changed"] = job.run.changes_since(manifest)
     # Recorded before anything of the start can fail.
@@ -47,7 +47,7 @@ def _train(job: RunContext, manifest: Manifest | None, placement: Placement | No
     step = first = manifest.step if manifest else 0
     while True:
         aliased = ", host memory aliased" if job.run_spec.is_aliased else ""
-        log.info("step %d of %d, %s%s", step, run.config.train.steps, plan.device, aliased)
+        log.info("step %d of %d, %s%s", step, run.config.train.num_steps, plan.device, aliased)
         num_failures = job.failures.count
         try:
             # At the start from 0: the evaluation before the first update is written with step 0.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import say
@@ -29,6 +30,7 @@ class RunContext:
 
     run_spec: RunSpec
     tokens: tuple[Path, ...]  # folders of the tokens of the data's sources
+    num_rows: int  # rows in an epoch of them
     held_out: HeldOutData | None
     run: RunDir
     interrupts: Interrupts
@@ -39,6 +41,10 @@ class RunContext:
     # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
     left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
+
+    def with_epoch(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row of metrics or evaluations with the passes over the data that its steps have made."""
+        return {**row, "epoch": row["step"] * self.run_spec.plan.batch_size / self.num_rows}
 
     @property
     def token_folders(self) -> tuple[Path, ...]:

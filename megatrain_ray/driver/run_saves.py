@@ -57,7 +57,7 @@ def check_save_room(run_spec: RunSpec, saves: Path, step: int, run: str | None =
     every = config.save_keep_every
     there = [saved for saved in list_saves(saves) if not every or saved % every]
     num_there = sum(why_kept(saves, saved, run) is None for saved in there)
-    kept_for_ever = _num_multiples(step, config.train.steps, every)
+    kept_for_ever = _num_multiples(step, config.train.num_steps, every)
     together = min(
         num_saves_to_come(RunPolicy.of(config), step),
         kept_for_ever + max(1, config.save_keep + config.save_best + 1 - num_there),
@@ -125,7 +125,7 @@ class RunSaves:
         last_row: of metrics; empty: no step has ended.
         """
         run_spec, predicted_s = self._job.run_spec, 0.0
-        if completed < step < run_spec.config.train.steps and last_row:
+        if completed < step < run_spec.config.train.num_steps and last_row:
             predicted_s = predict_stall_s(run_spec.plan, last_row["step_s"], *self.rates)
         try:
             check_room(self._job.run.saves, bytes_of_one(run_spec.plan), f"the save of step {step}", ADVICE)
@@ -183,7 +183,7 @@ class RunSaves:
         self.step, self.num_applied, self.running = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
         self._job.callbacks.saved(save.step)
-        if save.held_up_s and completed < self._job.run_spec.config.train.steps:
+        if save.held_up_s and completed < self._job.run_spec.config.train.num_steps:
             tell = log.info if self._has_reported_wait else say
             tell(
                 f"the next save was due before that of step {save.step} was written ({timing.write_s:.1f} s): training "

@@ -108,7 +108,7 @@ class Session:
         try:
             self._start()
             with interrupts.put_off():
-                steps, every = self._config.train.steps, self._config.log.every
+                steps, every = self._config.train.num_steps, self._config.log.every
                 with make_progress(steps, self._progress.step, every=every) as self._view:
                     self._loop()
                 self._tracing.finish(crew, self._progress.step)
@@ -139,7 +139,7 @@ class Session:
     def _start(self) -> None:
         self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
         if not self._policy.is_done(self._seen()):
-            self._job.startup.tell(f"step {self._progress.step + 1} of {self._config.train.steps}")
+            self._job.startup.tell(f"step {self._progress.step + 1} of {self._config.train.num_steps}")
         self._stall.reset()
 
     def _loop(self) -> None:
@@ -238,16 +238,17 @@ class Session:
         self._stall.check(awaited, self._plan.update_deadline_s if save else 0.0)
 
     def _record(self, result: StepResult) -> None:
-        self._progress, self._last_row, step = result.progress, result.row, result.progress.step
-        if not result.row["skipped"]:
+        row, step = self._job.with_epoch(result.row), result.progress.step
+        self._progress, self._last_row = result.progress, row
+        if not row["skipped"]:
             self._last_applied = step
         with self._tracing.spans.span(Row.DRIVER, f"row of step {step}"):
-            self._write(self._job.run.append, result.row)
-            log.info("step %d  %s", step, describe_split([result.row]))
-            self._view.update(result.row)
+            self._write(self._job.run.append, row)
+            log.info("step %d  %s", step, describe_split([row]))
+            self._view.update(row)
         self._tracing.ended(self._crew, step)
-        self._plan_check.ended(self._crew, result.row)
-        self._job.callbacks.step_ended(result.row)
+        self._plan_check.ended(self._crew, row)
+        self._job.callbacks.step_ended(row)
 
     def _write(self, append: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any]) -> None:
         try:
@@ -265,7 +266,8 @@ class Session:
         if not evaluation.is_over:
             return
         self._evaluation = None
-        if row := evaluation.row():
+        if found := evaluation.row():
+            row = self._job.with_epoch(found)
             self._evaluated = evaluation.step
             self._write(self._job.run.append_evaluation, row)
             self._num_without_better = num_without_better(self._job.run.evaluations())

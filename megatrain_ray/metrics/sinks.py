@@ -183,7 +183,7 @@ def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tup
         from megatrain_ray.metrics.ray_sink import RaySink
 
         plan = RunFiles(run_dir).read_plan()
-        yield "log.prometheus", "Ray's metrics", lambda: RaySink(run_dir.name, config.train.steps, plan)
+        yield "log.prometheus", "Ray's metrics", lambda: RaySink(run_dir.name, config.train.num_steps, plan)
 
 
 def _identity(run_dir: Path) -> str:

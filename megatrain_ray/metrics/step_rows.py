@@ -37,7 +37,7 @@ class StepRows:
         if self._is_aliased:  # many layers' updates hit the same weights, which must not grow
             return 0.0
         return learning_rate(
-            step, peak=train.lr, min_lr=train.min_lr, steps=train.steps, warmup_steps=train.warmup_steps,
+            step, peak=train.lr, min_lr=train.min_lr, steps=train.num_steps, warmup_steps=train.num_warmup_steps,
             schedule=train.schedule, from_zero=train.warmup_from_zero,
         )  # fmt: skip
 

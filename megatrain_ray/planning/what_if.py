@@ -30,7 +30,8 @@ ENDURANCE_BYTES = 10**15  # rated bytes written of the drive whose lifetime is c
 class RunTotals:
     """Sums up all steps of a plan: their duration and cost, and how much is written to disk per day.
 
-    cost: in the currency of `price_per_hour`; None without a price.
+    steps, tokens, seconds: None if train.epochs is given, since a plan does not read the data.
+    cost: in the currency of `price_per_hour`; None without a price or steps.
     saved_bytes_per_day: bytes of saves; None if nothing is saved before the end.
     spilled_bytes_per_day: bytes of spilled state, gradients and activations.
     drive_days: days that a drive rated for ENDURANCE_BYTES written lasts; None if nothing spills.
@@ -38,9 +39,9 @@ class RunTotals:
         nothing is saved.
     """
 
-    steps: int
-    tokens: int
-    seconds: float
+    steps: int | None
+    tokens: int | None
+    seconds: float | None
     price_per_hour: float | None
     cost: float | None
     saved_bytes_per_day: int | None
@@ -58,10 +59,10 @@ def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run
     saved = plan.save_bytes * DAY_S / (config.save_interval * step_s) if config.save_interval else None
     return RunTotals(
         steps=steps,
-        tokens=steps * _tokens(plan),
-        seconds=steps * step_s,
+        tokens=steps and steps * _tokens(plan),
+        seconds=steps and steps * step_s,
         price_per_hour=price_per_hour,
-        cost=None if price_per_hour is None else price_per_hour * steps * step_s / 3600,
+        cost=None if price_per_hour is None or steps is None else price_per_hour * steps * step_s / 3600,
         saved_bytes_per_day=None if saved is None else int(saved),
         spilled_bytes_per_day=int(spilled),
         drive_days=ENDURANCE_BYTES / spilled if spilled else None,
@@ -74,7 +75,10 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
     if (run := run_of(config, plan, price_per_hour)) is None:
         return
     price = "" if run.cost is None else f", {run.cost:.2f} at {run.price_per_hour:g} an hour"
-    yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {format_duration(run.seconds)}{price}"
+    if run.tokens is None or run.seconds is None:
+        yield f"run       train.epochs: {config.train.epochs:g}; their steps are known once a run has read the data"
+    else:
+        yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {format_duration(run.seconds)}{price}"
     if run.saved_bytes_per_day is not None:
         yield (
             f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_interval} steps: "

@@ -129,7 +129,7 @@ def read_state(
     """
     now_s = time.time() if now_s is None else now_s
     history = read_history(files.path)
-    holder, step, steps = lock_holder(files.path), rows[-1]["step"] if rows else 0, config.train.steps
+    holder, step, steps = lock_holder(files.path), rows[-1]["step"] if rows else 0, config.train.num_steps
     state, reason = _state(files, newest_start(history), holder, step, steps)
     recent = [row["step_s"] for row in rows[-RECENT_STEPS:] if isinstance(row.get("step_s"), (int, float))]
     return RunState(

@@ -123,7 +123,7 @@ class RunDir(RunFiles):
 
     def early_end(self, step: int) -> str | None:
         """Return why the run has ended early, going by the evaluations up to `step`; None if it has not."""
-        if step >= self.config.train.steps:
+        if step >= self.config.train.num_steps:
             return None
         made = [row for row in self.evaluations() if row["step"] <= step]
         return why_ended_early(made, self.config.eval_patience)

@@ -66,7 +66,7 @@ class GpuSteps:
         batch = await self._take_batch(self._next_batch, f"batch of step {step}")
         data_s = time.perf_counter() - start
         train = self._run_spec.config.train
-        if step < train.steps:
+        if step < train.num_steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
         objective = objective_of(self._run_spec)
         inputs = StepInput(step, self._micro_batches(batch), batch.total_weight, train.seed, objective)

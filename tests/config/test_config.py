@@ -52,6 +52,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "lr": 1e-4,
             "min_lr": 0.0,
             "schedule": "cosine",
+            "epochs": None,
             "warmup_steps": 0,
             "warmup_from_zero": False,
             "weight_decay": 0.1,
@@ -125,7 +126,10 @@ def test_it_cannot_be_changed_and_survives_pickling() -> None:
         ({"train__lr": True}, "train.lr: expected a number, got true"),
         ({"train__lr": float("nan")}, "train.lr: expected a finite number, got nan"),
         ({"train__steps": 10.0}, "train.steps: expected an integer, got 10.0"),
-        ({"train__steps": MISSING}, "train.steps: required. Updates in total, those before a resume included."),
+        ({"train__steps": MISSING}, "train.steps or train.epochs is required: how long to train, in updates or in "
+                                    "passes over the data"),
+        ({"train__warmup_steps": 2.5}, "train.warmup_steps: expected a whole number of steps, or their share as a "
+                                       "number below 1; got 2.5"),
         ({"train__betas": [0.9]}, "train.betas.1: required."),
         ({"train__betas": 0.9}, "train.betas: expected a list, got 0.9"),
         ({"train__schedule": "cos"}, "train.schedule: expected 'cosine', 'constant' or 'linear', got 'cos'"),
@@ -133,7 +137,7 @@ def test_it_cannot_be_changed_and_survives_pickling() -> None:
         ({"run_dir": 7}, "run_dir: expected text (in quotes where it looks like something else), got 7"),
         ({"run_dir": ""}, "run_dir: expected a text that is not empty, got ''"),
         ({"train": None}, "train: expected a mapping, got null"),
-        ({"train": MISSING}, "train: required. The updates: train.steps at least."),
+        ({"train": MISSING}, "train: required. The updates: train.steps or train.epochs at least."),
         ({"model__config": 3}, "model.config: expected a mapping of the model's settings, or the path of a "
                                "config.json; got 3"),
         ({"log__every": 0}, "log.every: expected a number of steps from 1 on, or seconds as in 30s, got 0"),
@@ -183,8 +187,8 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"train__learning_rate": 1.0}, "train.learning_rate: unknown key; did you mean train.lr?"),
         ({"optim": "adamw"}, "optim: unknown key; did you mean train.optimizer?"),
-        ({"epochs": 3}, "epochs: unknown key; did you mean train.steps?"),
-        ({"num_train_epochs": 3}, "num_train_epochs: unknown key; did you mean train.steps?"),
+        ({"epochs": 3}, "epochs: unknown key; did you mean train.epochs?"),
+        ({"num_train_epochs": 3}, "num_train_epochs: unknown key; did you mean train.epochs?"),
         ({"max_length": 3}, "max_length: unknown key; did you mean data.seq_len?"),
         ({"sequence_len": 3}, "sequence_len: unknown key; did you mean data.seq_len?"),
         ({"eval_evry": 3}, "eval_evry: unknown key; did you mean eval_every?"),
@@ -385,6 +389,7 @@ def test_all_problems_come_in_one_message() -> None:
             "train.warmup_steps: 5 is more than train.steps: 4; set train.warmup_steps "
             "to 4 or fewer, or train.steps to 5 or more",
         ),
+        ({"train__epochs": 3}, "train.steps: 4 and train.epochs: 3 are both set; set one of them to null"),
         ({"spill__limit": "200GB"}, "spill.path is required with spill.limit: 200000000000: a folder on"),
         ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
@@ -395,6 +400,32 @@ def test_all_problems_come_in_one_message() -> None:
 )
 def test_settings_that_disagree(changes: dict[str, Any], message: str) -> None:
     assert refusal(**{"model": {"path": "model"}, **changes}).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "num_rows", "batch_size", "steps"),
+    [(3, 10, 4, 8), (0.5, 8, 4, 1), (0.07, 100, 1, 7), (1e-9, 5, 5, 1), (1, 7, 7, 1), (2, 7, 4, 4), (2.5, 1, 16, 1)],
+)
+def test_epochs_are_steps_rounded_up(epochs: float, num_rows: int, batch_size: int, steps: int) -> None:
+    given = config(train__steps=MISSING, train__epochs=epochs, train__batch_size=batch_size)
+    resolved = given.with_steps(num_rows)
+    assert (resolved.train.num_steps, resolved.train.epochs) == (steps, None)
+    assert resolved.with_steps(2 * num_rows) is resolved
+
+
+def test_settings_that_epochs_of_few_rows_do_not_allow() -> None:
+    given = config(train__steps=MISSING, train__epochs=2, train__warmup_steps=9)
+    with pytest.raises(
+        ConfigError, match=r"train\.epochs: 2 of 4 rows are 8 steps: train\.warmup_steps: 9 is more than"
+    ):
+        given.with_steps(4)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "number"), [(3, 9, 3), (0.1, 30, 3), (0.1, 31, 4), (0.07, 100, 7), (0, 5, 0)]
+)
+def test_a_warm_up_may_be_a_share_of_the_steps(warmup: float, steps: int, number: int) -> None:
+    assert config(train__warmup_steps=warmup, train__steps=steps).train.num_warmup_steps == number
 
 
 @pytest.mark.parametrize(

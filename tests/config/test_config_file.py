@@ -119,6 +119,18 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "Is a directory" in refusal(tmp_path)
 
 
+def test_an_override_of_steps_replaces_epochs_and_the_other_way_round(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(settings(train__steps=4)))
+    for overrides, length in (
+        (["train.epochs=2"], (None, 2.0)),
+        (["train.epochs=2", "train.steps=9"], (9, None)),
+        (["train.epochs=null"], (4, None)),
+    ):
+        train = load_config(file, overrides).train
+        assert (train.steps, train.epochs) == length
+
+
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     awkward = config(
         run_dir="1e-4",
@@ -141,6 +153,7 @@ def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
     "changes",
     [
         {"train__steps": 9, "train__lr": 0.002, "train__min_lr": 0.001, "train__schedule": "linear"},
+        {"train__steps": MISSING, "train__epochs": 2},
         {"train__warmup_steps": 1, "train__weight_decay": 0.0, "train__clip": None},
         {"train__betas": [0.9, 0.99], "train__eps": 1e-6},
         {"run_dir": "elsewhere"},

@@ -25,6 +25,9 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
         "step_s": 2.0,
         "exposed_s": exposed_s,
         "skipped": False,
+        "epoch": step / 3,
+        "grad_norm": 0.875,
+        "lr": 1e-5,
     }
     return given | changes
 
@@ -41,15 +44,16 @@ def shown_steps(steps: int, completed: int, every: int | str | None = None, step
     return shown
 
 
-def test_a_line_says_step_loss_speed_and_time_left() -> None:
+def test_a_line_says_step_epoch_loss_norm_rate_speed_and_time_left() -> None:
     stream = io.StringIO()
     with make_progress(10, 3, stream) as view:
         view.update(row(4))
         view.update(row(5, loss=math.nan, skipped=True, bad_parameter="lm_head.weight"))
     assert stream.getvalue().splitlines() == [
-        "step 4/10  loss 2.5000  12.3k tokens/s  12s left  2 s: compute 1.24, optimizer 0.5, h2d 0.25",
-        "step 5/10  loss nan  12.3k tokens/s  skipped: the gradient of lm_head.weight is not finite  10s left  "
+        "step 4/10  epoch 1.33  loss 2.5000  norm 0.875  lr 1e-05  12.3k tokens/s  12s left  "
         "2 s: compute 1.24, optimizer 0.5, h2d 0.25",
+        "step 5/10  epoch 1.67  loss nan  norm 0.875  lr 1e-05  12.3k tokens/s  "
+        "skipped: the gradient of lm_head.weight is not finite  10s left  2 s: compute 1.24, optimizer 0.5, h2d 0.25",
     ]
 
 

@@ -11,7 +11,8 @@ def test_the_page_has_todays_tables() -> None:
 
 def test_it_has_every_kind_of_key() -> None:
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in table().splitlines() if row.startswith("| ")}
-    assert "integer ≥ 1 (required)" in rows["train.steps"]
+    assert "integer ≥ 1 (required)" in rows["data.seq_len"]
+    assert "integer, number (0)" in rows["train.warmup_steps"]
     assert "number > 0, null (1.0)" in rows["train.clip"]
     assert "boolean (true)" in rows["log.tensorboard"]
     assert "size (null)" in rows["hardware.ram_limit"]

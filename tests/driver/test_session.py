@@ -118,7 +118,7 @@ def trained(
     run_spec: Any = SimpleNamespace(config=settings, plan=planned(PROFILE))
     interrupts: Any = SimpleNamespace(requested=interrupted, put_off=nullcontext)
     others: Any = SimpleNamespace(check=lambda: None)
-    job = RunContext(run_spec, (), None, run, interrupts, others, Startup(), others)
+    job = RunContext(run_spec, (), 40, None, run, interrupts, others, Startup(), others)
     return Session(job, None, MetricSinks({})).train()
 
 
