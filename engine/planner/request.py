@@ -47,6 +47,8 @@ class Machine:
     """Describes the machine that a plan may use.
 
     hbm_bytes: limit of device memory; None if device memory is host memory.
+    profile: measured rates; None: built-in ones are used.
+    card: built-in rates of the GPU; None: typical ones.
     """
 
     device: str
@@ -54,7 +56,8 @@ class Machine:
     num_nodes: int
     ram_bytes: int
     hbm_bytes: int | None
-    profile: HardwareProfile | None = None  # None: it was not measured, and built-in rates are used
+    profile: HardwareProfile | None = None
+    card: HardwareProfile | None = None
     spill: SpillSpace | None = None  # None: nothing is spilled
     nodes: tuple[NumaNode, ...] = ()  # NUMA nodes, if there are several; empty: nothing is bound to a node
     gpus: tuple[Gpu, ...] = ()  # of each host, in torch's order
@@ -68,7 +71,7 @@ class Machine:
 
     @property
     def rates(self) -> HardwareProfile:
-        return self.profile or typical(self.device)
+        return self.profile or self.card or typical(self.device)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.tokenize_data import missing_data
+from megatrain_ray.engine.device.cards import cards
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
-from megatrain_ray.engine.planner.request import SpillSpace
+from megatrain_ray.engine.planner.request import Machine, SpillSpace
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
@@ -45,7 +46,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
         raise capacity_error
     for problem in missing_data(config.data):
         show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
-    for note in _missing_disk(config.spill, question.machine.spill):
+    for note in (*_missing_disk(config.spill, question.machine.spill), *_card_of_memory(config, question.machine)):
         show(f"note: {note}", sys.stderr)
 
 
@@ -57,6 +58,16 @@ def _as_json(config: TrainConfig, plan: Plan, found: Sequence[Alternative], pric
     run = run_of(config, plan, price_per_hour)
     beside = {"what_if": [alternative.numbers for alternative in found]} if found else {}
     return json.dumps({"plan": json.loads(text), "run": run and asdict(run), **beside}, indent=1)
+
+
+def _card_of_memory(config: TrainConfig, machine: Machine) -> Iterator[str]:
+    """Yield a line that says which card's rates were taken because nothing named one."""
+    if machine.card is None or machine.profile is not None or config.hardware.profile in cards():
+        return
+    yield (
+        f"rates are those of a {machine.card.machine.gpu}, by the size of GPU memory; hardware.profile=NAME plans for "
+        f"another card: {', '.join(cards())}"
+    )
 
 
 def _missing_disk(spill: SpillConfig, space: SpillSpace | None) -> Iterator[str]:

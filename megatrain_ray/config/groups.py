@@ -249,7 +249,8 @@ class HardwareConfig(Group):
     """NUMA nodes instead of the kernel's, each `{cpus: 0-15, memory: 0, gpus: 0-3}`, or with `gpu: true` for all GPUs.
     One entry: no placement."""
     profile: Text = "auto"
-    """File with the rates for plans; auto: measured once on a GPU, built-in elsewhere."""
+    """File with the rates for plans, or a card for `megatrain plan`, such as rtx4090; auto: measured once on a GPU,
+    built-in elsewhere."""
     compile: Switch = "auto"
     """Compile layers and loss by torch.compile; what cannot be compiled runs as it is. auto: on a GPU, unless
     train.deterministic."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megatrain_ray.config.groups import HardwareConfig
+from megatrain_ray.engine.device.cards import cards
 from megatrain_ray.engine.device.cuda_info import num_gpus as gpus_here
 from megatrain_ray.engine.device.cuda_info import pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.numa_homes import Gpu
@@ -23,7 +24,8 @@ UNLIMITED = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 def machine_of(hardware: HardwareConfig, *, imagined: bool = False, root: Path = Path("/")) -> Machine:
     """Return the machine as the planner needs it.
 
-    imagined: for a plan without a run. A GPU that is not here is taken to have `hardware.hbm_limit` of memory.
+    imagined: for a plan without a run. A GPU that is not here is taken to have `hardware.hbm_limit` of memory, and one
+        that hardware.profile names to have that or its own.
     root: folder that holds /proc and /sys.
 
     Raises ConfigError if cuda is set and there is no GPU, if this machine has fewer GPUs than its share of
@@ -62,13 +64,15 @@ def _hbm_bytes(hardware: HardwareConfig, *, imagined: bool) -> int | None:
     if hardware.device == "cpu":
         return None
     total, limit = total_memory_bytes(), hardware.hbm_limit
+    if imagined and (card := cards().get(hardware.profile)):
+        return limit or card.memory_bytes
     if total is None:
         if hardware.device == "auto":
             return None
         if not imagined or limit is None:
             raise ConfigError(
                 "hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu or auto (a plan alone "
-                "needs only hardware.hbm_limit)"
+                "needs only hardware.hbm_limit, or a card as hardware.profile)"
             )
         return limit
     return total if limit is None else min(total, limit)

@@ -75,14 +75,18 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
     if (run := run_of(config, plan, price_per_hour)) is None:
         return
     price = "" if run.cost is None else f", {run.cost:.2f} at {run.price_per_hour:g} an hour"
+    assert plan.prediction is not None
+    speed = f"{format_count(_tokens(plan) / plan.prediction.step_s)} tokens/s"
     if run.tokens is None or run.seconds is None:
-        yield f"run       train.epochs: {config.train.epochs:g}; their steps are known once a run has read the data"
+        epochs = f"train.epochs: {config.train.epochs:g}"
+        yield f"run       {speed}; {epochs}, whose steps are known once a run has read the data"
     else:
-        yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {format_duration(run.seconds)}{price}"
+        duration = format_duration(run.seconds)
+        yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {duration}, {speed}{price}"
     if run.saved_bytes_per_day is not None:
         yield (
             f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_interval} steps: "
-            f"{format_bytes(run.saved_bytes_per_day)} written a day"
+            f"{_written(run.saved_bytes_per_day, run.seconds)}"
         )
     if run.stop_wait_s:
         yield (
@@ -91,9 +95,17 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
         )
     if run.drive_days is not None:
         yield (
-            f"spilled   {format_bytes(plan.written_bytes)} every step: {format_bytes(run.spilled_bytes_per_day)} "
-            f"written a day; a drive rated for 1 PB written lasts {run.drive_days:.1f} days"
+            f"spilled   {format_bytes(plan.written_bytes)} every step: "
+            f"{_written(run.spilled_bytes_per_day, run.seconds)}; a drive rated for 1 PB written lasts "
+            f"{run.drive_days:.1f} days"
         )
+
+
+def _written(bytes_per_day: int, seconds: float | None) -> str:
+    """Return what is written in a day, or in the whole run if that is shorter."""
+    if seconds is not None and seconds < DAY_S:
+        return f"{format_bytes(int(bytes_per_day * seconds / DAY_S))} written in all"
+    return f"{format_bytes(bytes_per_day)} written a day"
 
 
 @dataclass(frozen=True)
@@ -161,10 +173,10 @@ def _faster_disk(spill: SpillSpace | None) -> SpillSpace:
 
 def print_alternatives(found: Sequence[Alternative]) -> None:
     """Print a table of the alternatives. Speeds are compared with that of the first one."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("what if", "s a step", "tokens/s", "model TFLOPS", "bound by", ""):
-        is_text = column in ("what if", "bound by", "")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    table.add_column("what if", overflow="fold")  # wraps in 80 columns; the others are never cut
+    for column in ("s a step", "tokens/s", "TFLOPS", "bound by", ""):
+        table.add_column(column, justify="left" if column in ("bound by", "") else "right", no_wrap=True)
     first = found[0].numbers
     for alternative in found:
         numbers = alternative.numbers

@@ -19,6 +19,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from megatrain_ray.console.startup import Startup
+from megatrain_ray.engine.device.cards import card_for, cards, rates_of
 from megatrain_ray.engine.device.cuda_info import device_name, num_gpus, pci_addresses, total_memory_bytes
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, MachineName, Rate
 from megatrain_ray.engine.planner.request import Machine
@@ -64,16 +65,20 @@ def profile_file(machine: MachineName) -> Path:
 def with_profile(machine: Machine, setting: str, host_gpus: int = 1) -> Machine:
     """Return the machine with the rates of its hardware profile. Nothing is measured.
 
-    setting: value of hardware.profile: path of a profile, or auto for the rates in the cache.
+    setting: value of hardware.profile: path of a profile, name of a card, or auto for the rates in the cache. Where
+        there are none, built-in rates are those of the card with that much memory.
     host_gpus: GPUs of the run on this host; the rate of the link between them is included.
 
     Raises ConfigError if the file does not exist or is no profile.
     """
-    if setting != AUTO:
-        return replace(machine, profile=read_profile(Path(setting)))
-    if machine.device == "cuda" and total_memory_bytes() is None:
-        return machine  # the plan is for a GPU that is not here
-    return replace(machine, profile=cached(this_machine(machine.device), host_gpus))
+    if (named := setting in cards()) or setting == AUTO:
+        if machine.device == "cuda":
+            name = setting if named else card_for(machine.hbm_bytes or 0)
+            machine = replace(machine, card=rates_of(name))
+        if named or (machine.device == "cuda" and total_memory_bytes() is None):
+            return machine  # the plan is for a GPU that is not here
+        return replace(machine, profile=cached(this_machine(machine.device), host_gpus))
+    return replace(machine, profile=read_profile(Path(setting)))
 
 
 def measured(machine: Machine, setting: str, startup: Startup, host_gpus: int = 1) -> Machine:
@@ -111,7 +116,10 @@ def read_profile(path: Path) -> HardwareProfile:
     try:
         return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hardware.profile: cannot read {path}: {error}; give auto, or a profile's file") from None
+        names = ", ".join(cards())
+        raise ConfigError(
+            f"hardware.profile: cannot read {path}: {error}; give auto, a profile's file, or a card: {names}"
+        ) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"

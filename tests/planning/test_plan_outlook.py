@@ -90,6 +90,7 @@ def test_a_change_is_what_a_plan_with_it_says(
 
 def test_the_table_compares_speeds(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, str(path), *LIMITS, "--what-if").partition("what if")[2].splitlines()
+    assert max(map(len, lines)) <= 80
     assert any("half the RAM" in line and "does not fit" in line for line in lines)
     assert any("twice the GPU" in line and "%" in line for line in lines)
 
@@ -116,7 +117,7 @@ def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[s
     assert run.endswith(f", {3 * step_s:.2f} at 1.5 an hour")
     assert saves.startswith("saves     one of ")
     assert " every 100 steps: " in saves
-    assert saves.endswith(" written a day")
+    assert " written " in saves
     needed = planned(capsys, str(path), *LIMITS, "--price", "1.5")["run"]["stop_wait_s"]
     assert stop.startswith(f"stop      up to {needed} s from a signal to the end of the last save, at 3 GB/s: ")
     assert stop.endswith(f"RAY_JOB_STOP_WAIT_TIME_S={needed}")
@@ -131,6 +132,28 @@ def test_the_whole_run_in_json(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["run"]["seconds"] == 7200 * step_s
     assert found["run"]["cost"] == pytest.approx(3 * step_s)
     assert (found["run"]["spilled_bytes_per_day"], found["run"]["drive_days"]) == (0, None)
+
+
+def test_a_run_of_less_than_a_day_is_told_what_it_writes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, saves, _ = shown(capsys, str(path), *LIMITS, "train.steps=200").splitlines()[-3:]
+    assert whole.endswith(" tokens/s")
+    num_bytes = planned(capsys, str(path), *LIMITS)["save_bytes"]
+    assert saves.endswith(f" every 100 steps: {format_bytes(2 * num_bytes)} written in all")
+
+
+def test_a_plan_for_a_card_by_its_name(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name needs no limit. A limit without a name says whose rates were taken."""
+    assert main(["plan", str(path), "hardware.profile=a100_40gb", "hardware.device=auto"]) == 0
+    named = capsys.readouterr()
+    assert "of 39.20 GiB" in named.out
+    assert "built-in rates, as nobody measured this machine: A100 40 GB SXM, 16 × server core" in named.out
+    assert "rates are those of" not in named.err
+    assert main(["plan", str(path), "hardware.hbm_limit=24GiB"]) == 0
+    limited = capsys.readouterr()
+    assert "GeForce RTX 4090" in limited.out
+    assert "note: rates are those of a GeForce RTX 4090, by the size of GPU memory; hardware.profile=" in limited.err
+    assert main(["plan", str(path), "hardware.profile=rtx4080"]) == 2
+    assert "or a card: rtx4090, " in capsys.readouterr().err
 
 
 def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

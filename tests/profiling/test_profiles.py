@@ -10,6 +10,7 @@ import pytest
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.startup import Startup
+from megatrain_ray.engine.device.cards import rates_of
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_CPU, TYPICAL_GPU, HardwareProfile, MachineName
 from megatrain_ray.engine.measure.measure_profile import Effort, measure
@@ -61,7 +62,7 @@ def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:
 
     imagined = {"device": "cuda", "hbm_limit": "24GiB", "ram_limit": "64GiB"}
     assert plan(**imagined, profile=str(file)).splitlines()[-1].strip() == "rates of B300, 64 × core"
-    assert "built-in rates, as nobody measured this machine: NVIDIA H200" in plan(**imagined)
+    assert "built-in rates, as nobody measured this machine: GeForce RTX 4090" in plan(**imagined)
     assert "bound by compute" in plan(**imagined, profile=str(file))
 
 
@@ -121,7 +122,7 @@ def test_what_was_measured_here_is_found_again(tmp_path: Path, monkeypatch: pyte
     file.parent.mkdir(parents=True)
     file.write_text(replace(TYPICAL_CPU, machine=machine, launch_s=0.5).to_json())
     assert with_profile(CPU, "auto").rates.launch_s == 0.5
-    assert with_profile(GPU, "auto").rates is TYPICAL_GPU
+    assert with_profile(GPU, "auto").rates == rates_of("rtx4090")
     assert cached(replace(machine, torch="another"), 1) is None
     file.write_text("{")
     assert with_profile(CPU, "auto").rates is TYPICAL_CPU
@@ -134,7 +135,7 @@ def test_a_gpu_that_cannot_be_measured_is_trained_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("megatrain_ray.profiling.profiles.device_name", lambda: "some GPU")
     with pytest.raises(MegatrainError, match="this machine could not be measured: exit code 1: "):
         measure_here("cuda")
-    assert measured(GPU, "auto", Startup()).rates is TYPICAL_GPU
+    assert measured(GPU, "auto", Startup()).rates == rates_of("rtx4090")
     assert list(tmp_path.glob("**/*.json")) == []
 
 
