@@ -42,14 +42,21 @@ class _TensorLocation:
 
 @dataclass(frozen=True)
 class WeightFolder:
-    """Gives names, shapes and values of the parameters in a folder. Every error is a ConfigError naming the file."""
+    """Gives names, shapes and values of the parameters in a folder. Every error is a ConfigError naming the file.
+
+    prefix: name of the base model within the model. The folder may hold parameters with or without it, as Transformers
+        reads them: GPT-2 on the hub has `wte.weight` for `transformer.wte.weight`.
+    """
 
     path: Path
     _stored: Mapping[str, _TensorLocation]
+    prefix: str = ""
 
     @staticmethod
-    def open(path: Path | str) -> WeightFolder:
-        """Read the headers of model.safetensors, or of the files that its index names.
+    def open(path: Path | str, prefix: str = "") -> WeightFolder:
+        """Read the headers of model.safetensors, or else of the files that its index names.
+
+        Of the two, Transformers takes the former as well: the index may be left from an older model in the folder.
 
         Raises ConfigError for a folder without them, and for files that are missing or damaged.
         """
@@ -60,10 +67,10 @@ class WeightFolder:
             raise ConfigError(f"{folder} is no folder; expected one with {SINGLE_NAME} or {INDEX_NAME}") from None
         except OSError as error:
             raise ConfigError(f"cannot read {folder}: {error.strerror}") from None
-        if INDEX_NAME in present:
-            return WeightFolder(folder, _read_indexed(folder / INDEX_NAME, present))
         if SINGLE_NAME in present:
-            return WeightFolder(folder, _read_header(folder / SINGLE_NAME))
+            return WeightFolder(folder, _read_header(folder / SINGLE_NAME), prefix)
+        if INDEX_NAME in present:
+            return WeightFolder(folder, _read_indexed(folder / INDEX_NAME, present), prefix)
         pickled = any(name.endswith((".bin", ".pt")) for name in present)
         advice = "its weights are pickled, which is not read: save them as safetensors" if pickled else "is it a model?"
         raise ConfigError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}: {advice}")
@@ -131,18 +138,25 @@ class WeightFolder:
         if buffer:
             raise ConfigError(f"{stored.file} became shorter while it was read: {len(buffer)} bytes are missing")
 
+    def holds(self, name: str) -> bool:
+        return any(known in self._stored for known in self._known_as(name))
+
+    def _known_as(self, name: str) -> tuple[str, ...]:
+        return name, name.removeprefix(f"{self.prefix}."), f"{self.prefix}.{name}"
+
     def _find(self, name: str) -> _TensorLocation:
-        if name not in self._stored:
-            raise ConfigError(
-                f"{self.path} holds {len(self._stored)} parameters, but no {name}: is it of another model?"
-            )
-        return self._stored[name]
+        for known in self._known_as(name):
+            if known in self._stored:
+                return self._stored[known]
+        raise ConfigError(f"{self.path} holds {len(self._stored)} parameters, but no {name}: is it of another model?")
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return the names of a folder's weight files, existing or not. Raises ConfigError for a broken index."""
     index = folder / INDEX_NAME
-    return tuple(sorted(set(_read_index(index).values()))) if index.exists() else (SINGLE_NAME,)
+    if index.exists() and not (folder / SINGLE_NAME).exists():
+        return tuple(sorted(set(_read_index(index).values())))
+    return (SINGLE_NAME,)
 
 
 def _dtype(name: str, stored: _TensorLocation, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
@@ -233,7 +247,7 @@ WeightMap = Mapping[str, Sequence[CheckpointTensor]]  # by parameter; one stored
 
 @dataclass(frozen=True)
 class MappedWeights:
-    """Reads the parameters of a model from a folder that holds them under its own names or a checkpoint's names."""
+    """Reads parameters and buffers of a model from a folder, under the model's own names or a checkpoint's names."""
 
     folder: WeightFolder
     map: WeightMap
@@ -255,8 +269,15 @@ class MappedWeights:
                 values[first - start : last - start] = self._part(tensor, first - tensor.offset, last - tensor.offset)
         return values
 
+    def whole(self, name: str) -> torch.Tensor | None:
+        """Return a buffer in its stored type and shape; None if the folder has none. Raises ConfigError as `read`."""
+        names = [tensor.name for tensor in self._tensors(name)] or [name]
+        if len(names) > 1 or not self.folder.holds(names[0]):
+            return None
+        return self.folder.whole(names[0])
+
     def _tensors(self, name: str) -> Sequence[CheckpointTensor]:
-        return () if name in self.folder.names else self.map.get(name, ())
+        return () if self.folder.holds(name) else self.map.get(name, ())
 
     def _part(self, tensor: CheckpointTensor, start: int, stop: int) -> torch.Tensor:
         if tensor.is_contiguous:

@@ -37,7 +37,13 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer
-from megatrain_ray.model.architecture import Architecture, checkpoint_names, is_known, owned_parameters
+from megatrain_ray.model.architecture import (
+    Architecture,
+    checkpoint_names,
+    is_known,
+    owned_parameters,
+    persistent_buffers,
+)
 from megatrain_ray.model.model_source import GENERATION_NAME, ModelSource, open_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
@@ -239,29 +245,35 @@ def export_extras(config: ModelConfig, manifest: Manifest) -> ExportExtras:
     names = checkpoint_names(empty)
     held = {whole_name(p.name) for layer in manifest.layers for p in layer.parameters}
     parameters = [name for name in owned_parameters(empty) if name not in held]
-    buffers = [name for name in empty.state_dict() if name in dict(empty.named_buffers())]
+    buffers = persistent_buffers(empty)
     code = sorted(source.code.glob("*.py")) if source and source.code else ()
     if not parameters and not buffers:
         return ExportExtras(type(empty).__name__, names, code=code)
     source = source or open_model(config)
-    whole = {name: [CheckpointTensor.whole(name, tuple(empty.get_parameter(name).shape))] for name in parameters}
-    pieces = {t.name: (name, t) for name in parameters for t in names.get(name) or whole[name]}
-    stored = WeightFolder.open(source.folder) if source.folder else None
+    shapes = {name: tuple(empty.get_parameter(name).shape) for name in parameters}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    whole = {name: [CheckpointTensor.whole(name, shape)] for name, shape in shapes.items()}
+    pieces = {t.name: (name, t) for name in shapes for t in names.get(name) or whole[name]}
+    stored = WeightFolder.open(source.folder, source.prefix) if source.folder else None
     rest = [
         ExportTensor(name, stored.shape(name), partial(_stored_bytes, stored, name), stored.dtype(name))
-        for name in (*pieces, *buffers)
-        if stored and name in stored.names
+        for name in pieces
+        if stored and stored.holds(name)
     ]
-    left = {*pieces, *buffers} - {tensor.name for tensor in rest}
+    left = pieces.keys() - {tensor.name for tensor in rest}
     if left:
         weights, made = source.weights(), build_empty(source.factory, torch.float32)
-        read = [
-            ExportTensor(name, t.shape, partial(_piece_bytes, weights, parameter, t), torch.float32)
-            for name, (parameter, t) in pieces.items()
-            if name in left
+        rest += [
+            ExportTensor(name, t.shape, partial(_piece_bytes, weights, owner, t), torch.float32)
+            for name, (owner, t) in pieces.items()
+            if name in left and owner not in buffers
         ]
-        computed = [(name, made.get_buffer(name)) for name in buffers if name in left]
-        rest += read + [ExportTensor(name, tuple(b.shape), partial(_bytes, b), b.dtype) for name, b in computed]
+        computed = [
+            (name, made.get_buffer(owner).flatten().as_strided(t.shape, t.stride, t.offset))
+            for name, (owner, t) in pieces.items()
+            if name in left and owner in buffers
+        ]
+        rest += [ExportTensor(name, tuple(b.shape), partial(_bytes, b), b.dtype) for name, b in computed]
     return ExportExtras(type(empty).__name__, names, rest, code)
 
 

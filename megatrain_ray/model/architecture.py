@@ -21,7 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_ray.engine.model.structure import kept_in_fp32
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap, check_covered
+from megatrain_ray.io.checkpoints.safetensors_folder import (
+    CheckpointTensor,
+    MappedWeights,
+    WeightFolder,
+    WeightMap,
+    check_covered,
+)
 
 
 @dataclass(frozen=True)
@@ -174,19 +180,31 @@ def _load_buffers(model: nn.Module, weights: Path) -> None:
     If there is nothing to load, no file is opened: a plan needs no weights. Raises ConfigError for a buffer of another
     shape.
     """
-    wanted = {
+    wanted = {name: buffer for name, buffer in persistent_buffers(model).items() if _is_loaded(buffer)}
+    if not wanted:
+        return
+    folder = MappedWeights(WeightFolder.open(weights, base_prefix(model)), _stored_as(model, wanted))
+    for name, buffer in wanted.items():
+        if (stored := folder.whole(name)) is None:
+            continue
+        if stored.shape != buffer.shape:
+            raise ConfigError(f"{weights}: {name} has shape {tuple(stored.shape)}, the model's {tuple(buffer.shape)}")
+        buffer.copy_(stored)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a checkpoint of the model holds, by name."""
+    return {
         (f"{path}.{name}" if path else name): buffer
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set and _is_loaded(buffer)
+        if buffer is not None and name not in module._non_persistent_buffers_set
     }
-    folder = WeightFolder.open(weights) if wanted else None
-    for name, buffer in wanted.items():
-        if folder is None or name not in folder.names:
-            continue
-        if folder.shape(name) != buffer.shape:
-            raise ConfigError(f"{weights}: {name} has shape {folder.shape(name)}, the model's {tuple(buffer.shape)}")
-        buffer.copy_(folder.whole(name))
+
+
+def base_prefix(model: nn.Module) -> str:
+    """Return the name of the base model within the model; checkpoints may leave it out of their tensors' names."""
+    return str(getattr(model, "base_model_prefix", ""))
 
 
 def _is_loaded(buffer: torch.Tensor) -> bool:
@@ -203,36 +221,41 @@ class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def checkpoint_names(model: nn.Module) -> WeightMap:
-    """Return the checkpoint tensors of each parameter that a checkpoint holds under other names or in pieces.
+    """Return the checkpoint tensors of parameters and buffers that a checkpoint holds under other names or in pieces.
 
     model: a transformers PreTrainedModel on the meta device.
 
-    Parameters whose conversion is more than taking views are left out too: a folder must hold them as they are.
+    Those whose conversion is more than taking views are left out too: a folder must hold them as they are.
 
     Raises ConfigError for a parameter that a checkpoint holds in pieces that cannot be read one by one.
     """
+    parameters = {name: model.get_parameter(name).detach() for name in owned_parameters(model)}
+    return _stored_as(model, parameters | persistent_buffers(model))
+
+
+def _stored_as(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> WeightMap:
+    """Return `checkpoint_names` for some tensors of the model, by name."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        return _renamed(model)
-    parameters = {name: model.get_parameter(name).detach() for name in owned_parameters(model)}
-    owners = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
+        return _renamed(model, tensors)
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
     with _CopiesAreViews():  # type: ignore[no-untyped-call]
-        written = revert_weight_conversion(model, dict(parameters))
+        written = revert_weight_conversion(model, dict(tensors))
     found: dict[str, list[CheckpointTensor]] = {}
     for name, tensor in written.items():
         owner = owners.get(tensor.untyped_storage()._cdata)
         if owner is not None:
             place = CheckpointTensor(name, tuple(tensor.shape), tensor.storage_offset(), tensor.stride())
             found.setdefault(owner, []).append(place)
-    converted = {owner: tensors for owner, tensors in found.items() if [t.name for t in tensors] != [owner]}
-    for owner, tensors in converted.items():
-        check_covered(owner, parameters[owner].numel(), tensors)
+    converted = {owner: pieces for owner, pieces in found.items() if [t.name for t in pieces] != [owner]}
+    for owner, pieces in converted.items():
+        check_covered(owner, tensors[owner].numel(), pieces)
     return converted
 
 
-def _renamed(model: nn.Module) -> WeightMap:
-    """Return the renamed parameters of a vision-language model in Transformers 4, which converts nothing else."""
+def _renamed(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> WeightMap:
+    """Return the renamed tensors of a vision-language model in Transformers 4, which converts nothing else."""
     from transformers.modeling_utils import VLMS
 
     lineage = [base.__name__.lower() for base in type(model).__mro__]
@@ -240,10 +263,10 @@ def _renamed(model: nn.Module) -> WeightMap:
         return {}
     renames: Mapping[str, str] = model._checkpoint_conversion_mapping  # type: ignore[assignment]  # stored → own
     found: dict[str, list[CheckpointTensor]] = {}
-    for name in owned_parameters(model):
+    for name, tensor in tensors.items():
         stored = next((new for kept, own in renames.items() if (new := re.sub(own, _plain(kept), name)) != name), name)
         if stored != name:
-            found[name] = [CheckpointTensor.whole(stored, tuple(model.get_parameter(name).shape))]
+            found[name] = [CheckpointTensor.whole(stored, tuple(tensor.shape))]
     return found
 
 

@@ -32,7 +32,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     WeightMap,
     weight_files,
 )
-from megatrain_ray.model.architecture import Architecture, checkpoint_names, is_known
+from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known
 
 GENERATION_NAME = "generation_config.json"
 
@@ -51,6 +51,7 @@ class ModelSource:
     adapter: folder or hub id from which the pairs are read; None: new pairs.
     names: names of the weights in `folder`. They are found only once, so that a shard that reads weights need not
         import Transformers, which takes 3 s.
+    prefix: name of the base model within the model, which names in `folder` may lack. It is found with `names`.
     expert_groups: number of modules into which the experts of a block are divided, at most.
     """
 
@@ -63,6 +64,7 @@ class ModelSource:
     lora: Lora | None = None
     adapter: str | None = None
     names: WeightMap = field(default_factory=dict)
+    prefix: str = ""
     expert_groups: int = 1
 
     @property
@@ -143,7 +145,7 @@ class ModelSource:
     def _mapped(self, folder: Path) -> MappedWeights:
         if self.hub is not None:
             self.hub.require(weight_files(folder))
-        return MappedWeights(WeightFolder.open(folder), self.names)
+        return MappedWeights(WeightFolder.open(folder, self.prefix), self.names)
 
     def with_lora(self, lora: LoraConfig | None) -> ModelSource:
         """Return this source with LoRA pairs; unchanged if `lora` is None."""
@@ -162,7 +164,8 @@ def checked(source: ModelSource) -> ModelSource:
     _check(source)
     if source.folder is None:
         return source
-    return replace(source, names=checkpoint_names(build_empty(source.factory, torch.float32)))
+    empty = build_empty(source.factory, torch.float32)
+    return replace(source, names=checkpoint_names(empty), prefix=base_prefix(empty))
 
 
 def read_model(model: ModelConfig) -> ModelSource:

@@ -1,0 +1,110 @@
+"""What is trained of a folder is what Transformers makes of it, however the folder is laid out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.engine.weights.saved_values import bytes_of
+from megatrain_ray.export.export import export_extras
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME
+from megatrain_ray.model.architecture import Architecture, owned_parameters
+from megatrain_ray.model.model_source import open_model
+from tests.support.families import FAMILIES, SIZES
+from tests.support.reference import load_model
+
+WEIGHTS = "model.safetensors"
+EXPERTS: dict[str, Any] = {
+    **SIZES, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+# Models whose checkpoints hold a buffer, the bias of a router, under another name than the model.
+WITH_RENAMED_BUFFERS: dict[str, dict[str, Any]] = {
+    "minimax_m2": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 8},
+    "exaone_moe": {**EXPERTS, "num_experts": 4, "first_k_dense_replace": 1, "head_dim": 8},
+    "nemotron_h": {
+        **EXPERTS, "n_routed_experts": 4, "layers_block_type": ["mamba", "moe", "attention"], "head_dim": 8,
+        "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
+
+
+def write(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Save a model whose parameters and buffers are all random. Return what the file holds."""
+    torch.manual_seed(0)
+    model = Architecture(config)(torch.float32)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            nn.init.normal_(tensor.data, std=0.1)
+    model.save_pretrained(folder)
+    return load_file(folder / WEIGHTS)
+
+
+def assert_trained_as_loaded(folder: Path) -> None:
+    """Every parameter and persistent buffer has the bits that from_pretrained gives it."""
+    theirs, source = load_model(folder, torch.float32), open_model(ModelConfig(path=str(folder)))
+    ours, weights = build_empty(source.factory, torch.float32), source.weights()
+    assert set(owned_parameters(ours)) == set(owned_parameters(theirs))
+    for name in owned_parameters(theirs):
+        expected = theirs.get_parameter(name).detach()
+        assert torch.equal(weights.read(name, 0, expected.numel()), expected.flatten()), name
+    buffers = dict(ours.named_buffers())
+    for name, expected in theirs.named_buffers():
+        assert torch.equal(buffers[name], expected), name
+
+
+@pytest.mark.parametrize("model_type", WITH_RENAMED_BUFFERS)
+def test_buffers_that_a_checkpoint_names_otherwise(tmp_path: Path, model_type: str) -> None:
+    held = write(tmp_path, {"model_type": model_type, **WITH_RENAMED_BUFFERS[model_type]})
+    model = load_model(tmp_path, torch.float32)
+    renamed = {name for name, _ in model.named_buffers() if "bias" in name} - held.keys()
+    assert renamed, "this type's checkpoints have the model's own names"
+    assert_trained_as_loaded(tmp_path)
+    untrained = SimpleNamespace(layers=(), model=json.loads((tmp_path / "config.json").read_text()))
+    beside = export_extras(ModelConfig(path=str(tmp_path)), untrained)  # type: ignore[arg-type]
+    exported = {tensor.name: b"".join(map(bytes, tensor.chunks())) for tensor in beside.rest}
+    assert exported == {name: bytes_of(tensor.contiguous().view(-1)) for name, tensor in held.items()}
+
+
+def without_prefix(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    """As GPT-2 is on the hub: the names are those of the base model."""
+    save_file({name.partition(".")[2]: w for name, w in held.items() if name != "lm_head.weight"}, folder / WEIGHTS)
+
+
+def beside_an_older_index(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    """As Transformers leaves a folder of several files that a smaller model was saved to."""
+    save_file({name: w + 1 for name, w in held.items()}, folder / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(held, "model-00001-of-00001.safetensors")}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def in_two_files(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    beside_an_older_index(folder, held)
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("GPT-2", without_prefix),
+        ("Llama, tied", without_prefix),
+        ("Llama", beside_an_older_index),
+        ("Llama", in_two_files),
+    ],
+)
+def test_a_folder_is_read_as_transformers_reads_it(
+    tmp_path: Path, family: str, change: Callable[[Path, dict[str, torch.Tensor]], None]
+) -> None:
+    change(tmp_path, write(tmp_path, FAMILIES[family].config))
+    assert_trained_as_loaded(tmp_path)
