@@ -79,7 +79,7 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
     speed = f"{format_count(_tokens(plan) / plan.prediction.step_s)} tokens/s"
     if run.tokens is None or run.seconds is None:
         epochs = f"train.epochs: {config.train.epochs:g}"
-        yield f"run       {speed}; {epochs}, whose steps are known once a run has read the data"
+        yield f"run       {epochs}; their steps are known once a run has read the data; {speed}"
     else:
         duration = format_duration(run.seconds)
         yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {duration}, {speed}{price}"
