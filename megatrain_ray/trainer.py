@@ -126,7 +126,7 @@ class Trainer:
         set_keys(settings, overrides)
         tree = self._objects.fill(settings)
         if _is_arguments(args):
-            tree = with_arguments(args, tree, self._objects.num_records)
+            tree = with_arguments(args, tree)
             tree["data"].setdefault("seq_len", self._objects.longest_row())
             if tree["data"]["seq_len"] is None:
                 raise ConfigError(
@@ -150,7 +150,7 @@ class Trainer:
             await_end(run.path)
             manifest = run.newest_save()
             stack.enter_context(self._objects.written(run))
-            if run.config.train.steps is not None and (output := _output_if_done(run, manifest)):
+            if not run.config.counts_epochs and (output := _output_if_done(run, manifest)):
                 return output
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
@@ -169,7 +169,7 @@ class Trainer:
             num_rows = count_windows(run_spec.config.data, tokens, run_spec.structure.vocab_size)
             run.config = run_spec.config.with_steps(num_rows)
             run_spec = replace(run_spec, config=run.config, weighted=any(map(is_weighted, tokens)))
-            if output := _output_if_done(run, manifest):  # known only now if the configuration gives train.epochs
+            if output := _output_if_done(run, manifest):  # known only now if the configuration counts epochs
                 return output
             if manifest is not None:
                 run.report_resume(manifest)

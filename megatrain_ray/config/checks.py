@@ -169,13 +169,13 @@ def _save_disagreements(config: Settings) -> Iterator[str]:
     if config.save_best and config.save_every is None:
         yield "save_best: true needs saves, and save_every: null makes none; set save_every: 0 or more"
     every, kept = config.save_every, config.save_keep_every
-    if kept is not None and not every:
+    if kept is not None and (not every or isinstance(every, str)):
         shown = "null" if every is None else every
         yield (
             f"save_keep_every: {kept} keeps some of the saves of save_every, which is {shown}; set save_every: {kept}, "
             "or a number that divides it"
         )
-    elif kept is not None and every and kept % every:
+    elif kept is not None and isinstance(every, int) and kept % every:
         multiple = every * max(1, round(kept / every))
         yield f"save_keep_every: {kept} is no multiple of save_every: {every}; set save_keep_every: {multiple}"
 

@@ -24,6 +24,7 @@ from megatrain_ray.config.values import (
     Seed,
     Size,
     Sources,
+    StepsOrEpochs,
     StepsOrSeconds,
     Switch,
     Text,
@@ -323,8 +324,8 @@ class Settings(Group):
     """Folder of the run: configuration, plan, metrics, saves."""
     resume: bool = True
     """true: continue the run in run_dir; false: it must hold none."""
-    save_every: NotNegative | None = 0
-    """0: save at the end and when interrupted; N: every N updates too; null: never."""
+    save_every: StepsOrEpochs | None = 0
+    """0: save at the end and when interrupted; N: every N updates too; 1 epoch, 0.5 epochs: so often; null: never."""
     save_keep: Count = 2
     """Newest saves kept. The disk needs room for one more (else exit 3)."""
     save_keep_every: Count | None = None
@@ -333,7 +334,7 @@ class Settings(Group):
     """Save after every evaluation's step too, and keep the save with the least held-out loss."""
     save_compress: SaveCompression = "none"
     """zstd: bf16 weights shrink by 1.46, FP32 state by about 1.2, at 0.5 to 1 GB/s a core."""
-    eval_every: NotNegative = 0
+    eval_every: StepsOrEpochs = 0
     """N: evaluate data.eval_path before the first update, after every N and after the last; 0: never."""
     eval_patience: Count | None = None
     """N evaluations in a row without a better held-out loss end the run early; null: never."""
@@ -345,11 +346,32 @@ class Settings(Group):
     """Where metrics go beside metrics.jsonl."""
 
     @property
-    def save_interval(self) -> int | None:
-        """Return the fewest updates between two saves; 0: there is one at the end only; None: there is none."""
-        if self.save_every is None or not self.save_best:
-            return self.save_every
-        return min(self.save_every or self.eval_every, self.eval_every)
+    def save_interval(self) -> float | None:
+        """Return the fewest updates between two saves; 0: there is one at the end only; None: there is none.
+
+        It is infinite if it is a number of epochs, before TrainConfig.with_steps has counted their updates.
+        """
+        saved, evaluated = (math.inf if isinstance(n, str) else n for n in (self.save_every, self.eval_every))
+        if saved is None or evaluated is None or not self.save_best:
+            return saved
+        return min(saved or evaluated, evaluated)
+
+    @property
+    def save_steps(self) -> int | None:
+        """Return save_every in updates. TrainConfig.with_steps has replaced epochs by then."""
+        assert not isinstance(self.save_every, str)
+        return self.save_every
+
+    @property
+    def eval_steps(self) -> int:
+        """Return eval_every in updates, as `save_steps`."""
+        assert not isinstance(self.eval_every, str)
+        return self.eval_every
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Return whether any setting is given in epochs, so that the rows of the data must be known."""
+        return self.train.epochs is not None or any(isinstance(n, str) for n in (self.save_every, self.eval_every))
 
     def split(self) -> tuple[int, int]:
         """Return (micro_batch_size, accumulate) of one GPU; micro-batches of 1 if the plan is to choose them."""

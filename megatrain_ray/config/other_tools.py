@@ -26,6 +26,7 @@ RESOLVED_KEYS = {
     "beta1": "train.betas",
     "beta2": "train.betas",
     "bf16": "train.precision",
+    "logging_steps": "log.every",
     "tf32": "train.precision",
     "seed": "data.seed",
     "data_seed": "data.seed",
@@ -47,7 +48,6 @@ RESOLVED_KEYS = {
 OTHER_NAMES = {  # of TRL and Transformers, as far as no table sets something for them
     "max_length": "data.seq_len",
     "max_seq_length": "data.seq_len",
-    "logging_steps": "log.every",
     "optim": "train.optimizer",
 }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any, Self
 
 from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from megatrain_ray.config.checks import describe_problems, disagreements
 from megatrain_ray.config.groups import DataConfig, Settings
-from megatrain_ray.config.values import exact, with_commits
+from megatrain_ray.config.values import epochs_of, exact, with_commits
 from megatrain_ray.errors import ConfigError
 
 
@@ -41,18 +42,23 @@ class TrainConfig(Settings):
         return self.model_copy(update={"train": self.train.model_copy(update=split)})
 
     def with_steps(self, num_rows: int) -> TrainConfig:
-        """Return the same configuration with train.epochs replaced by the train.steps that they are.
+        """Return the same configuration with epochs replaced by the steps that they are.
+
+        These are train.epochs, save_every and eval_every.
 
         num_rows: rows in an epoch of the data.
 
         Raises ConfigError if other settings ask for more steps.
         """
-        epochs = self.train.epochs
+        epoch_steps = Fraction(num_rows, self.train.batch_size or 1)
+        every = {key: value for key in ("save_every", "eval_every") if isinstance(value := getattr(self, key), str)}
+        counted = {key: max(1, round(epochs_of(text) * epoch_steps)) for key, text in every.items()}
+        config, epochs = self.model_copy(update=counted), self.train.epochs
         if epochs is None:
-            return self
-        steps = math.ceil(exact(epochs) * num_rows / (self.train.batch_size or 1))
+            return config
+        steps = math.ceil(exact(epochs) * epoch_steps)
         train = self.train.model_copy(update={"steps": steps, "epochs": None})
-        config = self.model_copy(update={"train": train})
+        config = config.model_copy(update={"train": train})
         for problem in disagreements(config):
             raise ConfigError(f"train.epochs: {epochs:g} of {num_rows} rows are {steps} steps: {problem}")
         return config

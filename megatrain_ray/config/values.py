@@ -80,6 +80,23 @@ def wandb_project(value: Any) -> Any:
     return {"project": value} if isinstance(value, str) else value
 
 
+def epochs_of(text: str) -> Fraction:
+    """Return the number in a text such as 1 epoch or 0.5 epochs. Raises ValueError for anything else."""
+    if not (match := re.fullmatch(r"(\d+\.?\d*|\.\d+) ?epochs?", text)) or not float(match[1]):
+        raise ValueError(f"expected epochs, as in 1 epoch or 0.5 epochs, got {text!r}")
+    return Fraction(match[1])
+
+
+def steps_or_epochs(value: Any) -> Any:
+    """Accept a number of steps, or text such as 1 epoch. Raises ValueError for anything else."""
+    is_steps = type(value) is int and value >= 0
+    if not is_steps and not isinstance(value, str):
+        raise ValueError(f"expected a number of steps from 0 on, or epochs as in 1 epoch or 0.5 epochs, got {value!r}")
+    if isinstance(value, str):
+        epochs_of(value)
+    return value
+
+
 def steps_or_share(value: Any) -> int | float:
     """Accept a whole number of steps, or a share of them below 1. Raises ValueError for anything else."""
     if type(value) in (int, float) and value >= 0 and (value < 1 or value == int(value)):
@@ -201,6 +218,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 WarmUp = Annotated[int | float, BeforeValidator(steps_or_share)]
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)]
+StepsOrEpochs = Annotated[int | str, BeforeValidator(steps_or_epochs)]
 StepsOrSeconds = Annotated[int | str, BeforeValidator(steps_or_seconds)]
 Sources = Annotated[str | tuple[Source, ...], BeforeValidator(sources_of_data)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]

@@ -19,8 +19,8 @@ EVAL_KEYS = ("eval_every", "eval_patience", "data.eval_path", "data.eval_dataset
 GROUPS = ("hardware", "spill", "log")
 LIMIT_KEYS = ("max_failures", "max_skipped")
 RATE_KEYS = (
-    "train.lr", "train.min_lr", "train.schedule", "train.warmup_steps", "train.weight_decay", "train.betas",
-    "train.eps", "train.clip", "train.groups.lr", "train.groups.weight_decay",
+    "train.lr", "train.min_lr", "train.schedule", "train.warmup_steps", "train.warmup_from_zero",
+    "train.weight_decay", "train.betas", "train.eps", "train.clip", "train.groups.lr", "train.groups.weight_decay",
 )  # fmt: skip
 LENGTH_KEYS = ("train.steps", "train.epochs")
 FREE_ON_RESUME = (

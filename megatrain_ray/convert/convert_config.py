@@ -41,8 +41,7 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
     num_gpus: number of GPUs that the file was meant for. An update gets that many times as many sequences.
     lenient: leave out keys that cannot be honoured. Otherwise, if there are any, `text` of the result is empty.
 
-    Raises ConfigError if the file is from neither tool, if the resulting configuration is invalid, or if epochs have to
-    be converted to steps and the sequences of the data cannot be counted.
+    Raises ConfigError if the file is from neither tool, or if the resulting configuration is invalid.
     """
     tree = read_settings(path)
     tables = {name: load_table(name) for name in DATA_SETS}

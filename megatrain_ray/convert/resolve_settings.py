@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatrain_ray.config.groups import ModelConfig
-from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.other_tools import RESOLVED_KEYS
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.convert.key_tables import EVERY_LINEAR
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.chat_template import load_chat_template
+from megatrain_ray.io.chat.named_templates import PLAIN, read_named_template
 
 FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
-# Names that tables set and that are no settings of ours; `resolve` derives settings from them.
-RESOLVED = frozenset(
-    {
-        "revision", "neat_packing", "enable_thinking", "epochs", "max_steps", "warmup_steps", "warmup_ratio",
-        "min_lr_ratio", "method", "beta1", "beta2", "bf16", "tf32", "seed", "data_seed", "save_strategy", "save_steps",
-        "saves_per_epoch", "eval_strategy", "eval_steps", "evals_per_epoch", "embedding_lr", "embedding_lr_scale",
-        "lr_groups", "every_linear", "modules_to_save", *FREEZING,
-    }
-)  # fmt: skip
 MAX_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up
 UNWARMED = "constant without warm-up"  # what shared.yaml makes of a schedule without warm-up
 EMBEDDINGS = ["embed_tokens", "lm_head"]
@@ -39,19 +31,16 @@ def resolve(
     overrides: Sequence[str] = (),
     *,
     num_gpus: int = 1,
-    count: Callable[[Mapping[str, Any]], int] | None = None,
 ) -> dict[str, Any]:
     """Return what a table has found as a tree of settings from which a configuration can be made.
 
-    found: settings and names in `RESOLVED`, by dotted key.
+    found: settings and names in `RESOLVED_KEYS`, by dotted key.
     default_warmup: share of the steps for warm-up if nothing is set.
     settings, overrides: settings that take precedence over `found`, overrides over both.
     num_gpus: as in `convert`.
-    count: counts the rows of an epoch; called only if epochs have to be converted to steps. None: tokenize the data and
-        count.
     """
-    theirs = {key: value for key, value in found.items() if key in RESOLVED}
-    given = {key: value for key, value in found.items() if key not in RESOLVED}
+    theirs = {key: value for key, value in found.items() if key in RESOLVED_KEYS}
+    given = {key: value for key, value in found.items() if key not in RESOLVED_KEYS}
     _resolve_model_and_data(given, theirs)
     _resolve_numbers(given, theirs)
     _resolve_lora(given, theirs)
@@ -63,7 +52,8 @@ def resolve(
         tree["train"]["trainable"] = _trainable_layers(tree["model"], theirs)
     if groups := _parameter_groups(theirs, tree["train"].get("lr", 0.0)):
         tree["train"].setdefault("groups", groups)
-    _resolve_steps(tree, theirs, default_warmup, count or _count_windows)
+    _resolve_template(tree, theirs)
+    _resolve_steps(tree, theirs, default_warmup)
     return {key: tree[key] for key in (*GROUPS, *tree) if key in tree}
 
 
@@ -82,7 +72,12 @@ def _resolve_model_and_data(given: dict[str, Any], theirs: Mapping[str, Any]) ->
 
 def _resolve_numbers(given: dict[str, Any], theirs: Mapping[str, Any]) -> None:
     given["train.betas"] = [theirs["beta1"], theirs["beta2"]]
-    given["train.precision"] = "bf16" if theirs.get("bf16") else "tf32" if theirs.get("tf32") else "fp32"
+    half = theirs.get("bf16") or theirs.get("fp16")
+    given["train.precision"] = "bf16" if half else "tf32" if theirs.get("tf32") else "fp32"
+    if (steps := theirs.get("logging_steps", 0)) >= 1:  # a number below 1 is a share of the steps
+        given["log.every"] = int(steps)
+    if theirs.get("optimizer") == "muon":
+        given["train.optimizer"] = "muon"
     given["train.seed"] = theirs["seed"]
     given["data.seed"] = theirs.get("data_seed", theirs["seed"])
     if "min_lr_ratio" in theirs and "train.lr" in given:
@@ -162,10 +157,12 @@ def _trainable_layers(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
 
 
 def _parameter_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, Any]]:
-    """Return the parameter groups that Axolotl makes.
+    """Return the parameter groups of LoRA+ and of Axolotl.
 
     If any key on groups is set, Axolotl puts the embeddings into a group of their own, without decay.
     """
+    if theirs.get("loraplus_ratio") and theirs.get("method") == "lora":
+        return [{"match": ["lora_B"], "lr": theirs["loraplus_ratio"] * lr}]
     if not {"embedding_lr", "embedding_lr_scale", "lr_groups"} & theirs.keys():
         return []
     own = lr * scale if (scale := theirs.get("embedding_lr_scale")) else theirs.get("embedding_lr")
@@ -173,77 +170,62 @@ def _parameter_groups(theirs: Mapping[str, Any], lr: float) -> list[dict[str, An
     return [embeddings, *theirs.get("lr_groups", ())]
 
 
-def _resolve_steps(
-    tree: dict[str, Any], theirs: Mapping[str, Any], default_warmup: float, count: Callable[[Mapping[str, Any]], int]
-) -> None:
+def _resolve_template(tree: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Set the named template of their file if the tokenizer is on this machine and has none of its own."""
+    data, name = tree["data"], theirs.get("template")
+    tokenizer = data.get("tokenizer") or tree["model"].get("path")
+    if name is None or data.get("kind") != "sft" or "chat_template" in data or not Path(str(tokenizer)).is_dir():
+        return
+    with suppress(ConfigError):  # a tokenizer that lacks the marks of the template
+        if load_chat_template(str(tokenizer)).source == read_named_template(PLAIN):
+            load_chat_template(str(tokenizer), name)
+            data["chat_template"] = name
+
+
+def _resolve_steps(tree: dict[str, Any], theirs: Mapping[str, Any], default_warmup: float) -> None:
     """Set everything that is counted in steps, some of which may be given as shares or epochs.
 
     What overrides have set is not changed.
     """
     train = tree["train"]
-
-    @cache  # the data are counted on first use, and only once
-    def epoch_steps() -> float:
-        size = train.get("batch_size") or (train.get("micro_batch_size") or 1) * (train.get("accumulate") or 1)
-        return count(tree) / size
-
-    train["steps"] = steps = train.get("steps") or _steps(theirs, epoch_steps)
+    if not train.get("steps") and not train.get("epochs"):
+        most = int(theirs.get("max_steps", -1))
+        train |= {"steps": most} if most > 0 else {"epochs": float(theirs["epochs"])}
     if train["schedule"] == UNWARMED:
         train["schedule"] = "constant"
     else:
-        warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), default_warmup, steps)
+        warmup = _warmup(theirs.get("warmup_steps"), theirs.get("warmup_ratio"), default_warmup, train.get("steps"))
         if train.setdefault("warmup_steps", warmup):
             train.setdefault("warmup_from_zero", True)
     if "save_every" not in tree:
-        tree["save_every"] = _every("save", theirs, steps, epoch_steps)
-    if "eval_path" in tree["data"] and "eval_every" not in tree:
-        tree["eval_every"] = _every("eval", theirs, steps, epoch_steps) or steps
+        tree["save_every"] = _every("save", theirs, train)
+    if "eval_every" not in tree and {"eval_path", "eval_fraction"} & tree["data"].keys():
+        tree["eval_every"] = _every("eval", theirs, train)
 
 
-def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int) -> int:
-    """Return the number of warm-up steps. A number below 1 is a share of the steps, as in Transformers 5."""
+def _warmup(warmup: float | None, ratio: float | None, default: float, steps: int | None) -> int | float:
+    """Return the number of warm-up steps, or their share of all steps. `warmup` below 1 is a share, too."""
     if warmup and warmup >= 1:
-        return min(int(warmup), steps)
+        return min(int(warmup), steps or int(warmup))
     share = warmup or ratio
     if share is None and warmup is None:
-        return min(int(default * steps), MAX_WARMUP_STEPS)
-    return min(math.ceil((share or 0.0) * steps), steps)
+        return min(int(default * steps), MAX_WARMUP_STEPS) if steps else default
+    return share or 0
 
 
-def _steps(theirs: Mapping[str, Any], epoch_steps: Callable[[], float]) -> int:
-    if (most := theirs.get("max_steps", -1)) > 0:
-        return int(most)
-    return math.ceil(float(theirs["epochs"]) * epoch_steps())
-
-
-def _every(what: str, theirs: Mapping[str, Any], steps: int, epoch_steps: Callable[[], float]) -> int:
-    """Return the number of steps between saves or evaluations; 0 if there are none before the end."""
-    strategy = theirs.get(f"{what}_strategy")
+def _every(what: str, theirs: Mapping[str, Any], train: Mapping[str, Any]) -> int | str:
+    """Return the number of steps or epochs between saves or evaluations; 0 if there are none before the end."""
+    strategy, number = theirs.get(f"{what}_strategy"), theirs.get(f"{what}_steps")
     if strategy == "no":
         return 0
     if times := theirs.get(f"{what}s_per_epoch"):
-        return math.ceil(epoch_steps() / float(times))
-    if strategy == "epoch":
-        return math.ceil(epoch_steps())
-    number = float(theirs.get(f"{what}_steps") or 0)
-    return math.ceil(number * steps) if number < 1 else int(number)
+        return _epochs(1 / float(times))
+    if strategy == "epoch" or number is None:
+        return _epochs(1.0)
+    if number >= 1 or not number:
+        return int(number)
+    return math.ceil(number * train["steps"]) if train.get("steps") else _epochs(number * train["epochs"])
 
 
-def _count_windows(tree: Mapping[str, Any]) -> int:
-    """Return the number of windows in an epoch. Tokenizes the data into the cache that the run will use."""
-    from megatrain_ray.data.data_worker import count_windows
-    from megatrain_ray.data.tokenize_data import tokenize
-    from megatrain_ray.model.model_source import open_model
-
-    provisional = {"steps": 1, "warmup_steps": 0, "schedule": "constant"}
-    try:
-        config = TrainConfig.model_validate({**tree, "train": {**tree["train"], **provisional}})
-        vocab_size = open_model(config.model).setting("vocab_size")
-        with tempfile.TemporaryDirectory() as folder:  # used only if the machine has no token cache
-            tokens = tokenize(config.data, config.tokenizer, vocab_size, Path(folder))
-            return count_windows(config.data, tokens, vocab_size)
-    except ConfigError as error:
-        raise ConfigError(
-            f"epochs cannot be made steps, as sequences cannot be counted: {error}; or give train.steps=N after the "
-            "file"
-        ) from None
+def _epochs(number: float) -> str:
+    return f"{number:g} epoch{'' if number == 1 else 's'}"

@@ -18,12 +18,10 @@ from megatrain_ray.errors import ConfigError
 SPLIT = ("batch_size", "micro_batch_size", "accumulate")
 
 
-def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | None) -> dict[str, Any]:
+def with_arguments(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings` extended by what `args` say. `settings` take precedence.
 
-    Without other settings each record becomes a row of its own. Fields of `args` without a meaning here are printed.
-
-    num_records: number of training records, which converts epochs to steps; None if it is not known.
+    Without other settings each record becomes a row of its own. Fields of `args` that set nothing here are printed.
 
     Raises ConfigError if fields cannot be honoured.
     """
@@ -32,21 +30,13 @@ def with_arguments(args: Any, settings: Mapping[str, Any], num_records: int | No
     found = apply(table, _stated(args, names, table))
     if found.refused:
         raise ConfigError("\n  ".join(["args: cannot be honoured; leave out, or set otherwise:", *found.refused]))
-    if found.meaningless:
-        say("\n  ".join(["args: without a meaning here:", *found.meaningless]))
+    for title, lines in (("done otherwise", found.otherwise), ("without a meaning", found.meaningless)):
+        if lines:
+            say("\n  ".join([f"args: {title} here:", *lines]))
     given = {"data.packing": False, "data.kind": settings["data"].get("kind", "pretrain"), **found.settings}
     if given.get("eval_strategy") == "no":
         given["eval_every"] = 0
-
-    def count(tree: Mapping[str, Any]) -> int:
-        if num_records is None or tree["data"]["packing"] or tree["data"].get("kind") == "pretrain":
-            raise ConfigError(
-                "args: epochs cannot be made steps, as rows are counted by records: give max_steps, and save_steps in "
-                "whole numbers, or train.steps and save_every among the settings"
-            )
-        return num_records
-
-    tree = resolve(given, 0.0, settings, count=count)
+    tree = resolve(given, 0.0, settings)
     own = settings.get("train", {})
     if any(own.get(key) for key in SPLIT):  # if `settings` set one of these, the others remain open
         tree["train"] = {key: value for key, value in tree["train"].items() if key not in SPLIT or key in own}
@@ -66,12 +56,13 @@ def _stated(args: Any, names: set[str], table: Table) -> dict[str, Any]:
     """Return the fields of `args` that set something, and the others whose values differ from the defaults.
 
     Some defaults depend on other fields, so the comparison is with an object that is created without settings. Defaults
-    of a subclass differ from those of the table, so what sets something is always taken from the object.
+    of a subclass differ from those of the table, so what sets something is always taken from the object. Only
+    logging_steps is not: its default prints no line in a short run.
     """
     plain = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     found = {
         name: getattr(args, name)
         for name in sorted(names)
-        if name in table.sets or getattr(args, name) != getattr(plain, name)
+        if name in table.sets.keys() - {"logging_steps"} or getattr(args, name) != getattr(plain, name)
     }
     return {key: value.value if isinstance(value, Enum) else value for key, value in found.items()}

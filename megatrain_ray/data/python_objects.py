@@ -113,12 +113,6 @@ class Objects:
     def is_empty(self) -> bool:
         return not any(self._given())
 
-    @property
-    def num_records(self) -> int | None:
-        """Return the number of training records; None if the data are files or have no length."""
-        there = not isinstance(self.train_dataset, (str, Path)) and hasattr(self.train_dataset, "__len__")
-        return len(self.train_dataset) if there else None
-
     def longest_row(self) -> int | None:
         """Return the inputs of the longest training record of ids; None if the records hold no ids or are files.
 

@@ -50,7 +50,7 @@ class RunPolicy:
     @staticmethod
     def of(config: TrainConfig) -> RunPolicy:
         return RunPolicy(
-            config.train.num_steps, config.save_every, config.eval_every, config.save_best, config.eval_patience
+            config.train.num_steps, config.save_steps, config.eval_steps, config.save_best, config.eval_patience
         )
 
     def tick(self, seen: Observation) -> Action:

@@ -20,7 +20,7 @@ SLOWER = 1.5  # a guess: the factor for a disk that others use too
 ROUND_S = 10
 
 
-def stop_wait_s(plan: Plan, save_interval: int | None, disk_bytes_per_s: float, step_s: float) -> int:
+def stop_wait_s(plan: Plan, save_interval: float | None, disk_bytes_per_s: float, step_s: float) -> int:
     """Return the seconds from SIGTERM to the end of the process, rounded up to tens; 0 if nothing is saved.
 
     They cover the steps in flight, a save that may be in flight (with `save_interval` > 0), and the last save, and

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +57,8 @@ def run_of(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> Run
         return None
     steps, step_s = config.train.steps, plan.prediction.step_s
     spilled = plan.written_bytes * DAY_S / step_s
-    saved = plan.save_bytes * DAY_S / (config.save_interval * step_s) if config.save_interval else None
+    every = config.save_interval
+    saved = plan.save_bytes * DAY_S / (every * step_s) if every and math.isfinite(every) else None
     return RunTotals(
         steps=steps,
         tokens=steps and steps * _tokens(plan),

@@ -160,6 +160,9 @@ def test_a_wrong_type_names_key_expected_and_got(changes: dict[str, Any], messag
         ("train__lr", 0),
         ("train__min_lr", -1e-9),
         ("train__warmup_steps", -1),
+        ("save_every", 0.5),
+        ("save_every", "0 epochs"),
+        ("eval_every", "1 epoc"),
         ("train__weight_decay", -0.1),
         ("train__betas", [0.9, 1.0]),
         ("train__eps", 0.0),
@@ -410,7 +413,7 @@ def test_epochs_are_steps_rounded_up(epochs: float, num_rows: int, batch_size: i
     given = config(train__steps=MISSING, train__epochs=epochs, train__batch_size=batch_size)
     resolved = given.with_steps(num_rows)
     assert (resolved.train.num_steps, resolved.train.epochs) == (steps, None)
-    assert resolved.with_steps(2 * num_rows) is resolved
+    assert resolved.with_steps(2 * num_rows) == resolved
 
 
 def test_settings_that_epochs_of_few_rows_do_not_allow() -> None:

@@ -12,11 +12,11 @@ import yaml
 
 from megatrain_ray.cli import main
 from megatrain_ray.config.checks import _fields
+from megatrain_ray.config.other_tools import RESOLVED_KEYS
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.convert.convert_config import DATA_SETS, convert
 from megatrain_ray.convert.key_tables import CONVERSIONS, load_table
-from megatrain_ray.convert.resolve_settings import RESOLVED
 from megatrain_ray.errors import ConfigError
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.tiny import build_tiny
@@ -140,7 +140,6 @@ def converted(path: Path, *overrides: str, **options: Any) -> dict[str, Any]:
 
 
 def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """10 sequences, 2 an update: 5 updates an epoch, 15 in all; a tenth, and a quarter, of these."""
     (folder / "theirs.yaml").write_text(LLAMA_FACTORY)
     assert main(["convert-config", "theirs.yaml", "--out", "ours.yaml"]) == 0
     assert yaml.safe_load((folder / "ours.yaml").read_text()) == {
@@ -150,12 +149,13 @@ def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str
             "packing": False, "seed": 42,
         },
         "train": {
-            "steps": 15, "micro_batch_size": 1, "accumulate": 2, "lr": 1e-5, "schedule": "cosine", "warmup_steps": 2,
-            "warmup_from_zero": True, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8, "precision": "bf16",
-            "seed": 42,
+            "epochs": 3.0, "micro_batch_size": 1, "accumulate": 2, "lr": 1e-5, "schedule": "cosine",
+            "warmup_steps": 0.1, "warmup_from_zero": True, "weight_decay": 0.0, "betas": [0.9, 0.999], "eps": 1e-8,
+            "precision": "bf16", "seed": 42,
         },
         "run_dir": "runs/full",
-        "save_every": 4,
+        "log": {"every": 10},
+        "save_every": "0.75 epochs",
         "save_keep": 3,
     }  # fmt: skip
     config = load_config(folder / "ours.yaml")
@@ -166,8 +166,8 @@ def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str
     assert "\ndone otherwise here:\n  template: the tokenizer's own chat template is used" in f"\n{otherwise}"
     listed = [line.strip().partition(":")[0] for line in meaningless.splitlines()]
     assert listed == [
-        "do_train", "deepspeed", "overwrite_cache", "preprocessing_num_workers", "logging_steps", "plot_loss",
-        "overwrite_output_dir", "ddp_timeout",
+        "do_train", "deepspeed", "overwrite_cache", "preprocessing_num_workers", "plot_loss", "overwrite_output_dir",
+        "ddp_timeout",
     ]  # fmt: skip
     assert main(["plan", "ours.yaml", "hardware.device=cpu"]) == 0
     assert main(["convert-config", "theirs.yaml", "--out", "ours.yaml"]) == 2
@@ -175,7 +175,7 @@ def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_file_of_axolotl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """7 sequences, 4 an update, 10 epochs: 17.5, so 18 updates, of which 3 % round down to no warm-up."""
+    """Without another warm-up Axolotl takes 3 % of the steps."""
     (folder / "theirs.yaml").write_text(AXOLOTL)
     assert main(["convert-config", "theirs.yaml"]) == 0
     told = capsys.readouterr()
@@ -187,12 +187,12 @@ def test_a_file_of_axolotl(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
             "kind": "sft", "path": "chats", "seq_len": 200, "truncation": "drop", "packing": False, "seed": 42,
         },
         "train": {
-            "steps": 18, "micro_batch_size": 2, "accumulate": 2, "lr": 2e-5, "min_lr": pytest.approx(2e-6),
-            "schedule": "cosine", "warmup_steps": 0, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8,
-            "clip": None, "precision": "bf16", "seed": 42,
+            "epochs": 10.0, "micro_batch_size": 2, "accumulate": 2, "lr": 2e-5, "min_lr": pytest.approx(2e-6),
+            "schedule": "cosine", "warmup_steps": 0.03, "warmup_from_zero": True, "weight_decay": 0.01,
+            "betas": [0.9, 0.999], "eps": 1e-8, "clip": None, "precision": "bf16", "seed": 42,
         },
         "run_dir": "./out",
-        "save_every": 2,
+        "save_every": "1 epoch",
         "log": {"wandb": {"project": "mine"}},
     }  # fmt: skip
     assert "cannot be honoured" not in told.err
@@ -247,15 +247,15 @@ def test_texts_of_both(folder: Path) -> None:
         "seed": 42,
     }  # fmt: skip
     texts = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "text_column": "body"}]
-    path = write(folder, AXOLOTL, datasets=None, pretraining_dataset=texts, max_steps=200, saves_per_epoch=None)
+    path = write(folder, AXOLOTL, datasets=None, pretraining_dataset=texts, max_steps=200)
     tree = converted(path)
     assert tree["data"] == {
         "kind": "pretrain", "path": ["a.jsonl", "b.jsonl"], "text_field": "body", "seq_len": 200, "packing": True,
         "seed": 42,
     }  # fmt: skip
-    assert (tree["train"]["steps"], tree["train"]["warmup_steps"], tree["save_every"]) == (200, 6, 0)
+    assert (tree["train"]["steps"], tree["train"]["warmup_steps"], tree["save_every"]) == (200, 6, "1 epoch")
     tokens = [{"path": "t.parquet", "type": "", "ds_type": "parquet"}]
-    path = write(folder, AXOLOTL, datasets=tokens, max_steps=5, saves_per_epoch=None)
+    path = write(folder, AXOLOTL, datasets=tokens, max_steps=5)
     assert converted(path)["data"]["kind"] == "tokens"
 
 
@@ -263,15 +263,15 @@ def test_texts_of_both(folder: Path) -> None:
     ("text", "changes", "expected"),
     [
         (LLAMA_FACTORY, {"lr_scheduler_type": "constant", "warmup_steps": 9}, {"schedule": "constant"}),
-        (LLAMA_FACTORY, {"lr_scheduler_type": "constant_with_warmup"}, {"schedule": "constant", "warmup_steps": 10}),
+        (LLAMA_FACTORY, {"lr_scheduler_type": "constant_with_warmup"}, {"schedule": "constant", "warmup_steps": 0.1}),
         (LLAMA_FACTORY, {"warmup_steps": 7}, {"warmup_steps": 7}),
-        (LLAMA_FACTORY, {"warmup_steps": 0.02}, {"warmup_steps": 2}),
+        (LLAMA_FACTORY, {"warmup_steps": 0.02}, {"warmup_steps": 0.02}),
         (LLAMA_FACTORY, {"warmup_ratio": None}, {"warmup_steps": 0}),
         (LLAMA_FACTORY, {"bf16": None, "tf32": True}, {"precision": "tf32"}),
         (LLAMA_FACTORY, {"bf16": None}, {"precision": "fp32"}),
         (LLAMA_FACTORY, {"adam_beta2": "0.95", "max_grad_norm": 0.3}, {"betas": [0.9, 0.95], "clip": 0.3}),
         (LLAMA_FACTORY, {"gradient_accumulation_steps": None, "learning_rate": None}, {"accumulate": 1, "lr": 5e-5}),
-        (AXOLOTL, {"warmup_ratio": 0.05}, {"warmup_steps": 5}),
+        (AXOLOTL, {"warmup_ratio": 0.05}, {"warmup_steps": 0.05}),
         (AXOLOTL, {"batch_size": 32, "gradient_accumulation_steps": None}, {"micro_batch_size": 2, "accumulate": 16}),
         (
             AXOLOTL,
@@ -317,7 +317,7 @@ def test_texts_of_both(folder: Path) -> None:
     ],
 )
 def test_numbers(folder: Path, text: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    path = write(folder, text, **{"max_steps": 100, "saves_per_epoch": None} | changes)
+    path = write(folder, text, **{"max_steps": 100} | changes)
     train = converted(path)["train"]
     assert {key: train.get(key) for key in expected} == expected
     assert "warmup_steps" in train or train["schedule"] == "constant"
@@ -325,7 +325,7 @@ def test_numbers(folder: Path, text: str, changes: dict[str, Any], expected: dic
 
 def test_axolotls_groups_match_what_they_match_there(folder: Path) -> None:
     groups = [{"name": "o", "modules": ["layers.1"], "lr": 1e-6}]
-    path = write(folder, AXOLOTL, lr_groups=groups, max_steps=5, saves_per_epoch=None)
+    path = write(folder, AXOLOTL, lr_groups=groups, max_steps=5)
     (pattern,) = converted(path)["train"]["groups"][1]["match"]
     there = ["model.layers.1.mlp.up_proj.weight", "model.layers.10.mlp.up_proj.weight"]
     others = [
@@ -340,7 +340,7 @@ def test_what_is_converted_is_planned(folder: Path, capsys: pytest.CaptureFixtur
     freeze = {"finetuning_type": "freeze", "freeze_trainable_modules": "mlp", "freeze_extra_modules": "lm_head,norm"}
     lr_groups = [{"name": "o", "modules": ["self_attn"], "lr": 1e-6}]
     for text, changes in ((LLAMA_FACTORY, freeze), (AXOLOTL, {"lr_groups": lr_groups, "embedding_lr": 1e-6})):
-        path = write(folder, text, max_steps=5, saves_per_epoch=None, **changes)
+        path = write(folder, text, max_steps=5, **changes)
         (folder / "ours.yaml").write_text(convert(path).text)
         assert main(["plan", "ours.yaml", "hardware.device=cpu"]) == 0, capsys.readouterr()
 
@@ -360,19 +360,28 @@ def test_freezing_has_no_meaning_without_freeze_tuning(folder: Path) -> None:
 def test_gpus_and_overrides(folder: Path) -> None:
     path = write(folder, LLAMA_FACTORY, model_name_or_path="owner/model", model_revision="v2", dataset_dir="nowhere")
     tree = converted(path, "train.steps=20", "data.tokenizer=bytes", "save_every=null", num_gpus=4)
-    assert tree["train"] | {"steps": 20, "accumulate": 8, "warmup_steps": 2} == tree["train"]
+    assert tree["train"] | {"steps": 20, "accumulate": 8, "warmup_steps": 0.1} == tree["train"]
     assert tree["model"]["path"] == "owner/model@v2"
     assert (tree["data"]["tokenizer"], tree["save_every"]) == ("bytes", None)
 
 
-def test_epochs_of_data_that_are_not_here_need_steps(folder: Path) -> None:
-    path = write(folder, LLAMA_FACTORY, dataset_dir="nowhere")
-    with pytest.raises(ConfigError) as caught:
-        convert(path)
-    assert str(caught.value).startswith(
-        "epochs cannot be made steps, as sequences cannot be counted: data.path: cannot"
-    )
-    assert str(caught.value).endswith("; or give train.steps=N after the file")
+@pytest.mark.parametrize(
+    ("text", "changes", "expected"),
+    [
+        (LLAMA_FACTORY, {"save_strategy": "epoch"}, {"save_every": "1 epoch"}),
+        (LLAMA_FACTORY, {"save_strategy": "no"}, {"save_every": 0}),
+        (LLAMA_FACTORY, {"max_steps": 10, "save_steps": 0.25}, {"save_every": 3}),
+        (LLAMA_FACTORY, {"eval_dataset": "facts"}, {"eval_every": "1 epoch"}),
+        (LLAMA_FACTORY, {"eval_dataset": "facts", "eval_steps": 7}, {"eval_every": 7}),
+        (AXOLOTL, {"saves_per_epoch": 3}, {"save_every": "0.333333 epochs"}),
+        (AXOLOTL, {"saves_per_epoch": None}, {"save_every": "1 epoch"}),
+        (AXOLOTL, {"saves_per_epoch": None, "save_steps": 20}, {"save_every": 20}),
+        (AXOLOTL, {"logging_steps": 5}, {"log": {"every": 5, "wandb": {"project": "mine"}}}),
+    ],
+)
+def test_what_is_done_how_often(folder: Path, text: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    tree = converted(write(folder, text, **changes))
+    assert {key: tree.get(key) for key in expected} == expected
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -444,7 +453,7 @@ def test_what_cannot_be_honoured_ends_it_unless_it_is_left_out(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     text, changes, line = REFUSALS[name]
-    path = write(folder, text, **{"max_steps": 100, "saves_per_epoch": None} | changes)
+    path = write(folder, text, **{"max_steps": 100} | changes)
     assert main(["convert-config", str(path), "--out", "ours.yaml"]) == 2
     told = capsys.readouterr()
     assert f"\n  {line}" in told.err.partition("cannot be honoured:")[2]
@@ -464,7 +473,7 @@ def test_a_file_of_another_tool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_tables_name_keys_of_ours_and_each_of_theirs_once(name: str) -> None:
     table = load_table(name)
-    assert {rule.target for rule in table.sets.values()} <= _fields(TrainConfig).keys() | RESOLVED | {None}
+    assert {rule.target for rule in table.sets.values()} <= _fields(TrainConfig).keys() | RESOLVED_KEYS.keys() | {None}
     conversions = {rule.conversion for rule in table.sets.values() if isinstance(rule.conversion, str)}
     assert conversions <= CONVERSIONS.keys()
     reasons = {**table.otherwise, **table.meaningless, **table.refused}

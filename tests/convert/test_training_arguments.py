@@ -30,7 +30,7 @@ def config_of(args: TrainingArguments, settings: dict[str, Any] | None = None, *
 
 
 def test_a_script_for_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """10 records, 4 an update: 2.5 updates an epoch, 7.5 in all."""
+    """10 records, 4 an update: 2.5 updates an epoch, 7.5 in all, once the rows are counted."""
     args = arguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=3, learning_rate=1e-5,
         bf16=True, logging_steps=5, lr_scheduler_type="cosine", warmup_steps=2, save_strategy="epoch",
@@ -44,21 +44,22 @@ def test_a_script_for_transformers(tmp_path: Path, capsys: pytest.CaptureFixture
             "eval_path": f"{tmp_path}/run/inputs/eval.jsonl", "seq_len": 16, "packing": False, "seed": 7,
         },
         "train": {
-            "steps": 8, "micro_batch_size": 2, "accumulate": 2, "lr": 1e-5, "schedule": "cosine", "warmup_steps": 2,
+            "epochs": 3.0, "micro_batch_size": 2, "accumulate": 2, "lr": 1e-5, "schedule": "cosine", "warmup_steps": 2,
             "warmup_from_zero": True, "weight_decay": 0.0, "betas": [0.9, 0.999], "precision": "bf16", "seed": 42,
         },
-        "hardware": {"device": "cpu"}, "run_dir": f"{tmp_path}/run", "save_every": 3, "save_keep": 1, "eval_every": 3,
+        "hardware": {"device": "cpu"}, "run_dir": f"{tmp_path}/run", "save_every": "1 epoch", "save_keep": 1,
+        "eval_every": "1 epoch", "log": {"every": 5},
     }  # fmt: skip
     assert config == TrainConfig.model_validate(expected)
-    told = capsys.readouterr().err
-    assert told.startswith("args: without a meaning here:\n")
-    assert "  logging_steps: metrics.jsonl and TensorBoard" in told
+    counted = config.resolve().with_steps(10)
+    assert (counted.train.steps, counted.save_every, counted.eval_every) == (8, 2, 2)
+    assert (counted.save_steps, counted.eval_steps, counted.counts_epochs) == (2, 2, False)
 
 
 def test_fields_that_say_nothing_are_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(arguments(tmp_path))
-    assert (config.train.steps, config.train.micro_batch_size, config.train.precision) == (4, 8, "fp32")
-    assert (config.save_every, config.eval_every) == (500, 0)
+    assert (config.train.epochs, config.train.micro_batch_size, config.train.precision) == (3.0, 8, "fp32")
+    assert (config.save_every, config.eval_every, config.log.every) == (500, 0, None)
     told = capsys.readouterr().err.splitlines()
     assert {line.strip().partition(":")[0] for line in told} <= {"args", "logging_dir"}  # the latter has the time in it
 
@@ -75,19 +76,6 @@ def test_settings_count_before_arguments(tmp_path: Path) -> None:
     assert (config.train.batch_size, config.train.micro_batch_size, config.train.accumulate) == (5, None, None)
     assert (config.train.lr, config.train.steps, config.train.seed) == (2e-5, 9, 3)
     assert (config.data.packing, config.run_dir, config.save_every) == (True, str(tmp_path / "other"), None)
-
-
-def test_epochs_need_rows_that_can_be_counted(tmp_path: Path) -> None:
-    args = arguments(tmp_path, num_train_epochs=1)
-    for settings, dataset in (
-        ({"data": {"seq_len": 8, "packing": True}}, RECORDS),
-        ({}, str(tmp_path / "t.jsonl")),
-        ({"data": {"seq_len": 8, "tokenizer": "bytes"}}, [{"text": "a"}]),
-    ):
-        with pytest.raises(ConfigError, match=r"args: epochs cannot be made steps, .*give max_steps"):
-            config_of(args, settings, train_dataset=dataset)
-        steps = arguments(tmp_path, max_steps=7)
-        assert config_of(steps, settings, train_dataset=dataset).train.steps == 7
 
 
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
