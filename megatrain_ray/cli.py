@@ -89,9 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train, or resume the run in run_dir")
     plan = commands.add_parser("plan", help="show where everything would live, and whether it fits")
     _add_plan(plan)
+    data = commands.add_parser("data", help="show records as the model sees them, what is learned, lengths and rows")
     bench = commands.add_parser("bench", help="measure a configuration's speed: its steps, and what they could reach")
     _add_bench(bench)
-    for command in (train, plan, bench):
+    for command in (train, plan, data, bench):
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
         # Has a default, since argparse would else call overrides required if CONFIG is missing.
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as in train.lr=1e-4")

@@ -52,6 +52,11 @@ class ByteTokenizer:
         """Return the ids of a text, 1-D. No special tokens are added."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
+    def decode(self, ids: TokenArray) -> str:
+        """Return the text of ids, for people to read: marks included, and � for what is no whole character."""
+        text = b"".join(b"<256>" if token == self.end_of_document else bytes([token]) for token in ids.tolist())
+        return text.decode("utf-8", errors="replace")
+
     def encode_placed(self, text: str) -> PlacedTokens:
         """Return the ids that `encode` gives, each with its range of characters in the text."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -115,6 +120,10 @@ class FolderTokenizer:
                 yield TokenBlock(np.array(encoding.ids, np.uint32), True, piece.location)
             else:
                 yield from joiner.add(piece, encoding)
+
+    def decode(self, ids: TokenArray) -> str:
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return text
 
     def encode_placed(self, text: str) -> PlacedTokens:
         encoding = self._encode(text)

@@ -49,6 +49,15 @@ def plan(options: Namespace) -> int:
     return 0
 
 
+def data(options: Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    with spinner("importing PyTorch"):
+        from megatrain_ray.commands.show_data import show_data
+
+    show_data(config)
+    return 0
+
+
 def bench(options: Namespace) -> int:
     settings = BenchOptions(**{field.name: getattr(options, field.name) for field in fields(BenchOptions)})
     with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
@@ -169,6 +178,7 @@ def convert_config(options: Namespace) -> int:
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "train": train,
     "plan": plan,
+    "data": data,
     "bench": bench,
     "export": export,
     "generate": generate,

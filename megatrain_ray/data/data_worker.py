@@ -40,7 +40,7 @@ def open_stream(
     data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int
 ) -> BatchStream | MixedStream:
     """Open the batches of data.path from the token folder of each source. Raises ConfigError if one is wrong."""
-    sources = _windows(data, tokens, vocab_size, whole=False)
+    sources = open_windows(data, tokens, vocab_size, whole=False)
     if weights := weights_of(data):
         return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
     return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
@@ -48,7 +48,7 @@ def open_stream(
 
 def count_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> int:
     """Return the number of sequences in one epoch of all sources. Raises ConfigError as open_stream."""
-    return sum(source.num_windows for source in _windows(data, tokens, vocab_size, whole=False))
+    return sum(source.num_windows for source in open_windows(data, tokens, vocab_size, whole=False))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class HeldOutData:
 
     def open(self) -> HeldOut:
         with naming_eval_path():
-            sources = _windows(self.data, self.tokens, self.vocab_size, whole=True)
+            sources = open_windows(self.data, self.tokens, self.vocab_size, whole=True)
         return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
 
 
@@ -87,7 +87,13 @@ def naming_eval_path() -> Iterator[None]:
         raise ConfigError(re.sub(r"\bdata\.(path|dataset)\b", r"data.eval_\1", str(error))) from None
 
 
-def _windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole: bool) -> list[Windows]:
+def open_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole: bool) -> list[Windows]:
+    """Open the windows of each source from its folder of tokens.
+
+    whole: as for `cut`.
+
+    Raises ConfigError as open_corpus and cut.
+    """
     return [
         cut(
             open_corpus(name, folder, vocab_size),

@@ -1,0 +1,228 @@
+"""Implements `megatrain data`: shows records as the model sees them, and counts what the data hold."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.text import Text
+
+from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.logs import show
+from megatrain_ray.console.startup import spinner
+from megatrain_ray.data.data_worker import naming_eval_path, open_windows, sources_of
+from megatrain_ray.data.hub_sources import fix_commits
+from megatrain_ray.data.tokenize_data import describe_template, tokenize
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.windows import SpanWindows, Windows
+from megatrain_ray.io.tokens.token_files import Corpus, TokenArray, read_meta
+from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
+from megatrain_ray.model.model_source import read_model
+from megatrain_ray.run.run_files import RunFiles
+
+LEARNED_STYLE = "bold green"
+OPEN, CLOSE = "«", "»"  # around what is learned, where there are no colours
+MOST_TOKENS = 400  # of a record that are shown at its start, and half as many at its end
+NUM_BARS = 8
+BAR_WIDTH = 40
+
+
+def show_data(config: TrainConfig) -> None:
+    """Print three records, then totals of the training and the held-out data. Makes tokens as a run would.
+
+    A run that has begun is shown with the commits of its data sets. Raises ConfigError for what is wrong with the data.
+    """
+    files = RunFiles(Path(config.run_dir).absolute())
+    earlier = files.read_config() if files.holds_run and files.has_begun else None
+    config = fix_commits(config.resolve(earlier))
+    with spinner("reading the model's configuration"):
+        vocab_size = read_model(config.model).setting("vocab_size")
+    with tempfile.TemporaryDirectory() as folder:  # used only if the machine has no token cache
+        opened = [_open(config.data, config.tokenizer, vocab_size, Path(folder), "data.path")]
+        if config.data.held_out is not None:
+            with naming_eval_path():
+                opened.append(_open(config.data.held_out, config.tokenizer, vocab_size, Path(folder), "data.eval_path"))
+        _show_records(config, opened[0].windows)
+        for part in opened:
+            for line in _totals(part, config):
+                show(line)
+
+
+class OpenedData(NamedTuple):
+    """Holds the tokens of data.path or data.eval_path: windows and token folder of each source."""
+
+    key: str
+    data: DataConfig
+    windows: list[Windows]
+    folders: tuple[Path, ...]
+
+
+def _open(data: DataConfig, tokenizer: str, vocab_size: int, folder: Path, key: str) -> OpenedData:
+    folders = tokenize(data, tokenizer, vocab_size, folder, key)
+    return OpenedData(key, data, open_windows(data, folders, vocab_size, whole=key != "data.path"), folders)
+
+
+# --- records ---
+
+
+def _show_records(config: TrainConfig, sources: Sequence[Windows]) -> None:
+    corpora = [source.corpus for source in sources]
+    tokenizer = _tokenizer(config)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    has_colours = console.is_terminal and not console.no_color
+    for corpus, number in _chosen(corpora):
+        start = int(corpus.document_lengths[:number].sum())
+        part = slice(start, start + int(corpus.document_lengths[number]))
+        ids, weights = corpus.tokens[part], _weights(corpus, part)
+        kind = "text" if corpus.loss_weights is None else "sequence"
+        learned = "" if corpus.loss_weights is None else f", {int((weights[1:] != 0).sum())} learned"
+        where = f" of {corpus.name}" if len(corpora) > 1 else ""
+        show(f"── {kind} {number + 1} of {corpus.num_documents}{where}: {ids.size} tokens{learned} ──")
+        console.print(_rendered(tokenizer, ids, weights, has_colours=has_colours))
+        show("")
+    if any(corpus.loss_weights is not None for corpus in corpora):
+        show(f"learned   {'green and bold text' if has_colours else f'what stands between {OPEN} and {CLOSE}'}")
+    if config.data.kind == "sft":
+        for line in describe_template(config.data, config.tokenizer):
+            show(line)
+
+
+def _chosen(corpora: Sequence[Corpus]) -> Iterator[tuple[Corpus, int]]:
+    """Yield three documents: the first of each of three sources, or the first, middle and longest of one."""
+    if len(corpora) >= 3:
+        yield from ((corpus, 0) for corpus in corpora[:3] if corpus.num_documents)
+        return
+    for corpus in corpora:
+        longest = int(np.argmax(corpus.document_lengths)) if corpus.num_documents else 0
+        wanted = (0, corpus.num_documents // 2, longest) if len(corpora) == 1 else (0, longest)
+        yield from ((corpus, number) for number in dict.fromkeys(wanted) if number < corpus.num_documents)
+
+
+def _tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """Return the tokenizer; None if records hold ids and there is none, so that ids are shown."""
+    try:
+        return load_tokenizer(config.tokenizer)
+    except ConfigError:
+        if config.data.kind == "tokens":
+            return None
+        raise
+
+
+def _weights(corpus: Corpus, part: slice) -> NDArray[Any]:
+    """Return the loss weights of tokens; that of a document's first token, which is never a target, is 0."""
+    size = part.stop - part.start
+    weights = np.ones(size) if corpus.loss_weights is None else corpus.loss_weights[part].astype(np.float64)
+    if corpus.loss_weights is not None:
+        weights[:1] = 0
+    return weights
+
+
+def _rendered(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any], *, has_colours: bool) -> Text:
+    """Return the text of a document, what is learned marked, with its middle left out if it is long."""
+    text = Text()
+    everywhere = bool((weights == 1).all())
+    if ids.size <= 2 * MOST_TOKENS:
+        parts = [slice(0, ids.size)]
+    else:
+        parts = [slice(0, MOST_TOKENS), slice(ids.size - MOST_TOKENS // 2, ids.size)]
+    for number, part in enumerate(parts):
+        if number:
+            text.append(f"\n[… {part.start - parts[0].stop} tokens …]\n", "dim")
+        for run, weight in _runs(tokenizer, ids[part], weights[part]):
+            if weight == 0 or everywhere:
+                text.append(run)
+                continue
+            factor = "" if weight == 1 else f"×{weight:g} "
+            if has_colours:
+                text.append(factor, "dim").append(run, LEARNED_STYLE)
+            else:
+                text.append(f"{OPEN}{factor}{run}{CLOSE}")
+    return text
+
+
+def _runs(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any]) -> Iterator[tuple[str, float]]:
+    """Yield the text of each run of tokens of one weight, with that weight."""
+    ends = [*(np.flatnonzero(weights[1:] != weights[:-1]) + 1).tolist(), ids.size]
+    start, before = 0, ""
+    for end in ends:
+        if tokenizer is None:
+            yield " ".join(map(str, ids[start:end].tolist())) + " ", float(weights[start])
+        else:
+            # Decoded from the start: some decoders treat a first blank as their own.
+            whole = tokenizer.decode(ids[:end])
+            piece = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids[start:end])
+            yield _printable(piece), float(weights[start])
+            before = whole
+        start = end
+
+
+def _printable(text: str) -> str:
+    """Return a text in which control characters, which could change the terminal, are written as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+# --- totals ---
+
+
+def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
+    naming = naming_eval_path() if part.key != "data.path" else nullcontext()
+    with naming:
+        names = list(sources_of(part.data))
+    for name, windows, folder in zip(names, part.windows, part.folders, strict=True):
+        yield f"{part.key}: {name}"
+        yield from (f"  {line}" for line in [*_records(folder, windows.corpus), *_lengths(windows.corpus)])
+        yield from (f"  {line}" for line in _rows(windows, part.data.seq_len))
+    if part.key == "data.path":
+        num_rows = sum(windows.num_windows for windows in part.windows)
+        batch_size = config.train.batch_size or config.hardware.num_gpus
+        yield f"an epoch is {num_rows} rows, {num_rows / batch_size:.3g} steps of {batch_size} rows"
+
+
+def _records(folder: Path, corpus: Corpus) -> Iterator[str]:
+    """Yield what became of the records: the lines of the tally, or the counts of texts."""
+    meta = read_meta(folder)
+    assert meta is not None  # it was just opened
+    yield from meta.report
+    if not meta.report:
+        skipped = [(meta.num_empty, "empty"), (meta.num_bad, "bad")]
+        more = "".join(f", {count} {what} ones skipped" for count, what in skipped if count)
+        yield f"{meta.num_documents} texts, {meta.num_tokens} tokens{more}"
+        yield from (f"  {place}" for place in meta.places)
+    if corpus.weighted and corpus.loss_weights is not None:
+        weights = np.asarray(corpus.loss_weights)
+        learned = weights[weights != 0]
+        yield (
+            f"weights {learned.min():g} to {learned.max():g}, {int((learned != 1).sum())} tokens of another weight "
+            "than 1"
+        )
+
+
+def _lengths(corpus: Corpus) -> Iterator[str]:
+    """Yield a histogram of the lengths of documents, in tokens, by powers of two."""
+    lengths = np.asarray(corpus.document_lengths)
+    top = int(lengths.max()).bit_length()
+    low = max(int(lengths.min()).bit_length() - 1, top - NUM_BARS, 0)
+    edges = [0, *(1 << power for power in range(low + 1, top + 1))]
+    counts, _ = np.histogram(lengths, edges)
+    yield f"tokens each: {lengths.min()} to {lengths.max()}, mean {lengths.mean():.0f}"
+    width = len(str(edges[-1]))
+    for count, first, after in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
+        bar = "█" * -(-BAR_WIDTH * count // int(counts.max()))
+        yield f"  {max(first, int(lengths.min())):>{width}}–{min(after - 1, int(lengths.max())):<{width}} {bar} {count}"
+
+
+def _rows(windows: Windows, seq_len: int) -> Iterator[str]:
+    room = windows.num_windows * (seq_len + 1)
+    used = int(windows.lengths.sum()) if isinstance(windows, SpanWindows) else min(room, windows.num_joined)
+    yield f"{windows.num_windows} rows of {seq_len} inputs, {used / room:.0%} of them filled"
+    left = windows.corpus.tokens.size - used
+    if isinstance(windows, SpanWindows) and left > 0:
+        yield f"{left} tokens are in no row: short ends of texts"
