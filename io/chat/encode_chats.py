@@ -15,6 +15,7 @@ from megatrain_ray.io.chat.chat_template import ChatTemplate, MarkedText, TurnMa
 from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, read_conversation
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.process_map import map_in_order
+from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.read_records import (
     BadRecords,
     RecordError,
@@ -47,6 +48,7 @@ class ChatRecipe:
     seq_len: int
     bad_records: BadRecords
     num_processes: int = 1  # processes that tokenise; the sequences do not depend on it
+    choice: RecordChoice = ALL_RECORDS
 
     has_weights: ClassVar[bool] = True
 
@@ -61,6 +63,7 @@ class ChatRecipe:
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
+            **self.choice.settings(),
         }
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
@@ -71,13 +74,16 @@ class ChatRecipe:
         assert tokenizer is not None
         encoder = ChatEncoder(tokenizer, self.template)
         work = RecordEncoder(encoder, [source.layout for source in self.sources], self.seq_len + 1, self.truncation)
-        numbered = (
-            (location, (number, record))
-            for number, source in enumerate(self.sources)
-            for location, record in read_records(source.file)
-        )
-        with closing(map_in_order(work, numbered, self.num_processes)) as records:
+        with closing(map_in_order(work, self._numbered(), self.num_processes)) as records:
             yield from tallied(records, tally)
+
+    def _numbered(self) -> Iterator[tuple[RecordLocation, tuple[int, Any]]]:
+        """Yield the records that are used, each with the number of its source."""
+        chooser = RecordChooser(self.choice)
+        for number, source in enumerate(self.sources):
+            for location, record in chooser.of(read_records(source.file)):
+                yield location, (number, record)
+        chooser.check()
 
 
 def _described(layout: ChatLayout) -> list[Any]:
@@ -207,6 +213,7 @@ class PretokenizedRecipe:
     truncation: Truncation
     seq_len: int
     bad_records: BadRecords
+    choice: RecordChoice = ALL_RECORDS
     tokenizer: ClassVar[None] = None
     has_weights: ClassVar[bool] = True
 
@@ -216,11 +223,18 @@ class PretokenizedRecipe:
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
+            **self.choice.settings(),
         }
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
-        records = (found for file in self.files for found in read_records(file))
-        yield from tallied(((location, self._encoded(record)) for location, record in records), tally)
+        yield from tallied(self._records(), tally)
+
+    def _records(self) -> Iterator[tuple[RecordLocation, EncodedRecord]]:
+        chooser = RecordChooser(self.choice)
+        for file in self.files:
+            for location, record in chooser.of(read_records(file)):
+                yield location, self._encoded(record)
+        chooser.check()
 
     def _encoded(self, record: Any) -> EncodedRecord:
         try:

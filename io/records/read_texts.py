@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records.choose_records import RecordChooser
 from megatrain_ray.io.records.file_formats import TEXT, open_bytes, suffix_of
 from megatrain_ray.io.records.read_records import (
     RecordError,
@@ -40,19 +41,24 @@ class TextBlock(NamedTuple):
     location: RecordLocation
 
 
-def read_texts(file: Path, text_field: str, tally: RecordTally) -> Iterator[TextBlock]:
+def read_texts(
+    file: Path, text_field: str, tally: RecordTally, chooser: RecordChooser | None = None
+) -> Iterator[TextBlock]:
     """Yield the documents of a file in their order: long .txt files in several blocks, empty ones not at all.
+
+    chooser: of the documents that are used; None: all are.
 
     A byte order mark at the start of a file is dropped; line ends are kept as they are. Raises ConfigError naming file
     and line, row or offset for what cannot be read or ends too early, and for a bad record unless `tally` skips those.
     """
     suffix = suffix_of(file)
+    chooser = chooser or RecordChooser()
     if suffix == TEXT:
-        yield from _read_plain(file, tally)
+        yield from _read_plain(file, tally, chooser)
         return
     if suffix in TABLES:
         _check_column(file, text_field)
-    for location, record in read_records(file, columns=[text_field]):
+    for location, record in chooser.of(read_records(file, columns=[text_field]), text_field):
         try:
             text = _text_of(record, text_field)
         except RecordError as problem:
@@ -64,10 +70,12 @@ def read_texts(file: Path, text_field: str, tally: RecordTally) -> Iterator[Text
             tally.note(RecordOutcome.EMPTY, location)
 
 
-def _read_plain(file: Path, tally: RecordTally) -> Iterator[TextBlock]:
+def _read_plain(file: Path, tally: RecordTally, chooser: RecordChooser) -> Iterator[TextBlock]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     held, num_bytes = "", 0
     try:
+        if not chooser.takes_file(RecordLocation(file, "", 1, 0), _content(file)):
+            return
         with open_bytes(file) as (raw, stream):
             while data := stream.read(BLOCK_BYTES):
                 num_bytes += len(data)
@@ -83,6 +91,12 @@ def _read_plain(file: Path, tally: RecordTally) -> Iterator[TextBlock]:
         yield TextBlock(held, True, location)
     else:
         tally.note(RecordOutcome.EMPTY, location)
+
+
+def _content(file: Path) -> Iterator[bytes]:
+    with open_bytes(file) as (_, stream):
+        while data := stream.read(BLOCK_BYTES):
+            yield data
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, data: bytes, file: Path, end: int) -> str:

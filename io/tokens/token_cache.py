@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -20,8 +20,9 @@ from megatrain_ray.io.files.atomic_file import wait_for_lock
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
+from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.read_records import BadRecords, RecordLocation, RecordOutcome, RecordTally
-from megatrain_ray.io.records.read_texts import read_texts
+from megatrain_ray.io.records.read_texts import TextBlock, read_texts
 from megatrain_ray.io.tokens.token_files import META_NAME, TokenBlock, TokenMeta, TokenWriter, id_bytes, is_whole
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 
@@ -76,15 +77,21 @@ class TextRecipe:
     tokenizer: str
     text_field: str
     bad_records: BadRecords
+    choice: RecordChoice = ALL_RECORDS
     has_weights: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Any]:
-        return {"text_field": self.text_field, "bad_records": self.bad_records}
+        return {"text_field": self.text_field, "bad_records": self.bad_records, **self.choice.settings()}
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
         assert tokenizer is not None
-        texts = (block for file in self.files for block in read_texts(file, self.text_field, tally))
-        return tokenizer.encode_all(texts)
+        return tokenizer.encode_all(self._texts(tally))
+
+    def _texts(self, tally: RecordTally) -> Iterator[TextBlock]:
+        chooser = RecordChooser(self.choice)
+        for file in self.files:
+            yield from read_texts(file, self.text_field, tally, chooser)
+        chooser.check()
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +13,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.groups import DataConfig, HeldOutConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.data_worker import naming_eval_path, open_windows, sources_of
+from megatrain_ray.data.data_worker import naming_held_out, open_windows, sources_of
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.tokenize_data import describe_template, tokenize
 from megatrain_ray.errors import ConfigError
@@ -46,10 +45,10 @@ def show_data(config: TrainConfig) -> None:
     with spinner("reading the model's configuration"):
         vocab_size = read_model(config.model).setting("vocab_size")
     with tempfile.TemporaryDirectory() as folder:  # used only if the machine has no token cache
-        opened = [_open(config.data, config.tokenizer, vocab_size, Path(folder), "data.path")]
-        if config.data.held_out is not None:
-            with naming_eval_path():
-                opened.append(_open(config.data.held_out, config.tokenizer, vocab_size, Path(folder), "data.eval_path"))
+        opened = [_open(config.data, config.tokenizer, vocab_size, Path(folder))]
+        if (held_out := config.data.held_out) is not None:
+            with naming_held_out(held_out):
+                opened.append(_open(held_out, config.tokenizer, vocab_size, Path(folder)))
         _show_records(config, opened[0].windows)
         for part in opened:
             for line in _totals(part, config):
@@ -57,17 +56,16 @@ def show_data(config: TrainConfig) -> None:
 
 
 class OpenedData(NamedTuple):
-    """Holds the tokens of data.path or data.eval_path: windows and token folder of each source."""
+    """Holds the tokens of training or held-out data: windows and token folder of each source."""
 
-    key: str
     data: DataConfig
     windows: list[Windows]
     folders: tuple[Path, ...]
 
 
-def _open(data: DataConfig, tokenizer: str, vocab_size: int, folder: Path, key: str) -> OpenedData:
-    folders = tokenize(data, tokenizer, vocab_size, folder, key)
-    return OpenedData(key, data, open_windows(data, folders, vocab_size, whole=key != "data.path"), folders)
+def _open(data: DataConfig, tokenizer: str, vocab_size: int, folder: Path) -> OpenedData:
+    folders, whole = tokenize(data, tokenizer, vocab_size, folder), isinstance(data, HeldOutConfig)
+    return OpenedData(data, open_windows(data, folders, vocab_size, whole=whole), folders)
 
 
 # --- records ---
@@ -173,14 +171,12 @@ def _printable(text: str) -> str:
 
 
 def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
-    naming = naming_eval_path() if part.key != "data.path" else nullcontext()
-    with naming:
-        names = list(sources_of(part.data))
+    names = list(sources_of(part.data))
     for name, windows, folder in zip(names, part.windows, part.folders, strict=True):
-        yield f"{part.key}: {name}"
+        yield f"{part.data.key}: {name}"
         yield from (f"  {line}" for line in [*_records(folder, windows.corpus), *_lengths(windows.corpus)])
         yield from (f"  {line}" for line in _rows(windows, part.data.seq_len))
-    if part.key == "data.path":
+    if not isinstance(part.data, HeldOutConfig):
         num_rows = sum(windows.num_windows for windows in part.windows)
         batch_size = config.train.batch_size or config.hardware.num_gpus
         yield f"an epoch is {num_rows} rows, {num_rows / batch_size:.3g} steps of {batch_size} rows"

@@ -156,8 +156,15 @@ def _several_hosts_disagreements(config: Settings) -> Iterator[str]:
 
 
 def _missing_paths(config: Settings) -> Iterator[str]:
-    if config.eval_every and config.data.eval_path is None:
-        yield f"data.eval_path is required with eval_every: {config.eval_every}: held-out files, given as data.path is"
+    data = config.data
+    if config.eval_every and data.held_out is None:
+        yield (
+            f"data.eval_path or data.eval_fraction is required with eval_every: {config.eval_every}: held-out files, "
+            "given as data.path is, or a share of its records"
+        )
+    if data.eval_fraction is not None and (data.eval_path is not None or data.eval_dataset is not None):
+        other = "eval_dataset" if data.eval_path is None else "eval_path"
+        yield f"data.eval_fraction: {data.eval_fraction:g} and data.{other} are both set; keep one of the two"
     if config.spill.limit is not None and config.spill.path is None:
         yield f"spill.path is required with spill.limit: {config.spill.limit}: a folder on the disk that it is of"
 

@@ -59,6 +59,11 @@ class DataConfig(Group):
     with .gz or .zst), .parquet, .arrow; texts: .txt as well; chats: dataset_info.json as well."""
     eval_path: Sources | None = None
     """Held-out data for eval_every, given like data.path."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """In place of data.eval_path: share of the records of data.path that are held out. A hash of each decides, so
+    records that are added later change nothing for the others."""
+    max_records: Count | None = None
+    """Only the first records of each source are used, of data.eval_path as well; null: all."""
     dataset: Names | None = None
     """sft: names in the dataset_info.json that data.path is."""
     eval_dataset: Names | None = None
@@ -87,15 +92,39 @@ class DataConfig(Group):
     """Seed of the order."""
 
     @property
-    def held_out(self) -> DataConfig | None:
-        """Return the held-out data as a configuration of its own; None if data.eval_path is not set.
+    def held_out(self) -> HeldOutConfig | None:
+        """Return the held-out data as a configuration of its own; None if there are none.
 
         They are read and cut like the training data.
         """
-        if self.eval_path is None:
+        own: dict[str, Any] = {}
+        if self.eval_path is not None:
+            own = {"path": self.eval_path, "dataset": self.eval_dataset, "eval_path": None, "eval_dataset": None}
+        elif self.eval_fraction is None:
             return None
-        own = {"path": self.eval_path, "dataset": self.eval_dataset, "eval_path": None, "eval_dataset": None}
-        return self.model_copy(update=own)
+        return HeldOutConfig.model_construct(**{**dict(self), **own})
+
+    @property
+    def key(self) -> str:
+        """Return the key that names the files of these data."""
+        return "data.path"
+
+    @property
+    def hash_range(self) -> tuple[float, float]:
+        """Return [start, stop): a record is one of these data if its hash, in [0, 1), is in that range."""
+        return self.eval_fraction or 0.0, 1.0
+
+
+class HeldOutConfig(DataConfig):
+    """Describes held-out data as if they were training data."""
+
+    @property
+    def key(self) -> str:
+        return "data.eval_path" if self.eval_fraction is None else "data.path"
+
+    @property
+    def hash_range(self) -> tuple[float, float]:
+        return 0.0, self.eval_fraction or 1.0
 
 
 class ParameterGroupConfig(Group):
@@ -334,8 +363,9 @@ class Settings(Group):
     """Save after every evaluation's step too, and keep the save with the least held-out loss."""
     save_compress: SaveCompression = "none"
     """zstd: bf16 weights shrink by 1.46, FP32 state by about 1.2, at 0.5 to 1 GB/s a core."""
-    eval_every: StepsOrEpochs = 0
-    """N: evaluate data.eval_path before the first update, after every N and after the last; 0: never."""
+    eval_every: StepsOrEpochs | None = None
+    """N: evaluate held-out data before the first update, after every N and after the last; null: only before the first
+    and after the last; 0: never."""
     eval_patience: Count | None = None
     """N evaluations in a row without a better held-out loss end the run early; null: never."""
     max_failures: NotNegative = 3
@@ -363,10 +393,17 @@ class Settings(Group):
         return self.save_every
 
     @property
+    def evaluates(self) -> bool:
+        """Return whether there are held-out data that are evaluated."""
+        return self.eval_every != 0 and self.data.held_out is not None
+
+    @property
     def eval_steps(self) -> int:
-        """Return eval_every in updates, as `save_steps`."""
+        """Return the updates between two evaluations; 0: there are none. Epochs are replaced, as for `save_steps`."""
         assert not isinstance(self.eval_every, str)
-        return self.eval_every
+        if not self.evaluates:
+            return 0
+        return self.train.num_steps if self.eval_every is None else self.eval_every
 
     @property
     def counts_epochs(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.groups import DataConfig, HeldOutConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
@@ -22,12 +22,17 @@ from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 REMEMBERED_STEPS = 1024  # positions kept: more than the steps that are made while a save is written
 
 
-def sources_of(data: DataConfig, key: str = "data.path") -> dict[str, tuple[Source, ...]]:
-    """Return what data.path, or `key` in messages, holds for each source, by name. Without weights there is one."""
+def sources_of(data: DataConfig) -> dict[str, tuple[Source, ...]]:
+    """Return what data.path, or data.eval_path, holds for each source, by its name in messages.
+
+    Without weights there is one.
+    """
     parts = listed(data.path)
     names = [part.path if isinstance(part, WeightedPath) else str(part) for part in parts]
+    if data.hash_range[1] < 1:
+        names = [f"{name} (held out)" for name in names]
     if weights_of(data):
-        return {f"{key}[{k}], {name}": (part,) for k, (name, part) in enumerate(zip(names, parts, strict=True))}
+        return {f"{data.key}[{k}], {name}": (part,) for k, (name, part) in enumerate(zip(names, parts, strict=True))}
     return {", ".join(names): parts}
 
 
@@ -61,7 +66,7 @@ class HeldOutData:
     micro_batch_size: rows of a micro-batch over all GPUs together, since each GPU computes as many rows.
     """
 
-    data: DataConfig
+    data: HeldOutConfig
     tokens: tuple[Path, ...]
     vocab_size: int
     batch_size: int
@@ -73,17 +78,19 @@ class HeldOutData:
         return tuple(weights_of(self.data)) or (1.0,)
 
     def open(self) -> HeldOut:
-        with naming_eval_path():
+        with naming_held_out(self.data):
             sources = open_windows(self.data, self.tokens, self.vocab_size, whole=True)
         return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
 
 
 @contextmanager
-def naming_eval_path() -> Iterator[None]:
-    """Rename data.path and data.dataset in a ConfigError of the block to data.eval_path and data.eval_dataset."""
+def naming_held_out(data: DataConfig) -> Iterator[None]:
+    """Rename data.path and data.dataset in a ConfigError of the block to the keys that `data` are given by."""
     try:
         yield
     except ConfigError as error:
+        if data.key == "data.path":
+            raise
         raise ConfigError(re.sub(r"\bdata\.(path|dataset)\b", r"data.eval_\1", str(error))) from None
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.values import HubDataset, Source, WeightedPath, listed, weight_of
 from megatrain_ray.console.logs import say
-from megatrain_ray.data.data_worker import naming_eval_path
+from megatrain_ray.data.data_worker import naming_held_out
 from megatrain_ray.io.records.hub_datasets import fetch, find_commit, short_form
 
 
@@ -18,12 +17,11 @@ def fix_commits(config: TrainConfig) -> TrainConfig:
     Raises ConfigError as find_commit.
     """
     update = {}
-    keys = ["path", "eval_path"] if config.eval_every else ["path"]
+    keys = ["path", "eval_path"] if config.evaluates else ["path"]
     for key in keys:
         sources = getattr(config.data, key)
         if sources is not None:
-            naming: AbstractContextManager[None] = naming_eval_path() if key == "eval_path" else nullcontext()
-            with naming:
+            with naming_held_out((config.data.held_out if key == "eval_path" else None) or config.data):
                 found = tuple(map(_with_commit, listed(sources)))
             update[key] = sources if found == listed(sources) else found
     return config.model_copy(update={"data": config.data.model_copy(update=update)})

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.data_worker import naming_eval_path, sources_of
+from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
@@ -24,6 +24,7 @@ from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
 from megatrain_ray.io.chat.end_marks import first_mark, text_after_answer
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
@@ -35,16 +36,12 @@ from megatrain_ray.units import format_bytes, format_count
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens
 
 
-def tokenize(
-    data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path, key: str = "data.path"
-) -> tuple[Path, ...]:
+def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -> tuple[Path, ...]:
     """Return the folder of tokens of each source, made if it is missing: in the user's cache, or else in `run_dir`.
-
-    key: what data.path is called in the configuration.
 
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
-    paths = {name: local_paths(parts) for name, parts in sources_of(data, key).items()}
+    paths = {name: local_paths(parts) for name, parts in sources_of(data).items()}
     recipes = {name: _recipe(path, data, tokenizer) for name, path in paths.items()}
     for path in paths.values():
         for note in describe_folders(path, TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES):
@@ -54,10 +51,10 @@ def tokenize(
 
 def missing_data(data: DataConfig) -> Iterator[str]:
     """Yield a message for each problem with the local files that data.path and data.eval_path name. Reads no text."""
-    for part, naming in ((data, nullcontext()), (data.held_out, naming_eval_path())):
+    for part in (data, data.held_out if data.eval_path is not None else None):
         try:
-            with naming:
-                if part is not None:
+            if part is not None:
+                with naming_held_out(part):
                     _find(part, may_fetch=False)
         except (ConfigError, OSError) as error:
             yield str(error)
@@ -66,9 +63,9 @@ def missing_data(data: DataConfig) -> Iterator[str]:
 def check_there(config: TrainConfig) -> None:
     """Raise ConfigError if files of a run's data are missing; those of the hub are fetched. Reads no text."""
     _find(config.data)
-    if config.eval_every and config.data.held_out is not None:
-        with naming_eval_path():
-            _find(config.data.held_out)
+    if config.evaluates and (held_out := config.data.held_out) is not None:
+        with naming_held_out(held_out):
+            _find(held_out)
 
 
 def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
@@ -98,11 +95,12 @@ def _find(data: DataConfig, *, may_fetch: bool = True) -> None:
 
 
 def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
+    choice = RecordChoice(data.max_records, data.hash_range)
     if data.kind == "pretrain":
-        return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records)
+        return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records, choice)
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
-        return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records)
+        return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records, choice)
     return ChatRecipe(
         find_chats(path, data.dataset, data.chat_format),
         tokenizer,
@@ -111,6 +109,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
         data.seq_len,
         data.bad_records,
         min(len(os.sched_getaffinity(0)), MOST_PROCESSES),
+        choice,
     )
 
 

@@ -13,7 +13,7 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.ray_cluster import Daemons
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.data.data_worker import HeldOutData, naming_eval_path, open_stream
+from megatrain_ray.data.data_worker import HeldOutData, naming_held_out, open_stream
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.engine.discovery.packing_check import check_packing
@@ -83,9 +83,9 @@ def _held_out(run_spec: RunSpec, run_dir: Path) -> HeldOutData | None:
     data = config.data.held_out
     if data is None:
         return None
-    if not config.eval_every:
-        say("data.eval_path is set and eval_every is 0: nothing is evaluated")
+    if not config.evaluates:
+        say("there are held-out data, and eval_every is 0: nothing is evaluated")
         return None
-    with naming_eval_path():
-        tokens = tokenize(data, config.tokenizer, vocab_size, run_dir, "data.eval_path")
+    with naming_held_out(data):
+        tokens = tokenize(data, config.tokenizer, vocab_size, run_dir)
     return HeldOutData(data, tokens, vocab_size, plan.batch_size, plan.step.micro_batch_size * plan.hosts.num_gpus)

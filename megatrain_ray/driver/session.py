@@ -153,7 +153,7 @@ class Session:
                         self._saves.begin(self._submitted, self._progress.step, self._last_row)
                     self._under_way.append(self._crew.step(self._submitted, save))
                 case Action.EVALUATE:
-                    assert self._job.held_out and self._held_out  # eval_every needs data.eval_path
+                    assert self._job.held_out and self._held_out  # it is evaluated only if there are some
                     self._evaluation = RunningEvaluation(
                         self._crew.evaluate, self._held_out, self._job.held_out.weights, self._progress.step
                     )

@@ -161,7 +161,7 @@ class GpuWorker:
                 objective,
                 packed=config.data.packing,
                 weighted=self._run_spec.weighted,
-                evaluates=config.eval_steps > 0,
+                evaluates=config.evaluates,
             )
             await self._engine.run_warm_up(shapes)
 

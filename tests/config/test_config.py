@@ -30,6 +30,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "kind": "pretrain",
             "path": "text.txt",
             "eval_path": None,
+            "eval_fraction": None,
+            "max_records": None,
             "dataset": None,
             "eval_dataset": None,
             "chat_format": "auto",
@@ -96,7 +98,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "lora": None,
         "save_keep_every": None,
         "save_best": False,
-        "eval_every": 0,
+        "eval_every": None,
         "eval_patience": None,
         "max_failures": 3,
         "max_skipped": 10,
@@ -286,12 +288,31 @@ def test_several_gpus_share_a_batch() -> None:
 
 
 def test_an_evaluation_needs_held_out_data_and_may_be_switched_off_with_them() -> None:
-    message = "data.eval_path is required with eval_every: 5: held-out files, given as data.path is"
-    assert refusal(eval_every=5) == message
+    message = (
+        "data.eval_path or data.eval_fraction is required with eval_every: 5: held-out files, given as data.path is"
+    )
+    assert refusal(eval_every=5).startswith(message)
     assert refusal(eval_every=-1).startswith("eval_every: ")
     assert refusal(data__eval_path=[]).startswith("data.eval_path: expected a path, a glob, ")
     assert refusal(data__eval_dataset="x").startswith("data.eval_dataset: goes with data.kind: sft")
     assert config(data__eval_path="held", eval_every=0).data.held_out is not None
+    both = refusal(data__eval_path="held", data__eval_fraction=0.1)
+    assert both == "data.eval_fraction: 0.1 and data.eval_path are both set; keep one of the two"
+    assert refusal(data__eval_fraction=1.0).startswith("data.eval_fraction: expected less than 1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "interval"),
+    [
+        ({}, 0),
+        ({"data__eval_path": "held"}, 4),
+        ({"data__eval_fraction": 0.1}, 4),
+        ({"data__eval_fraction": 0.1, "eval_every": 0}, 0),
+        ({"data__eval_fraction": 0.1, "eval_every": 3}, 3),
+    ],
+)
+def test_held_out_data_are_evaluated_at_the_start_and_the_end_at_least(changes: dict[str, Any], interval: int) -> None:
+    assert config(**changes).eval_steps == interval
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.data.data_worker import DataWorker, HeldOutData, naming_eval_path
+from megatrain_ray.data.data_worker import DataWorker, HeldOutData, naming_held_out
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, HeldOut
@@ -101,8 +101,8 @@ def of(folder: Path, **data: Any) -> tuple[DataConfig, HeldOutData]:
     """Return the data of a training, and its held-out data."""
     config = DataConfig.model_validate({"tokenizer": "bytes", **data})
     assert config.held_out is not None
-    with naming_eval_path():
-        tokens = tokenize(config.held_out, "bytes", 257, folder, "data.eval_path")
+    with naming_held_out(config.held_out):
+        tokens = tokenize(config.held_out, "bytes", 257, folder)
     return config, HeldOutData(config.held_out, tokens, 257, 4, 2)
 
 
