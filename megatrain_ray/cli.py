@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
     _add_step(export)
     _add_generate(commands.add_parser("generate", help="text or answers of a run's save, or of any model"))
+    _add_eval(commands.add_parser("eval", help="held-out loss of a run's save, or of any model, without training"))
     inspect = commands.add_parser("inspect", help="how it stands, configuration, saves, last rows, checksums")
     inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report = commands.add_parser("report", help="a page about a run: curves, where time went, memory, faults")
@@ -131,6 +132,16 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     save = parser.add_mutually_exclusive_group()
     save.add_argument("--step", type=_positive, metavar="N", help="the save of this step; default: the newest")
     save.add_argument("--best", dest="step", action="store_const", const="best", help="that with the least eval_loss")
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="RUN_OR_FOLDER", help="a run directory, a Hugging Face folder or a hub id")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="as in data.eval_path=held_out.jsonl"
+    )
+    parser.add_argument("--json", action="store_true", help="the numbers as a line of evaluations.jsonl")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="whose data.eval_path is evaluated (the run's own)")
+    _add_step(parser)
 
 
 def _from_zero(text: str) -> float:

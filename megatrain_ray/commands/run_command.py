@@ -84,6 +84,14 @@ def export(options: Namespace) -> int:
     return 0
 
 
+def evaluate(options: Namespace) -> int:
+    with spinner("importing PyTorch and Ray"):
+        from megatrain_ray.commands.evaluate import evaluate as evaluate_model
+
+    show(evaluate_model(options))
+    return 0
+
+
 def generate(options: Namespace) -> int:
     from megatrain_ray.commands.generate import generate_text
 
@@ -182,6 +190,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "bench": bench,
     "export": export,
     "generate": generate,
+    "eval": evaluate,
     "inspect": inspect,
     "report": report,
     "refit": refit,

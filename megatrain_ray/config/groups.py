@@ -155,8 +155,9 @@ class MuonConfig(Group):
 
 
 class OptimizationConfig(Group):
-    steps: Count | None = None
-    """Updates in total, those before a resume included. Set exactly one of train.steps and train.epochs."""
+    steps: NotNegative | None = None
+    """Updates in total, those before a resume included; 0: only evaluate. Set exactly one of train.steps and
+    train.epochs."""
     epochs: Positive | None = None
     """Passes over the training data: steps = epochs × rows ÷ batch_size, rounded up, once the data are tokenised."""
     batch_size: Count | None = None

@@ -133,10 +133,15 @@ def make_progress(
 
 
 def describe_evaluation(row: Mapping[str, Any]) -> str:
-    """Return a row of evaluations as one line. A number that is not finite may have been stored as null."""
+    """Return a row of evaluations as one line."""
+    return f"after step {row['step']}  {describe_held_out_loss(row)}"
+
+
+def describe_held_out_loss(row: Mapping[str, Any]) -> str:
+    """Return the numbers of a row of evaluations. A number that is not finite may have been stored as null."""
     loss, perplexity = (math.nan if row[key] is None else row[key] for key in ("eval_loss", "perplexity"))
     return (
-        f"after step {row['step']}  eval_loss {loss:.4f}  perplexity {perplexity:.5g}  "
+        f"eval_loss {loss:.4f}  perplexity {perplexity:.5g}  "
         f"{format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
     )
 

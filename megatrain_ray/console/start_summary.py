@@ -11,18 +11,25 @@ from megatrain_ray.units import format_bytes, format_count, format_duration
 
 
 def describe_start(config: TrainConfig, plan: Plan, *, model_type: str, num_rows: int, num_made: int) -> Iterator[str]:
-    """Yield five lines: model, data, step, memory and time.
+    """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
 
     model_type: the model's type in Transformers.
     num_rows: number of sequences in one epoch of the data.
     num_made: steps that earlier starts of the run have made.
     """
     train, steps = config.train, config.train.num_steps
-    trained = "" if plan.num_trained == plan.num_parameters else f", {format_count(plan.num_trained)} of them trained"
+    trained = (
+        ""
+        if plan.num_trained == plan.num_parameters or not steps
+        else f", {format_count(plan.num_trained)} of them trained"
+    )
     yield (
         f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.precision.value}, "
         f"on {plan.device}"
     )
+    if not steps:
+        yield f"memory    {', '.join(_memory(plan))}"
+        return
     yield (
         f"data      {num_rows} rows of {plan.step.seq_len} tokens; {steps} steps of {plan.batch_size} rows are "
         f"{steps * plan.batch_size / num_rows:.3g} epochs"

@@ -139,7 +139,8 @@ class Session:
     def _start(self) -> None:
         self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
         if not self._policy.is_done(self._seen()):
-            self._job.startup.tell(f"step {self._progress.step + 1} of {self._config.train.num_steps}")
+            steps = self._config.train.num_steps
+            self._job.startup.tell(f"step {self._progress.step + 1} of {steps}" if steps else "evaluating")
         self._stall.reset()
 
     def _loop(self) -> None:
@@ -271,7 +272,8 @@ class Session:
             self._evaluated = evaluation.step
             self._write(self._job.run.append_evaluation, row)
             self._num_without_better = num_without_better(self._job.run.evaluations())
-            self._view.evaluated(row)
+            if self._config.train.steps:  # else the result is all that is printed
+                self._view.evaluated(row)
             self._job.callbacks.evaluated(row)
 
     @property

@@ -102,15 +102,16 @@ def choose_save(files: RunFiles, step: SaveChoice) -> int:
 
 
 @contextmanager
-def exported(run_dir: Path, dtype: str | None = None, step: SaveChoice = None) -> Iterator[Path]:
-    """Export a save of a run, its adapters added in, to a folder that lasts as long as the block.
+def exported(run_dir: Path, dtype: str | None = None, step: SaveChoice = None, *, merge: bool = True) -> Iterator[Path]:
+    """Export a save of a run to a folder that lasts as long as the block.
 
     step: as in export_run.
+    merge: of a run with `lora`: export the model with its adapters added in, not the adapters.
 
     The folder is in the run's directory, which needs room for it. If the process is killed, the next export of this
     kind deletes what is left. Raises as export_run.
     """
-    merge = RunFiles(run_dir.absolute()).read_config().lora is not None
+    merge = merge and RunFiles(run_dir.absolute()).read_config().lora is not None
     remove_abandoned(run_dir)
     with explained("write to", run_dir):
         holder = OwnedFolder.make(run_dir / f".export-{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)

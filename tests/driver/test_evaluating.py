@@ -134,6 +134,18 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
     recipe = Recipe(4, num_threads=plan.compute.num_threads, loss_chunk_tokens=plan.compute.loss_chunk_tokens)
     assert rows[0]["eval_loss"] == held_out_loss(tmp_path / "model", batches, recipe)
     assert rows[-1]["eval_loss"] == held_out_loss(tmp_path / "out", batches, recipe)
+    before = sorted(run_dir.rglob("*"))
+    alike = [{key: value for key, value in row.items() if key != "epoch"} for row in rows]
+    by_folder = {key: value for key, value in alike[2].items() if key != "step"}
+    for expected, arguments in (
+        (alike[1], [str(run_dir), "--step", "3"]),
+        (by_folder, [str(tmp_path / "out"), "--config", str(path), "train.freeze=norm"]),
+    ):
+        with train.actors():
+            alone = cli_here("eval", *arguments, "--json")
+        assert alone.returncode == 0, alone.stderr
+        assert numbers([json.loads(alone.stdout)]) == numbers([expected]), "bit for bit"
+    assert sorted(run_dir.rglob("*")) == before
     assert f"held out  after step 4  eval_loss {rows[-1]['eval_loss']:.4f}" in done.stdout
 
     shutil.rmtree(run_dir / "saves" / "step_4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import export_run
 from megatrain_ray.io.saves.manifest import read_manifest
+from megatrain_ray.run.run_files import RunFiles
 from tests.data.test_objects import RECORDS, settings
 from tests.support.adapters import build_adapter, peft
 from tests.support.fault_injection import END_S, kill, prepare, training
@@ -74,6 +76,8 @@ def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pyte
     assert all((layer.base_crc32 is None) is (layer.num_frozen == 0) for layer in manifest.layers)
 
     tree["train"]["steps"], tree["hardware"]["num_shards"] = 5, 3
+    tree["eval_every"], tree["data"]["eval_path"] = 5, str(tmp_path / "held.txt")
+    (tmp_path / "held.txt").write_text("held out " * 50)
     second = str(write_config(tmp_path / "second.yaml", tree))
     kept = (model / "model.safetensors").read_bytes()
     change_one_weight(model)
@@ -98,6 +102,14 @@ def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pyte
     merged, alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), adapted(model, tmp_path / "out")
     assert not (logits(alone) == logits(adapted(model, adapter))).all()
     torch.testing.assert_close(logits(merged), logits(alone), rtol=1e-5, atol=1e-5)
+    with train.actors():
+        evaluated = cli_here("eval", str(run_dir), "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    [row] = RunFiles(run_dir).evaluations()
+    assert (
+        json.loads(evaluated.stdout).items() >= {key: row[key] for key in ("step", "eval_loss", "eval_tokens")}.items()
+    )
+    capsys.readouterr()
     assert main(["inspect", str(run_dir)]) == 0
     assert "step 5: good" in capsys.readouterr().out
 

@@ -1,0 +1,36 @@
+"""Implements `megatrain eval`: the held-out loss of a run's save, or of any model, without training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.console.progress import describe_evaluation, describe_held_out_loss
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.evaluation_config import evaluation_config
+from megatrain_ray.export.export import choose_save
+from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.trainer import Trainer
+
+
+def evaluate(options: Namespace) -> str:
+    """Return the line about the evaluation. Raises ConfigError, and as Trainer.train."""
+    source, file = options.source, options.config
+    files = RunFiles(Path(source).absolute())
+    if file is None and not files.holds_run:
+        raise ConfigError(
+            f"{source} is no run directory: give --config FILE, a configuration whose data.eval_path is evaluated"
+        )
+    config = load_config(file or files.config_file, options.overrides)
+    step = choose_save(files, options.step) if files.holds_run else options.step
+    with evaluation_config(source, config, step) as settings, redirect_stdout(sys.stderr):
+        row = dict(Trainer(args=settings).train().evaluations[-1])
+    del row["step"], row["epoch"]
+    row = row if step is None else {"step": step, **row}
+    if options.json:
+        return json.dumps(row)
+    return f"{source}  {describe_evaluation(row) if files.holds_run else describe_held_out_loss(row)}"

@@ -1,0 +1,93 @@
+"""Makes the configuration of a run that only evaluates a model: no update, and nothing that an update would need."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.export import SaveChoice, exported
+from megatrain_ray.model.model_source import read_model
+from megatrain_ray.run.run_files import RunFiles
+
+# Settings of the training that an evaluation has no use for, and those that it makes itself.
+OWN: Mapping[str, Any] = {
+    "save_every": None, "save_keep_every": None, "save_best": False, "eval_every": 1, "eval_patience": None,
+    "log": {"tensorboard": False, "prometheus": False},
+}  # fmt: skip
+OWN_TRAIN: Mapping[str, Any] = {
+    "steps": 0, "epochs": None, "warmup_steps": 0, "groups": (), "optimizer": "adamw", "muon": {}, "moments": "fp32",
+}  # fmt: skip
+
+
+@contextmanager
+def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -> Iterator[TrainConfig]:
+    """Yield the configuration of a run of no steps, in a temporary folder, which lasts as long as the block.
+
+    A run's save is exported for it, into the run's directory. Its adapters stay adapters, so that the loss has the bits
+    that the run itself computes.
+
+    name: a run directory, a Hugging Face folder or a hub id.
+    config: has the held-out data, and everything else of the evaluation but the model.
+    step: of the run's save, as in export_run.
+
+    Raises ConfigError, and as export_run.
+    """
+    if config.data.held_out is None:
+        raise ConfigError("data.eval_path is required: held-out files to evaluate on, given as data.path is")
+    tree, files = config.model_dump(), RunFiles(Path(name).absolute())
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatrain-eval-"))
+        tree |= {**OWN, "run_dir": run_dir}
+        tree["train"] |= OWN_TRAIN
+        if files.holds_run:
+            folder = stack.enter_context(exported(files.path, step=step, merge=False))
+            tree |= _of_run(files.read_config(), folder, tree["train"])
+        elif step is not None:
+            raise ConfigError(f"--step and --best name a save of a run, and {name} is no run directory")
+        else:
+            tree |= _of_folder(config.model, name, tree["train"]) | {"lora": None}
+        if config.data.eval_path is not None:  # its tokens are needed anyway, and those of the training data are not
+            tree["data"] |= {"path": config.data.eval_path, "dataset": config.data.eval_dataset}
+        yield TrainConfig.model_validate(tree)
+
+
+def _of_run(config: TrainConfig, folder: Path, train: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model, adapters and train. `folder`: of the exported save."""
+    if config.lora is None:
+        return _of_folder(config.model, str(folder), train) | {"lora": None}
+    trained = {"trainable": config.train.trainable, "freeze": config.train.freeze}
+    lora = config.lora.model_copy(update={"path": str(folder)}).model_dump()
+    return {"model": config.model.model_dump(), "lora": lora, "train": {**train, **trained}}
+
+
+def _of_folder(model: ModelConfig, name: str, train: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model and train. All is frozen but the smallest thing, so that there is next to no optimizer state."""
+    model = model.model_copy(update={"path": name, "config": None})
+    empty = build_empty(read_model(model).factory, torch.float32)
+    trained = {"trainable": (f"^{re.escape(_last_vector(empty))}$",), "freeze": ()}
+    return {"model": model.model_dump(), "train": {**train, **trained}}
+
+
+def _last_vector(model: nn.Module) -> str:
+    """Return the name of the last parameter of one dimension outside of lists of layers, which is the last norm.
+
+    If the model has none, it is the last parameter.
+    """
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    inside = {id(p) for m in model.modules() if isinstance(m, nn.ModuleList) for p in m.parameters()}
+    of_text = {id(p) for p in decoder.parameters()}
+    names = [name for name, p in model.named_parameters() if id(p) in of_text]
+    vectors = [name for name in names if (p := model.get_parameter(name)).dim() == 1 and id(p) not in inside]
+    return (vectors or names)[-1]

@@ -1,0 +1,54 @@
+"""The configuration of a run that only evaluates, and what is refused before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.export.evaluation_config import evaluation_config
+from megatrain_ray.planning.run_spec import planning_problem
+from tests.support.runs import cli_here, config, write_config
+from tests.support.tiny import build_tiny
+
+
+def test_nothing_is_updated_saved_or_left_behind(tmp_path: Path) -> None:
+    model = build_tiny(tmp_path / "model", tied=True)
+    tree = config(
+        tmp_path / "run", {"model_type": "gpt2"}, train__optimizer="muon", train__freeze=["embed"], save_best=True,
+        train__groups=[{"match": "norm", "lr": 1.0}], eval_every=5, eval_patience=2, data__eval_path="held",
+        log={"wandb": "mine", "trace": [1, 2]}, lora={"match": "q_proj"}, train__warmup_steps=3,
+    )  # fmt: skip
+    with evaluation_config(str(model), TrainConfig.model_validate(tree | {"lora": None})) as settings:
+        assert settings.train.trainable == (r"^model\.norm\.weight$",)
+        assert (settings.train.steps, settings.save_every, settings.eval_every) == (0, None, 1)
+        assert (settings.data.path, settings.log.wandb, settings.lora) == ("held", None, None)
+        assert planning_problem(settings).plan().num_trained == 64
+        folder = Path(settings.run_dir)
+        assert folder.is_dir()
+    assert not folder.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{model}"], "{model} is no run directory: give --config FILE, a configuration whose data.eval_path is"),
+        (["{model}", "--config", "{file}"], "data.eval_path is required: held-out files to evaluate on"),
+        (["{model}", "--config", "{file}", "data.eval_path={file}", "--step", "3"], "{model} is no run directory"),
+        (["{here}/gone", "--config", "{file}", "data.eval_path={file}"], "{here}/gone is no folder, nor can it be a"),
+        (["{run}", "--step", "3"], "{run} holds no save yet: train until one is made"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+    model, run = build_tiny(tmp_path / "model"), tmp_path / "run"
+    tree: dict[str, Any] = config(run, model)
+    file = write_config(tmp_path / "config.yaml", tree)
+    run.mkdir()
+    write_config(run / "config.yaml", tree)
+    names = {"model": model, "file": file, "here": tmp_path, "run": run}
+    done = cli_here("eval", *(text.format(**names) for text in arguments))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message.format(**names) in done.stderr
