@@ -12,6 +12,7 @@ gradient of a residual is summed in autograd's order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,12 +28,15 @@ from megatrain_ray.errors import MegatrainError
 class LayerProxy(nn.Module):
     """Stands for the module at `path` in the model, and suspends the forward when it is called.
 
-    Attributes that the model reads from its layers are the module's, and isinstance sees the module's class.
+    Attributes that the model reads from its layers are the module's, and isinstance sees the module's class. Parameters
+    are on the meta device there. Llama 4 moves token ids to the device of its embedding's weight, so a parameter is
+    answered by one on the run's device with the same type and shape, whose elements are all the same NaN.
     """
 
-    def __init__(self, path: str, original: nn.Module) -> None:
+    def __init__(self, path: str, original: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.path = path
+        self.__dict__["_device"] = device
         self.__dict__["_original"] = original  # not a submodule: the model must not find parameters here
 
     @property  # type: ignore[misc]  # read-only
@@ -40,7 +44,10 @@ class LayerProxy(nn.Module):
         return type(self.__dict__["_original"])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"], name)
+        value = getattr(self.__dict__["_original"], name)
+        if isinstance(value, nn.Parameter) and value.device.type == "meta":
+            return torch.full((), math.nan, dtype=value.dtype, device=self.__dict__["_device"]).expand(value.shape)
+        return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         current = getcurrent()
@@ -131,6 +138,11 @@ class ForwardPass:
             self.pending, self.result = None, answer
             return
         call = self.pending = answer
+        if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in call.arguments):
+            raise MegatrainError(
+                f"{call.path} was called with a tensor on the meta device, which has no elements: the model's forward "
+                "takes the device of a parameter outside of its layers; such a model cannot be trained here"
+            )
         ports = [port.tensor for port in call.ports]
         glue = [tensor for tensor in ports if self._leaf(tensor) is None and tensor.grad_fn is not None]
         self._cuts[call.index] = [self._cut(tensor, call) for tensor in glue if not tensor._is_view()]

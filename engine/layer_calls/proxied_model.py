@@ -33,7 +33,7 @@ class ProxiedModel:
         dtypes = (p.dtype for module in self.modules.values() for p in module.parameters())
         for path, module in self.modules.items():
             if path not in structure.loss_modules:
-                model.set_submodule(path, LayerProxy(path, module))
+                model.set_submodule(path, LayerProxy(path, module, device))
         self._base = model.get_submodule(structure.base)
         self._stub = _StubBaseModel(self._base)
         model.set_submodule(structure.base, self._stub)

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass, LayerProxy
 from megatrain_ray.engine.layer_calls.template import structure
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
@@ -289,3 +290,11 @@ class Shared(ToyModel):
 def test_shared_layers_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"shared or skipped layers are not supported|calls its layers as"):
         discover(lambda dtype: Shared(ToyConfig()), torch.float32, 1, 4)
+
+
+def test_an_argument_without_elements_is_refused() -> None:
+    proxy = LayerProxy("layers.0", nn.Linear(2, 2, device="meta"), torch.device("cpu"))
+    with pytest.raises(MegatrainError, match=r"layers\.0 was called with a tensor on the meta device"):
+        ForwardPass(lambda: proxy(torch.empty(1, device="meta"))).start()
+    assert proxy.weight.device.type == "cpu"
+    assert proxy.weight.isnan().all()

@@ -10,7 +10,8 @@ import torch
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from tests.support.families import FAMILIES, ROUNDED, table
+from megatrain_ray.model.architecture import Architecture
+from tests.support.families import FAMILIES, ROUNDED, SIZES, table
 from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe, Result, train_reference
 from tests.support.run_engine import EngineResult, Mode, train_engine
@@ -74,3 +75,15 @@ def test_a_sum_in_another_order_is_bounded(
 
 def test_the_table_in_docs_is_current() -> None:
     assert table() in DOCS.read_text(), "run: python -m tests.support.families"
+
+
+def test_a_model_that_asks_a_layer_for_its_device(tmp_path: Path) -> None:
+    """Llama 4 moves token ids to the device of its embedding's weight, which is in a slot, not in the model."""
+    config = {
+        "model_type": "llama4_text", **SIZES, "intermediate_size_mlp": 48, "num_local_experts": 4,
+        "num_experts_per_tok": 1, "head_dim": 8, "attention_chunk_size": 8, "interleave_moe_layer_step": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    Architecture(config)(torch.float32).save_pretrained(tmp_path)
+    batches, recipe = family_batches(2), Recipe(2, micro_batch_size=2, seed=3)
+    assert_equal(train_engine(tmp_path, batches, recipe, Mode()), train_reference(tmp_path, batches, recipe))
