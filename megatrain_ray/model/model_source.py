@@ -53,6 +53,8 @@ class ModelSource:
         import Transformers, which takes 3 s.
     prefix: name of the base model within the model, which names in `folder` may lack. It is found with `names`.
     expert_groups: number of modules into which the experts of a block are divided, at most.
+    is_typed: the configuration was written by the user, so an unknown setting may be a typo. Makers' configurations
+        have settings that only other programs read.
     """
 
     config: Mapping[str, Any]
@@ -66,6 +68,7 @@ class ModelSource:
     names: WeightMap = field(default_factory=dict)
     prefix: str = ""
     expert_groups: int = 1
+    is_typed: bool = False
 
     @property
     def factory(self) -> ModelFactory:
@@ -193,7 +196,8 @@ def read_model(model: ModelConfig) -> ModelSource:
     generation = None
     if generation_file and generation_file.is_file():
         generation = _read_config(generation_file, "model.path")
-    return ModelSource(config, folder, model.seed, code, generation, hub)
+    typed = isinstance(model.config, Mapping)
+    return ModelSource(config, folder, model.seed, code, generation, hub, is_typed=typed)
 
 
 def _whole_shapes(parameters: Iterable[ParameterSpec]) -> dict[str, tuple[int, ...]]:
@@ -269,7 +273,8 @@ def _check(source: ModelSource) -> None:
     if source.code is None:
         if not is_known(kind):
             raise ConfigError(f"model_type: {kind!r} is none that this version of Transformers has")
-        _check_names(source.config)
+        if source.is_typed:
+            _check_names(source.config)
     architecture = Architecture(dict(source.config), source.code)
     try:
         refusal = architecture.refusal()

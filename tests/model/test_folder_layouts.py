@@ -88,6 +88,15 @@ def beside_an_older_index(folder: Path, held: dict[str, torch.Tensor]) -> None:
     (folder / INDEX_NAME).write_text(json.dumps(index))
 
 
+def as_gemma3_on_the_hub(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    """Its settings have names that Transformers reads no more, and one that is close to another name."""
+    settings = json.loads((folder / "config.json").read_text())
+    for name in ("layer_types", "rope_parameters", "_sliding_window_pattern"):
+        settings.pop(name, None)
+    settings |= {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 def in_two_files(folder: Path, held: dict[str, torch.Tensor]) -> None:
     beside_an_older_index(folder, held)
     (folder / "model-00001-of-00001.safetensors").unlink()
@@ -101,6 +110,7 @@ def in_two_files(folder: Path, held: dict[str, torch.Tensor]) -> None:
         ("Llama, tied", without_prefix),
         ("Llama", beside_an_older_index),
         ("Llama", in_two_files),
+        ("Gemma 3", as_gemma3_on_the_hub),
     ],
 )
 def test_a_folder_is_read_as_transformers_reads_it(
