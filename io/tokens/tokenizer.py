@@ -33,6 +33,9 @@ ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of templates by nam
 # Files of chat templates in addition to those above. A repository of the hub can only be asked for names.
 TEMPLATE_NAMES = (f"{ADDITIONAL_TEMPLATES}/tool_use.jinja", "chat_template.json")
 
+# Transformers' names of special tokens, in the order in which it adds those that tokenizer.json lacks.
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
 
 class PlacedTokens(NamedTuple):
     """Holds the ids of a text and the characters [start, end) that each stands for, alone or with others."""
@@ -79,6 +82,12 @@ class FolderTokenizer:
     def __init__(self, folder: Path) -> None:
         """Read the tokenizer of `folder`. Raises ConfigError if the folder or its tokenizer.json is missing or bad."""
         self._tokenizer = _read(folder)
+        try:
+            self._tokenizer.add_tokens(_tokens_to_add(self._tokenizer, folder))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"data.tokenizer: cannot read the tokens that settings in {folder} add: {error}"
+            ) from None
         self._tokenizer.no_truncation()  # a stored limit would silently truncate a document
         self._tokenizer.no_padding()
         # A post-processor adds special tokens, which are never wanted here, or excludes the space before a word from
@@ -187,6 +196,46 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
         raise ConfigError(f"data.tokenizer: cannot read {file}: {error}") from None
+
+
+def _tokens_to_add(tokenizer: tokenizers.Tokenizer, folder: Path) -> list[tokenizers.AddedToken]:
+    """Return the tokens that AutoTokenizer adds to those of tokenizer.json, in its order.
+
+    They are those of added_tokens_decoder in tokenizer_config.json, else of added_tokens.json, and then named ones such
+    as eos_token. Without them they would be cut into pieces. Raises ConfigError if a file cannot be read.
+    """
+    settings = read_settings(folder / "tokenizer_config.json")
+    there = tokenizer.get_added_tokens_decoder().values()
+    if (decoder := settings.get("added_tokens_decoder")) is not None:
+        listed = [_added_token(value) for _, value in sorted(decoder.items(), key=lambda item: int(item[0]))]
+        as_written = {repr(token) for token in there}  # the settings override other flags of a token
+        new = [token for token in listed if repr(token) not in as_written]
+    else:
+        special = named_tokens(folder).values()
+        by_id = sorted(read_settings(folder / "added_tokens.json").items(), key=lambda item: int(item[1]))
+        listed = [tokenizers.AddedToken(t, special=t in special, normalized=t not in special) for t, _ in by_id]
+        new = [token for token in listed if token.content not in {known.content for known in there}]
+    known = {token.content for token in (*there, *new)}
+    named = {token.content: token for token in _special_tokens(tokenizer, folder, settings)}
+    return new + [token for text, token in named.items() if text not in known]
+
+
+def _special_tokens(
+    tokenizer: tokenizers.Tokenizer, folder: Path, settings: dict[str, Any]
+) -> Iterator[tokenizers.AddedToken]:
+    """Yield the tokens that the settings name (`eos_token`, …), and those that they list without a name."""
+    written = read_settings(folder / "special_tokens_map.json") | settings
+    if tokenizer.padding is not None:
+        written = {"pad_token": tokenizer.padding["pad_token"], **written}
+    names = [*SPECIAL_TOKENS, *named_tokens(folder)]  # ids are given in this order
+    extra = written.get("extra_special_tokens") or written.get("additional_special_tokens") or []
+    values = [written.get(name) for name in dict.fromkeys(names)]
+    for value in (*filter(None, values), *(extra.values() if isinstance(extra, dict) else extra)):
+        yield _added_token(value if isinstance(value, dict) else {"content": value}, special=True)
+
+
+def _added_token(value: dict[str, Any], **flags: bool) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(**{key: part for key, part in value.items() if key != "__type"} | flags)
 
 
 def tokenizer_files(name: str) -> tuple[Path, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.read_texts import TextBlock
@@ -58,7 +59,7 @@ def test_many_documents_are_encoded_each_as_if_alone(folder: Path, monkeypatch: 
         ("tokenizer_config.json", {"eos_token": "</s>"}, 1),
         ("tokenizer_config.json", {"eos_token": {"content": "</s>", "lstrip": False}}, 1),
         ("special_tokens_map.json", {"eos_token": "</s>"}, 1),
-        ("tokenizer_config.json", {"eos_token": "<gone>"}, None),
+        ("tokenizer_config.json", {"eos_token": "<gone>"}, 6),  # AutoTokenizer adds it
         ("tokenizer_config.json", {"eos_token": None}, None),
         ("other.json", {"eos_token": "</s>"}, None),
     ],
@@ -68,7 +69,7 @@ def test_the_end_of_a_document_is_the_eos_token_of_the_folder(
 ) -> None:
     (folder / file).write_text(json.dumps(content))
     assert load_tokenizer(str(folder)).end_of_document == expected
-    assert load_tokenizer(str(folder)).num_ids == 6
+    assert load_tokenizer(str(folder)).num_ids == 7 + (expected == 6)  # with the pad of tokenizer.json
 
 
 def test_a_broken_tokenizer_config_is_named(folder: Path) -> None:
@@ -108,3 +109,36 @@ def test_the_space_before_a_word_has_its_place(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     _, starts, ends = load_tokenizer(str(tmp_path)).encode_placed("é be")
     assert (starts.tolist(), ends.tolist()) == ([0, 0, 1], [1, 1, 4])
+
+
+def mark(text: str, **flags: bool) -> dict[str, object]:
+    return {"content": text, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False} | flags
+
+
+@pytest.mark.parametrize(
+    ("settings", "added"),
+    [
+        ({"added_tokens_decoder": {"7": mark("<|b|>"), "6": mark("<|a|>", rstrip=True, special=True)}}, {}),
+        ({"added_tokens_decoder": {"0": mark("<s>", special=True)}, "eos_token": "<|b|>"}, {"<|a|>": 6}),
+        ({"eos_token": "<|b|>"}, {"<|b|>": 7, "<|a|>": 6, "<s>": 0}),
+        ({"eos_token": {"__type": "AddedToken", **mark("<|b|>", lstrip=True)}, "extra_special_tokens": ["<|a|>"]}, {}),
+        ({"extra_special_tokens": {"image_token": "<|a|>"}}, {}),
+        ({"eos_token": "not"}, {}),
+    ],
+)
+def test_tokens_that_the_settings_add(folder: Path, settings: dict[str, object], added: dict[str, int]) -> None:
+    """They are whole tokens, as in AutoTokenizer, of whichever file names them."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if added:
+        (folder / "added_tokens.json").write_text(json.dumps(added))
+    theirs, ours, text = AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder)), "<|a|> to<|b|>notto <s>be"
+    assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.end_of_document == theirs.eos_token_id
+
+
+@pytest.mark.parametrize("added", [{"<|a|>": "six"}, {"<|a|>": None}])
+def test_added_tokens_that_cannot_be_read(folder: Path, added: dict[str, object]) -> None:
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    with pytest.raises(ConfigError, match=r"cannot read the tokens that settings in .* add"):
+        load_tokenizer(str(folder))
