@@ -37,10 +37,7 @@ def file(tmp_path: Path) -> str:
             "hardware.cuda_graphs: true goes with one GPU so far, and hardware.num_gpus is 2; leave one of the two out",
         ),
         (["train.lr"], "override 'train.lr': expected key=value"),
-        (
-            ["log.wandb=true"],
-            "log.wandb: expected text (in quotes where it looks like something else), got true. Project",
-        ),
+        (["log.mlflow=true"], "log.mlflow: expected text (in quotes where it looks like something else), got true. "),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "plan"])

@@ -17,11 +17,12 @@ from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.workers.early_imports import no_collections
 
 
 def train(options: Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    with spinner("importing PyTorch and Ray"):
+    with spinner("importing PyTorch and Ray"), no_collections():
         from megatrain_ray.console.run_summary import summarize
         from megatrain_ray.run.run_files import RunFiles
         from megatrain_ray.trainer import Trainer

@@ -19,6 +19,7 @@ import psutil
 import ray
 
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
+from megatrain_ray.crew.ray_helpers import without_helpers
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import explained
@@ -154,7 +155,7 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     daemons, roots = Daemons(), None
     try:
-        with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}), on_loopback():
+        with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}), on_loopback(), without_helpers():
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
             _init(
                 f"Ray did not start in {folder}", "/tmp must be writable and have room", address="local",

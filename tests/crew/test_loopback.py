@@ -32,6 +32,12 @@ def test_nothing_listens_elsewhere(ray_address: str) -> None:
     assert ray.nodes()[0]["NodeManagerAddress"] == "127.0.0.1"
 
 
+def test_helpers_that_no_run_needs_are_not_started(ray_address: str) -> None:
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("log_monitor.py" in command for command in commands)
+    assert not [c for c in commands if "_private/monitor.py" in c or "dashboard/dashboard.py" in c]
+
+
 def test_a_cluster_elsewhere_is_looked_for_as_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """One on all addresses has another node's name than 127.0.0.1."""
     with socket.create_server(("", 0)) as on_all, socket.create_server(("127.0.0.1", 0)) as here:
