@@ -1,12 +1,14 @@
-"""Trains a 137M-parameter model on GSM8K from random weights, byte by byte; exports it, and answers.
+"""Trains on GSM8K, exports, and answers: a 137M-parameter model of bytes with random weights, or a published model.
 
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT memorise [TRAIN.jsonl] [key=value …]
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT held_out TRAIN.jsonl HELD_OUT.jsonl [key=value …]
+    python -m benchmarks.gsm8k OUT_FOLDER COMMIT published TRAIN.jsonl HELD_OUT.jsonl MODEL [key=value …]
 
 memorise: trains on the first 100 problems (of examples/gsm8k unless a file is named), exports, and answers the 100
     questions greedily. It counts the answers that ended by themselves, those that are the same to the last character,
     and the final numbers that are the same.
 held_out: trains on one file and evaluates on the other, from before the first step on.
+published: fine-tunes a model folder on one file, and answers the questions of the other, before the training and after.
 
 Everything goes through the CLI. Writes OUT_FOLDER/gsm8k_PART.json.
 """
@@ -14,16 +16,16 @@ Everything goes through the CLI. Writes OUT_FOLDER/gsm8k_PART.json.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from benchmarks.scratch import fresh
 from benchmarks.vertical_slice import ROOT, machine, train
-from tests.support.runs import cli
 
 CONFIG = ROOT / "examples" / "gsm8k" / "config.yaml"
 SHIPPED = ROOT / "examples" / "gsm8k" / "train_400.jsonl"
@@ -34,6 +36,11 @@ SHAPE = {
     "num_key_value_heads": 14,
 }  # fmt: skip
 SETTINGS = ["train.micro_batch_size=16", "train.precision=bf16", "train.lr=5e-4", "save_every=0"]
+# Three epochs of the 7,473 training problems in rows of 512 tokens.
+PUBLISHED = [
+    "data.seq_len=512", "train.epochs=3", "train.steps=null", "train.batch_size=16", "train.micro_batch_size=null",
+    "train.lr=1e-4", "train.warmup_steps=20", "train.weight_decay=0.01", "train.precision=bf16", "eval_every=100",
+]  # fmt: skip
 
 
 def settings(data: Path, *more: str) -> list[str]:
@@ -67,31 +74,42 @@ def memorise(overrides: Sequence[str]) -> dict[str, Any]:
     chosen = chats(files[0] if files else SHIPPED, data, NUM_PROBLEMS)
     rest = [text for text in overrides if "=" in text]
     run = train(CONFIG, run_dir, *settings(data, "train.steps=500", "train.warmup_steps=50", *rest))
+    return {**_export_and_answer(run_dir, exported, data, chosen), **_losses(run)}
+
+
+def _export_and_answer(run_dir: Path, exported: Path, data: Path, chosen: Sequence[tuple[str, str]]) -> dict[str, Any]:
     start_s = time.monotonic()
-    done = cli("export", str(run_dir), str(exported))
-    assert done.returncode == 0, done.stderr
-    answered = answers_of(exported, data)
+    _megatrain("export", str(run_dir), str(exported))
+    return {**answers_of(exported, data, chosen), "export_and_answer_wall_s": time.monotonic() - start_s}
+
+
+def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
+    rows = run["rows"]
+    return {"train_wall_s": run["wall_s"], "first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"], "raw": run}
+
+
+def answers_of(folder: Path, data: Path, chosen: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return how many greedy answers of a model ended by themselves and were right.
+
+    data: file with the chats.
+    chosen: their questions and answers.
+    """
+    options = ("--temperature=0", "--max-new-tokens=512", "--batch-size=128")
+    printed = _megatrain("generate", str(folder), "--chat", "--prompts", str(data), *options)
+    answered = [json.loads(line) for line in printed.splitlines()]
     pairs = [(row["answer"], answer) for row, (_, answer) in zip(answered, chosen, strict=True)]
     return {
         "ended": sum(row["ended"] for row in answered),
         "same_text": sum(answer == expected for answer, expected in pairs),
         "same_number": sum(number_of(answer) == number_of(expected) for answer, expected in pairs),
         "of": len(pairs),
-        "train_wall_s": run["wall_s"],
-        "export_and_answer_wall_s": time.monotonic() - start_s,
-        "first_loss": run["rows"][0]["loss"],
-        "last_loss": run["rows"][-1]["loss"],
         "wrong": [pair for pair in pairs if pair[0] != pair[1]][:5],
-        "raw": run,
     }
 
 
-def answers_of(folder: Path, chats: Path) -> list[dict[str, Any]]:
-    """Return the chats with the greedy answers of the exported model to their questions."""
-    done = cli("generate", str(folder), "--chat", "--prompts", str(chats), "--temperature=0", "--max-new-tokens=1024",
-               "--batch-size=50")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def _megatrain(*arguments: str) -> str:
+    command = [sys.executable, "-m", "megatrain_ray", *arguments]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
 def number_of(answer: str) -> str:
@@ -108,6 +126,23 @@ def held_out(overrides: Sequence[str]) -> dict[str, Any]:
     return {"wall_s": run["wall_s"], "raw": run}
 
 
+def published(arguments: Sequence[str]) -> dict[str, Any]:
+    data, other, run_dir = RUNS / "gsm8k_train.jsonl", RUNS / "gsm8k_other.jsonl", fresh(RUNS / "gsm8k_published")
+    chats(Path(arguments[0]), data)
+    questions = chats(Path(arguments[1]), other)
+    model, overrides = arguments[2], arguments[3:]
+    before = answers_of(Path(model), other, questions)
+    run = train(
+        CONFIG, run_dir, "model.config=null", f"model.path={model}", "data.tokenizer=null", f"data.path={data}",
+        f"data.eval_path={other}", *PUBLISHED, *overrides,
+    )  # fmt: skip
+    if run["exit"]:
+        sys.exit(run["stderr"])
+    after = _export_and_answer(run_dir, run_dir.with_name("exported"), other, questions)
+    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    return {"before": before, "after": after, "evaluations": evaluations, **_losses(run)}
+
+
 def main() -> None:
     out, part, overrides = Path(sys.argv[1]), sys.argv[3], sys.argv[4:]
     out.mkdir(parents=True, exist_ok=True)
@@ -115,7 +150,7 @@ def main() -> None:
     report = {
         "machine": machine(),
         "arguments": overrides,
-        part: {"memorise": memorise, "held_out": held_out}[part](overrides),
+        part: {"memorise": memorise, "held_out": held_out, "published": published}[part](overrides),
     }
     (out / f"gsm8k_{part}.json").write_text(json.dumps(report, indent=1))
     print(json.dumps({key: value for key, value in report[part].items() if key != "raw"}))
