@@ -34,6 +34,7 @@ from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.evaluation_config import evaluation_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
@@ -46,6 +47,7 @@ from megatrain_ray.profiling.profiles import measured
 from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.report.html_report import report_at_end
 from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import check_model, record_model
 from megatrain_ray.run.run_processes import await_end
 
@@ -213,11 +215,29 @@ class Trainer:
         with exported(Path(self.config.run_dir), dtype, step) as folder:
             return load_exported(folder)
 
+    def evaluate(self, *, step: SaveChoice = None) -> dict[str, Any]:
+        """Return eval_loss and the other numbers of an evaluation of a save, without training.
+
+        step: as in `save_model`.
+
+        Raises as `train` and export_run do.
+        """
+        run_dir = Path(self.config.run_dir).absolute()
+        return evaluate_model(str(run_dir), RunFiles(run_dir).read_config(), step)
+
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
 
     def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
         """Do something when all steps are made, while every process still lives."""
+
+
+def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> dict[str, Any]:
+    """Return the row of an evaluation without step and epoch. The arguments are those of evaluation_config."""
+    with evaluation_config(name, config, step) as settings:
+        row = dict(Trainer(args=settings).train().evaluations[-1])
+    del row["step"], row["epoch"]
+    return row
 
 
 def _is_arguments(args: Any) -> bool:

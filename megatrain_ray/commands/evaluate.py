@@ -11,10 +11,9 @@ from pathlib import Path
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.progress import describe_evaluation, describe_held_out_loss
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.evaluation_config import evaluation_config
 from megatrain_ray.export.export import choose_save
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.trainer import Trainer
+from megatrain_ray.trainer import evaluate_model
 
 
 def evaluate(options: Namespace) -> str:
@@ -27,9 +26,8 @@ def evaluate(options: Namespace) -> str:
         )
     config = load_config(file or files.config_file, options.overrides)
     step = choose_save(files, options.step) if files.holds_run else options.step
-    with evaluation_config(source, config, step) as settings, redirect_stdout(sys.stderr):
-        row = dict(Trainer(args=settings).train().evaluations[-1])
-    del row["step"], row["epoch"]
+    with redirect_stdout(sys.stderr):
+        row = evaluate_model(source, config, step)
     row = row if step is None else {"step": step, **row}
     if options.json:
         return json.dumps(row)

@@ -118,6 +118,9 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(
     assert output.metrics["eval_loss"] == output.evaluations[-1]["eval_loss"]
     assert (tmp_path / "run" / "inputs" / "train.jsonl").stat() == written
     assert run(second) == replace(output, first_step=None), "a finished run"
+    with actors():
+        alone = second.evaluate(step=5)
+    assert alone["eval_loss"] == output.metrics["eval_loss"]
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     files = settings(tmp_path / "files", train__steps=5, train__schedule="constant", train__lr=1e-3)
