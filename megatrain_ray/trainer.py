@@ -24,7 +24,7 @@ from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import count_windows
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.python_objects import Objects
-from megatrain_ray.data.tokenize_data import check_there, describe_template
+from megatrain_ray.data.tokenize_data import check_there, decide_bos, describe_template
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
@@ -157,7 +157,7 @@ class Trainer:
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
             check_length(run.config, source.written_positions)
-            run.config = fix_commits(run.config)
+            run.config = decide_bos(fix_commits(run.config))
             check_there(run.config)
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))

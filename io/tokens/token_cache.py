@@ -15,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import wait_for_lock
 from megatrain_ray.io.files.disk_errors import explained
@@ -78,20 +80,37 @@ class TextRecipe:
     text_field: str
     bad_records: BadRecords
     choice: RecordChoice = ALL_RECORDS
+    add_bos: bool = False  # whether each text begins with the tokenizer's bos token
     has_weights: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Any]:
-        return {"text_field": self.text_field, "bad_records": self.bad_records, **self.choice.settings()}
+        added = {"add_bos": True} if self.add_bos else {}  # tokens of texts without one keep the key that they had
+        return {"text_field": self.text_field, "bad_records": self.bad_records, **added, **self.choice.settings()}
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
         assert tokenizer is not None
-        return tokenizer.encode_all(self._texts(tally))
+        blocks = tokenizer.encode_all(self._texts(tally))
+        return begun_with(tokenizer.bos, blocks) if self.add_bos else blocks
 
     def _texts(self, tally: RecordTally) -> Iterator[TextBlock]:
         chooser = RecordChooser(self.choice)
         for file in self.files:
             yield from read_texts(file, self.text_field, tally, chooser)
         chooser.check()
+
+
+def begun_with(bos: int | None, blocks: Generator[TokenBlock]) -> Generator[TokenBlock]:
+    """Yield the blocks of documents, with the bos token before each document. Raises ConfigError if there is none."""
+    if bos is None:
+        raise ConfigError(
+            "data.add_bos: the tokenizer names no bos_token that its tokenizer.json has; set data.add_bos: false"
+        )
+    begins = True
+    with closing(blocks):
+        for block in blocks:
+            ids = np.concatenate([np.array([bos], np.uint32), block.ids]) if begins else block.ids
+            yield block._replace(ids=ids)
+            begins = block.ends
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:

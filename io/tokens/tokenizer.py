@@ -49,6 +49,8 @@ class ByteTokenizer:
     """Encodes each byte of UTF-8 as one id, 0 to 255. Id 256 is the end of a document."""
 
     num_ids = 256  # a number greater than every id of a text
+    bos = None  # the id of the token that begins a text; None: there is none
+    adds_bos = False  # whether Transformers begins a text with it
     end_of_document = 256  # the id to put between two documents
 
     def encode(self, text: str) -> TokenArray:
@@ -90,10 +92,14 @@ class FolderTokenizer:
             ) from None
         self._tokenizer.no_truncation()  # a stored limit would silently truncate a document
         self._tokenizer.no_padding()
-        # A post-processor adds special tokens, which are never wanted here, or excludes the space before a word from
-        # the token's character range.
+        names = named_tokens(folder)
+        self._end_of_sequence = names.get("eos_token")
+        self.bos = self.id_of(names["bos_token"]) if "bos_token" in names else None
+        # In Transformers the post-processor decides, whatever `add_bos_token` in tokenizer_config.json says.
+        self.adds_bos = self.bos is not None and self._tokenizer.encode("a").ids[:1] == [self.bos]
+        # A post-processor adds special tokens, which are added by the callers if they are wanted, or excludes the space
+        # before a word from the token's character range.
         self._tokenizer.post_processor = processors.Sequence([])
-        self._end_of_sequence = named_tokens(folder).get("eos_token")
 
     @property
     def num_ids(self) -> int:

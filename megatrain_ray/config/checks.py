@@ -18,6 +18,7 @@ from megatrain_ray.units import format_ranges, parse_ranges
 # Keys of `data` that are valid for some kinds of data only, and these kinds.
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
+    "add_bos": ("pretrain",),
     "dataset": ("sft",),
     "eval_dataset": ("sft",),
     "chat_format": ("sft",),

@@ -78,6 +78,9 @@ class DataConfig(Group):
     """A longer chat is cut after an answer (turn) or left out (drop); token ids are cut at the end or left out."""
     text_field: Text = "text"
     """pretrain: JSON key or Parquet column of the text."""
+    add_bos: bool | None = None
+    """pretrain: begin each text with the tokenizer's bos token. null: if Transformers does, decided when a run
+    begins."""
     bad_records: Literal["error", "skip"] = "error"
     """error: the first bad record ends the start; skip: bad records are counted."""
     tokenizer: Text | None = None

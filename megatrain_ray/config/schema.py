@@ -63,10 +63,19 @@ class TrainConfig(Settings):
             raise ConfigError(f"train.epochs: {epochs:g} of {num_rows} rows are {steps} steps: {problem}")
         return config
 
+    def as_begun(self) -> TrainConfig:
+        """Return the configuration of a run that has begun, in which what its release did not know is as it was then.
+
+        Earlier releases never began texts with the bos token.
+        """
+        if self.data.kind != "pretrain" or self.data.add_bos is not None:
+            return self
+        return self.model_copy(update={"data": self.data.model_copy(update={"add_bos": False})})
+
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
         """Return the configuration with tokenizer, batch split and commits of data sets filled in.
 
-        Data sets of the hub are read at the commits that the `earlier` run read.
+        Data sets of the hub are read at the commits that the `earlier` run read, and texts begin as in that run.
 
         If the split is left open, that of the `earlier` run is used if it has the same batch size. Otherwise it remains
         open for the plan.
@@ -84,6 +93,7 @@ class TrainConfig(Settings):
     def _resolved_data(self, earlier: DataConfig | None) -> DataConfig:
         update: dict[str, Any] = {"tokenizer": self.tokenizer}
         if earlier is not None:
+            update["add_bos"] = earlier.add_bos if self.data.add_bos is None else self.data.add_bos
             update["path"] = with_commits(self.data.path, earlier.path)
             if self.data.eval_path is not None and earlier.eval_path is not None:
                 update["eval_path"] = with_commits(self.data.eval_path, earlier.eval_path)

@@ -30,7 +30,7 @@ from megatrain_ray.io.records.find_files import describe_folders, find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta
-from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, tokenizer_folder
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, load_tokenizer, tokenizer_folder
 from megatrain_ray.units import format_bytes, format_count
 
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens
@@ -68,6 +68,16 @@ def check_there(config: TrainConfig) -> None:
             _find(held_out)
 
 
+def decide_bos(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with data.add_bos decided, and print it if texts begin with a bos token."""
+    if config.data.kind != "pretrain" or config.data.add_bos is not None:
+        return config
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.adds_bos and isinstance(tokenizer, FolderTokenizer) and tokenizer.bos is not None:
+        say(f"each text begins with {tokenizer.token_of(tokenizer.bos)}, as in Transformers (data.add_bos)")
+    return config.model_copy(update={"data": config.data.model_copy(update={"add_bos": tokenizer.adds_bos})})
+
+
 def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
     """Yield a line that names the chat template, and a warning if generation cannot stop after its answers.
 
@@ -97,7 +107,8 @@ def _find(data: DataConfig, *, may_fetch: bool = True) -> None:
 def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
     choice = RecordChoice(data.max_records, data.hash_range)
     if data.kind == "pretrain":
-        return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records, choice)
+        add_bos = load_tokenizer(tokenizer).adds_bos if data.add_bos is None else data.add_bos
+        return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records, choice, add_bos)
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
         return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records, choice)

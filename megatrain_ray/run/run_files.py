@@ -100,7 +100,7 @@ class RunFiles:
         """Return the configuration of the run. Raises ConfigError if there is none, or none valid in this version."""
         if not self.holds_run:
             raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
-        return load_config(self.config_file)
+        return load_config(self.config_file).as_begun()
 
     def read_token(self) -> str | None:
         """Return the token of the run, which its saves have too; None in a directory of an earlier release."""
@@ -150,7 +150,7 @@ def read_steps(file: Path) -> list[Row]:
 def other_settings(manifest: Manifest, config: TrainConfig) -> str:
     """Return a text with the first setting that differs in a save and that a resumed run may not change; else empty."""
     try:
-        found = resume_diff(TrainConfig.model_validate(manifest.config), config)
+        found = resume_diff(TrainConfig.model_validate(manifest.config).as_begun(), config)
     except ConfigError as error:
         found = [str(error).splitlines()[0]]
     return f" ({found[0]})" if found else ""

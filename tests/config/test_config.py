@@ -39,6 +39,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "chat_template_args": {},
             "truncation": "turn",
             "text_field": "text",
+            "add_bos": None,
             "bad_records": "error",
             "tokenizer": None,
             "seq_len": 8,

@@ -186,6 +186,18 @@ def test_a_resume_may_not_change(changes: dict[str, Any], diff: list[str]) -> No
     assert resume_diff(config(), config(**changes)) == diff
 
 
+def test_texts_of_a_run_begin_as_they_did() -> None:
+    """A run of a release that never added bos tokens goes on without them; a new one may have decided otherwise."""
+    assert config().resolve().data.add_bos is None
+    old = config().as_begun()
+    assert old.data.add_bos is False
+    assert resume_diff(old, config()) == []
+    assert config().resolve(old).data.add_bos is False
+    assert resume_diff(old, config(data__add_bos=True)) == ["data.add_bos: false -> true"]
+    assert config().resolve(config(data__add_bos=True)).data.add_bos is True
+    assert config(data__kind="sft").as_begun().data.add_bos is None
+
+
 def test_rates_of_groups_may_change_on_a_resume_and_what_is_in_them_may_not() -> None:
     def of(*groups: dict[str, Any]) -> TrainConfig:
         return config(train__groups=list(groups))

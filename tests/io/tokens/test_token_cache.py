@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import zlib
@@ -16,11 +17,14 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.records.read_records import RecordLocation
-from megatrain_ray.io.tokens.token_cache import TextRecipe, find_tokens, make_tokens
+from megatrain_ray.io.tokens.token_cache import TextRecipe, find_tokens, key_of, make_tokens, provenance_of
 from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, open_corpus, read_meta
+from megatrain_ray.io.tokens.tokenizer import load_tokenizer
+from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.saves import flip
 from tests.support.texts import write
 
@@ -98,6 +102,35 @@ def test_ids_take_two_bytes_where_the_tokenizer_allows_it(tmp_path: Path, root: 
     recipe = TextRecipe((tmp_path / "a.txt",), word_tokenizer(tmp_path / "words", size), "text", "error")
     corpus = open_corpus("a", make_tokens(recipe, root, size, Watch()), size)
     assert (corpus.tokens.tolist(), corpus.tokens.dtype) == ([1, size - 1, 2], kind)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("setting", [True, False])
+def test_texts_begin_as_in_transformers(tmp_path: Path, root: Path, adds_bos: bool, setting: bool) -> None:
+    folder = build(tmp_path / "gemma", FAMILIES["gemma"])
+    changes = {"tokenizer_config": {"eos_token": "<eos>", "add_bos_token": setting}}
+    if not adds_bos:
+        changes["tokenizer"] = {"post_processor": None}
+    for name, values in changes.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    write(tmp_path, a="the cat " * 9, b="sat")
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.adds_bos == adds_bos
+    files = (tmp_path / "a.txt", tmp_path / "b.txt")
+    recipe = TextRecipe(files, str(folder), "text", "error", add_bos=tokenizer.adds_bos)
+    corpus = open_corpus("a", make_tokens(recipe, root, 999, Watch()), 999)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = [reference(file.read_text())["input_ids"] for file in files]
+    assert corpus.tokens.tolist() == [token for ids in expected for token in ids]
+    assert corpus.document_lengths.tolist() == [len(ids) for ids in expected]
+    without = replace(recipe, add_bos=False)
+    assert key_of(provenance_of(without)) == key_of(provenance_of(TextRecipe(files, str(folder), "text", "error")))
+
+
+def test_a_bos_token_must_be_there_to_be_added(recipe: TextRecipe, root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.add_bos: the tokenizer names no bos_token"):
+        make_tokens(replace(recipe, add_bos=True), root, 257, Watch())
 
 
 def test_they_are_made_once(recipe: TextRecipe, root: Path) -> None:
