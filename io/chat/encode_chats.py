@@ -63,6 +63,7 @@ class ChatRecipe:
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
+            **({"datasets": [source.dataset for source in self.sources]} if self.choice.max_records else {}),
             **self.choice.settings(),
         }
 
@@ -79,8 +80,11 @@ class ChatRecipe:
 
     def _numbered(self) -> Iterator[tuple[RecordLocation, tuple[int, Any]]]:
         """Yield the records that are used, each with the number of its source."""
-        chooser = RecordChooser(self.choice)
+        chooser, dataset = RecordChooser(self.choice), None
         for number, source in enumerate(self.sources):
+            if source.dataset != dataset:
+                chooser.restart()
+            dataset = source.dataset
             for location, record in chooser.of(read_records(source.file)):
                 yield location, (number, record)
         chooser.check()

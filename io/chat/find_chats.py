@@ -22,10 +22,14 @@ from megatrain_ray.io.records.find_files import find_files, is_saved_dataset
 
 
 class ChatSource(NamedTuple):
-    """Holds a file of records, or a folder of such files, and the layout of their conversations."""
+    """Holds a file of records, or a folder of such files, and the layout of their conversations.
+
+    dataset: its name in a dataset_info.json.
+    """
 
     file: Path
     layout: ChatLayout
+    dataset: str | None = None
 
 
 def find_chats(
@@ -42,7 +46,7 @@ def find_chats(
     if infos and len(patterns) == 1:
         names = [dataset] if isinstance(dataset, str) else dataset or ()
         named = read_dataset_info(Path(infos[0]), names)
-        return tuple(ChatSource(file, entry.layout) for entry in named for file in _files(str(entry.file)))
+        return tuple(entry._replace(file=file) for entry in named for file in _files(str(entry.file)))
     if infos or dataset is not None:
         raise ConfigError(f"data.path: data.dataset goes with one {FILE_NAME} and nothing else, got {path!r}")
     return tuple(ChatSource(file, LAYOUTS[chat_format]) for pattern in patterns for file in _files(pattern))
@@ -100,7 +104,7 @@ class _DatasetEntry(NamedTuple):
             raise self._error(f"unknown key {unknown[0]}; expected file_name, formatting, columns, tags")
         if not isinstance(name := settings.get("file_name"), str):
             raise self._error(f"file_name: expected the name of a file, got {name!r}")
-        return ChatSource(self.file.parent / name, self._layout(settings))
+        return ChatSource(self.file.parent / name, self._layout(settings), self.name)
 
     def _layout(self, settings: Mapping[str, Any]) -> ChatLayout:
         formatting = settings.get("formatting", "alpaca")

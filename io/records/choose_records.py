@@ -57,6 +57,10 @@ class RecordChooser:
             if self._takes(location, partial(_place_of_record, record, field)):
                 yield location, record
 
+    def restart(self) -> None:
+        """Count the first records anew: those that follow are of another data set of the source."""
+        self._left = self._choice.max_records
+
     def takes_file(self, location: RecordLocation, content: Iterable[bytes]) -> bool:
         """Return whether a file that is one record is chosen. `content`: is read only if it decides."""
         return self._left != 0 and self._takes(location, partial(_place, content))

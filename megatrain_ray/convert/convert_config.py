@@ -1,8 +1,8 @@
 """Implements `megatrain convert-config`: translates a configuration of LLaMA-Factory or Axolotl.
 
 Keys are translated by tables. Data sets are translated by `llama_factory_data` and `axolotl_data`: they take the
-configuration file and return our settings of the data sets by dotted key. They raise RefusedError if data sets are
-missing or cannot be translated.
+configuration file and what the table has found so far, and add our settings of the data sets. They raise RefusedError
+if data sets are missing or cannot be translated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatrain_ray.config.yaml_file import dump_settings, read_settings
 from megatrain_ray.convert.key_tables import DataSetRules, Findings, RefusedError, Table, apply, load_table, names
 from megatrain_ray.convert.resolve_settings import FREEZING, resolve
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.find_chats import FILE_NAME
+from megatrain_ray.io.chat.find_chats import FILE_NAME, read_dataset_info
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,11 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
         marks = ", ".join(f"{table.recognised} ({table.tool})" for table in tables.values())
         raise ConfigError(f"{path}: is of no tool that is known here; expected one of the keys {marks}")
     table = tables[name]
-    found = apply(table, tree, DATA_SETS[name])
+    found = apply(table, tree)
+    try:
+        DATA_SETS[name](tree, found)
+    except RefusedError as error:
+        found.refused.append(str(error))
     _drop_unused_freezing(table, found, tree)
     refused, report = bool(found.refused), tuple(_report(found))
     if refused and not lenient:
@@ -80,23 +84,41 @@ def _report(found: Findings) -> list[str]:
     return [line for title, lines in parts.items() if lines for line in (f"{title}:", *(f"  {line}" for line in lines))]
 
 
-def llama_factory_data(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate data sets that the file names as entries of a dataset_info.json."""
+def llama_factory_data(tree: Mapping[str, Any], found: Findings) -> None:
+    """Translate data sets that the file names as entries of a dataset_info.json, or as ids of the hub."""
     if tree.get("mix_strategy", "concat") != "concat":
         raise RefusedError(f"mix_strategy: {load_table('llama_factory').refused['mix_strategy']}")
     if not tree.get("dataset"):
         raise RefusedError("dataset: is missing, and data.path is required")
-    folder = Path(str(tree.get("dataset_dir", "data")))
-    if str(folder).startswith(("ONLINE", "REMOTE")):
-        raise RefusedError(f"dataset_dir: {folder}: download the data sets, and name the folder")
-    info, chosen = folder / FILE_NAME, names(tree["dataset"])
+    folder, chosen, held_out = (
+        Path(str(tree.get("dataset_dir", "data"))),
+        names(tree["dataset"]),
+        tree.get("eval_dataset"),
+    )
+    if str(folder).startswith("REMOTE"):
+        raise RefusedError(
+            f"dataset_dir: {folder}: download that folder (`hf download --repo-type dataset`), and name it"
+        )
+    if str(folder) == "ONLINE" and tree.get("stage", "sft") == "sft":
+        found.settings |= {"data.path": [{"hub": name} for name in chosen], "data.chat_format": "alpaca"}
+        return
+    info = folder / FILE_NAME
     if tree.get("stage") == "pt":
         # Texts are packed unless the file says otherwise.
-        return {"data.packing": tree.get("packing", True), **_texts(info, folder, chosen)}
-    found: dict[str, Any] = {"data.path": str(info), "data.dataset": _one_or_all(chosen)}
-    if tree.get("eval_dataset"):
-        found |= {"data.eval_path": str(info), "data.eval_dataset": names(tree["eval_dataset"])}
-    return found
+        found.settings |= {"data.packing": tree.get("packing", True), **_texts(info, folder, chosen)}
+        return
+    if info.is_file():
+        _check_entries(info, [*chosen, *(names(held_out) if held_out else ())])
+    found.settings |= {"data.path": str(info), "data.dataset": _one_or_all(chosen)}
+    if held_out:
+        found.settings |= {"data.eval_path": str(info), "data.eval_dataset": names(held_out)}
+
+
+def _check_entries(info: Path, chosen: list[str]) -> None:
+    try:
+        read_dataset_info(info, chosen)
+    except ConfigError as error:
+        raise RefusedError(str(error).replace("data.dataset", "dataset", 1)) from None
 
 
 def _texts(info: Path, folder: Path, chosen: list[str]) -> dict[str, Any]:
@@ -109,12 +131,10 @@ def _texts(info: Path, folder: Path, chosen: list[str]) -> dict[str, Any]:
             f"dataset: {', '.join(chosen)}: {info} does not tell its file ({error!r}); give data.path"
         ) from None
     fields = {entry.get("columns", {}).get("prompt", "text") for entry in entries}
-    if len(fields) > 1:
-        raise RefusedError(f"dataset: its texts stand under several keys ({', '.join(sorted(fields))}); one is read")
-    return {"data.path": _one_or_all(files), "data.text_field": fields.pop()}
+    return {"data.path": _one_or_all(files), **_text_field(fields, "dataset")}
 
 
-def axolotl_data(tree: Mapping[str, Any]) -> dict[str, Any]:
+def axolotl_data(tree: Mapping[str, Any], found: Findings) -> None:
     """Translate data sets that the file lists, which must all be of one kind."""
     rules = load_table("axolotl").data_sets
     assert rules is not None
@@ -126,10 +146,11 @@ def axolotl_data(tree: Mapping[str, Any]) -> dict[str, Any]:
     entries = [{"path": item} if isinstance(item, str) else item for item in listed]
     if texts:
         entries = [{"type": "pretrain", **item} for item in entries]
-    found = _common(rules, entries) | ({"data.packing": True} if texts else {})
+    found.settings |= _common(rules, entries) | ({"data.packing": True} if texts else {})
+    if found.settings.get("data.chat_format") == "alpaca":
+        found.otherwise.append(rules.alpaca)
     if tests := tree.get("test_datasets"):
-        found["data.eval_path"] = _common(rules, tests)["data.path"]
-    return found
+        found.settings["data.eval_path"] = _common(rules, tests)["data.path"]
 
 
 def _common(rules: DataSetRules, entries: list[Any]) -> dict[str, Any]:
@@ -139,14 +160,18 @@ def _common(rules: DataSetRules, entries: list[Any]) -> dict[str, Any]:
     ((kind, layout),) = kinds
     paths = [path for entry in entries for path in _paths(rules, entry)]
     found: dict[str, Any] = {"data.kind": kind, "data.path": _one_or_all(paths)}
-    fields = {entry.get("field") or entry.get("text_column") or "text" for entry in entries}
-    if kind == "pretrain" and fields != {"text"}:
-        if len(fields) > 1:
-            raise RefusedError(f"datasets: texts stand under several keys ({', '.join(sorted(fields))}); one is read")
-        found["data.text_field"] = fields.pop()
+    if kind == "pretrain":
+        fields = {entry.get("field") or entry.get("text_column") or "text" for entry in entries}
+        found |= _text_field(fields, "datasets")
     if layout:
         found["data.chat_format"] = layout
     return found
+
+
+def _text_field(fields: set[str], key: str) -> dict[str, Any]:
+    if len(fields) > 1:
+        raise RefusedError(f"{key}: texts stand under several keys ({', '.join(sorted(fields))}); one is read")
+    return {} if fields == {"text"} else {"data.text_field": fields.pop()}
 
 
 def _kind(rules: DataSetRules, entry: Any) -> tuple[str, str | None]:
@@ -166,21 +191,26 @@ def _kind(rules: DataSetRules, entry: Any) -> tuple[str, str | None]:
     return types[name]
 
 
-def _paths(rules: DataSetRules, entry: Mapping[str, Any]) -> list[str]:
+def _paths(rules: DataSetRules, entry: Mapping[str, Any]) -> list[Any]:
+    """Return what an entry is in data.path: files, a folder, or a data set of the hub."""
     path, files = str(entry.get("path")), entry.get("data_files")
     chosen = [files] if isinstance(files, str) else list(files or [])
     if path in rules.file_formats and chosen:
         return chosen
-    if not Path(path).exists() and not Path(path).suffix:
+    if Path(path).exists() or Path(path).suffix:
+        return [str(Path(path) / file) for file in chosen] or [path]
+    if chosen:
         raise RefusedError(
-            f"datasets: {path}: is no file or folder here; download it (`hf download --repo-type dataset {path}`), and "
-            "name the folder"
+            f"datasets: {path}: data_files: single files of the hub are not read; download them "
+            f"(`hf download --repo-type dataset {path}`), and name the folder"
         )
-    return [str(Path(path) / file) for file in chosen] or [path]
+    if "[" in str(entry.get("split")):
+        raise RefusedError(f"datasets: {path}: split: {entry['split']}: give the split alone, and data.max_records")
+    return [{"hub": path, **{key: entry[key] for key in ("name", "split", "revision") if entry.get(key)}}]
 
 
-def _one_or_all(values: Sequence[str]) -> Any:
-    return values if len(values) > 1 else values[0]
+def _one_or_all(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else values
 
 
 DATA_SETS = {"llama_factory": llama_factory_data, "axolotl": axolotl_data}  # by the name of the table

@@ -23,11 +23,21 @@ from megatrain_ray.config.yaml_file import read_settings
 # A key that cannot be honoured is accepted with one of these values: it then requests nothing.
 HARMLESS: tuple[Any, ...] = (False, 0, "", [], {}, "none", "null")
 EVERY_LINEAR = r"\.\d+\."  # all linear modules in numbered lists, that is, in blocks: peft leaves out the head as well
+KERNEL_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")  # plugins of Axolotl without an effect on what is learned
 UNDECAYED = r"^(?!.*(?:bias|norm)).*"  # prefix of a pattern: excludes what Transformers does not decay
 
 
 class RefusedError(Exception):
     """Is raised for a value that cannot be honoured. The message says why."""
+
+
+def share(value: Any) -> float:
+    """Return a share of the records. Raises RefusedError for a number of records, and without a reason for none."""
+    if not (found := number(value)):
+        raise RefusedError
+    if found >= 1:
+        raise RefusedError("expected a share below 1; or write those records into a file, for data.eval_path")
+    return found
 
 
 def number(value: Any) -> float:
@@ -73,7 +83,15 @@ def anchored_patterns(value: Any) -> list[str]:
 def only_pad_token(value: Any) -> None:
     """Raise RefusedError if a special token other than the padding token is set. Padding is never learned."""
     if isinstance(value, Mapping) and any(token for name, token in value.items() if name != "pad_token"):
-        raise RefusedError("the tokenizer's own are used: change model and tokenizer before")
+        raise RefusedError(
+            "the tokenizer's own are used: leave this out if it names those, else change model and tokenizer before"
+        )
+
+
+def kernel_plugins(value: Any) -> None:
+    """Raise RefusedError if a plugin of Axolotl is listed that may change what is learned."""
+    if others := [name for name in names(value) if not name.endswith(KERNEL_PLUGINS)]:
+        raise RefusedError(f"{others[0]} is not here, and may change what is learned")
 
 
 def module_patterns(value: Any) -> list[str]:
@@ -117,6 +135,7 @@ def lr_groups(value: Any) -> list[dict[str, Any]]:
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "number": number,
     "integer": integer,
+    "share": share,
     "number_or_off": lambda value: number(value) or None,  # 0 means off
     "negated": lambda value: not value,
     "names": names,
@@ -124,6 +143,7 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "template_file": template_file,
     "anchored_patterns": anchored_patterns,
     "only_pad_token": only_pad_token,
+    "kernel_plugins": kernel_plugins,
     "module_patterns": module_patterns,
     "module_patterns_or_expression": module_patterns_or_expression,
     "parameter_patterns": lambda modules: [rf"(^|\.){re.escape(name)}\." for name in names(modules)],
@@ -141,7 +161,7 @@ class Rule(_Section):
 
     target: dotted key of our setting, or a name that resolve_settings.py resolves; None: the value is only checked.
     conversion: name of a function in `CONVERSIONS`, or our value for each of the tool's.
-    refusal: reason for other values than those of `conversion`.
+    refusal: reason for other values than those of `conversion`; without it they set nothing.
     default: the tool's own default, which is converted as well; None: nothing is set if the key is missing.
     """
 
@@ -160,22 +180,26 @@ class Rule(_Section):
 
 
 class DataSetRules(_Section):
-    """Says how the entries of a list of data sets are read (axolotl.yaml has comments)."""
+    """Says how the entries of a list of data sets are read (axolotl.yaml has comments).
+
+    alpaca: what is told of records in the Alpaca format.
+    """
 
     types: dict[str, tuple[str, str | None]]
     file_formats: tuple[str, ...]
     accepted: dict[str, list[Any] | None]
+    alpaca: str
 
 
 class Table(_Section):
     """Holds all that is known of a tool's keys. Names in `otherwise`, `meaningless` and `refused` may be globs.
 
-    A key that cannot be honoured is ignored if its value is false, 0, empty or none.
+    A key that cannot be honoured, or is achieved in another way, is ignored if its value is false, 0, empty or none.
 
     tool: name of the tool.
     recognised: a key that every file of the tool has.
     sets: keys that set something, with what they set.
-    otherwise: keys whose effect is achieved in another way here, with the reason.
+    otherwise: keys whose effect is achieved in another way here, with the reason; they may be in `sets` as well.
     meaningless: keys without a meaning here, with the reason.
     refused: keys that cannot be honoured, with the reason.
     data_keys: keys of data sets, which convert_config.py translates.
@@ -223,38 +247,34 @@ class Findings:
     refused: list[str] = field(default_factory=list)
 
 
-def apply(
-    table: Table, tree: Mapping[str, Any], data_of: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-) -> Findings:
-    """Apply a table to the configuration file `tree` and return what became of its keys.
-
-    `data_of` returns the settings of `table.data_keys` by dotted key, or raises RefusedError.
-    """
+def apply(table: Table, tree: Mapping[str, Any]) -> Findings:
+    """Apply a table to the configuration file `tree` and return what became of its keys, except `table.data_keys`."""
     found = Findings()
     for rule in table.sets.values():
         if rule.target and rule.default is not None:
             found.settings[rule.target] = rule.convert(rule.default)
     for key, value in tree.items():
-        if value is not None and key not in table.data_keys:
-            _apply_key(table, str(key), value, found)
-    if data_of:
-        try:
-            found.settings |= data_of(tree)
-        except RefusedError as error:
-            found.refused.append(str(error))
+        if value is None or key in table.data_keys:
+            continue
+        if key in table.sets:
+            _set(table.sets[key], key, value, found)
+        if key not in table.sets or key in table.otherwise:
+            _list(table, str(key), value, found)
     return found
 
 
-def _apply_key(table: Table, key: str, value: Any, found: Findings) -> None:
-    if rule := table.sets.get(key):
-        try:
-            converted = rule.convert(value)
-        except RefusedError as error:
+def _set(rule: Rule, key: str, value: Any, found: Findings) -> None:
+    try:
+        converted = rule.convert(value)
+    except RefusedError as error:
+        if str(error):
             found.refused.append(f"{key}: {value}: {error}")
-            return
-        if rule.target:
-            found.settings[rule.target] = converted
         return
+    if rule.target:
+        found.settings[rule.target] = converted
+
+
+def _list(table: Table, key: str, value: Any, found: Findings) -> None:
     for same_key in (str.__eq__, fnmatchcase):  # an exact name takes precedence over globs
         for reasons, lines in (
             (table.otherwise, found.otherwise),
@@ -263,7 +283,7 @@ def _apply_key(table: Table, key: str, value: Any, found: Findings) -> None:
         ):
             why = next((why for name, why in reasons.items() if same_key(key, name)), None)
             if why is not None:
-                if lines is not found.refused or value not in HARMLESS:
+                if lines is found.meaningless or value not in HARMLESS:
                     lines.append(f"{key}: {why}")
                 return
     found.refused.append(f"{key}: is no key of {table.tool} that is known here")

@@ -85,7 +85,7 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
     assert str(caught.value).splitlines() == [
         "args: cannot be honoured; leave out, or set otherwise:",
         "  neftune_noise_alpha: no noise is added to embeddings",
-        "  optim: adafactor: the optimizer is AdamW; for Muon set train.optimizer: muon",
+        "  optim: adafactor: the optimizer is AdamW or Muon",
     ]
 
 

@@ -73,6 +73,8 @@ def test_the_first_records_of_all_files_together(sizes: list[int], max_records: 
     chooser = RecordChooser(RecordChoice(max_records))
     read = [record for records in files for _, record in chooser.of(located(records))]
     assert read == [record for records in files for record in records][:max_records]
+    chooser.restart()
+    assert [record for _, record in chooser.of(located(list(range(20))))] == list(range(max_records))
 
 
 def documents(folder: Path, data: DataConfig) -> list[bytes]:
