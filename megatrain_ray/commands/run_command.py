@@ -103,8 +103,8 @@ def generate(options: Namespace) -> int:
 def inspect(options: Namespace) -> int:
     from megatrain_ray.report.inspect_run import inspect_run, state_of_run
 
-    print(state_of_run(options.run_dir), flush=True)  # at once: the rest comes only when all saves have been read
-    text, good = inspect_run(options.run_dir)
+    print(state_of_run(options.run_dir), flush=True)  # at once: with --verify the rest takes a while
+    text, good = inspect_run(options.run_dir, with_config=options.config, verify_saves=options.verify)
     print(text)
     return 0 if good else MegatrainError.exit_code
 

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 MAX_BUCKETS = 300  # buckets of steps of a line; the extremes of each are drawn
 MAX_BARS = 120
+MAX_MARKED = 50  # points of a line that has a dot at each
 # Bars beyond this multiple of this quantile are cut off: the step that compiles would flatten the others.
 FRAME_FACTOR = 3.0
 FRAME_QUANTILE = 0.95
@@ -39,13 +40,15 @@ class Chart(NamedTuple):
 
 
 def line_chart(
-    title: str, lines: Mapping[str, Sequence[Point]], steps: tuple[int, int], *, from_zero: bool = True
-) -> Chart | None:
+    title: str, lines: Mapping[str, Sequence[Point]], steps: tuple[int, int], *, from_zero: bool = True,
+    resumes: Sequence[int] = (),
+) -> Chart | None:  # fmt: skip
     """Return a chart of lines over steps; None if there are no points.
 
     lines: points by name; values are finite.
     steps: first and last step of the axis.
     from_zero: include 0 in the frame.
+    resumes: steps after which the run was started again; each is marked by a dotted line.
     """
     if not any(lines.values()):
         return None
@@ -53,10 +56,12 @@ def line_chart(
     for (name, points), color in zip(lines.items(), CYCLE, strict=False):
         if points:
             kept = decimate(points)
-            marker = "o" if len(kept) == 1 else None
+            marker = "o" if len(kept) <= MAX_MARKED else None
             axes.plot(
-                *zip(*kept, strict=True), color=color, marker=marker, ms=4, label=name, gid=_id(name), clip_on=False
+                *zip(*kept, strict=True), color=color, marker=marker, ms=3, label=name, gid=_id(name), clip_on=False
             )
+    for step in resumes:
+        axes.axvline(step, color=SOFT, linestyle=":", linewidth=1, gid=f"resume-{step}")
     if from_zero:
         axes.set_ylim(min(0.0, axes.get_ylim()[0]), max(0.0, axes.get_ylim()[1]))
     return Chart(title, _svg(figure, axes))

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatrain_ray import __version__
-from megatrain_ray.config.yaml_file import dump_config
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.report.measured_starts import compare_starts, compared_terms
+from megatrain_ray.report.run_header import describe_run, headline, other_settings, resumes
 from megatrain_ray.report.run_state import RunState, read_state
+from megatrain_ray.report.sound_rows import is_number, sound
 from megatrain_ray.run.run_files import REPORT_NAME, RunFiles
 from megatrain_ray.run.run_history import read_history
-from megatrain_ray.units import format_bytes, format_count, format_duration
+from megatrain_ray.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from megatrain_ray.report.charts import Chart
@@ -71,9 +72,10 @@ def report_at_end(run_dir: Path) -> Iterator[None]:
 
 def render(files: RunFiles, now_s: float) -> str:
     """Return the page as text, as of `now_s` (seconds since 1970). Raises ConfigError if the run cannot be read."""
-    config, rows, evaluations = files.read_config(), files.rows(), files.evaluations()
+    config, rows, evaluations = files.read_config(), sound(files.rows()), sound(files.evaluations())
     state, plan = read_state(files, config, rows, now_s), files.read_plan()
     history = read_history(files.path)
+    resumed = sorted(set(resumes(history)))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -84,8 +86,11 @@ def render(files: RunFiles, now_s: float) -> str:
         version=__version__,
         state=state.state.value,
         state_lines=list(state.lines()),
+        run=describe_run(files, config, plan, history),
+        headline=headline(rows, evaluations),
         facts=_facts(rows, evaluations, state),
-        charts=_charts(rows, evaluations),
+        resumed=resumed,
+        charts=_charts(rows, evaluations, resumed),
         tiers=list(_tiers(plan, rows)) if plan else [],
         comparisons=[
             (f"steps {found.first_step:,} to {found.last_step:,}, plan {found.plan_sha256[:12]}", compared_terms(found))
@@ -93,24 +98,20 @@ def render(files: RunFiles, now_s: float) -> str:
         ],
         events=[_event(row) for row in history],
         surroundings=_surroundings(history),
-        config=dump_config(config),
+        settings=other_settings(config),
     )
 
 
 def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
-    facts = {"step": f"{state.step:,} of {state.steps:,}"}
+    facts = {}
     usual = [row for row in rows[1:] or rows if _number(row, "step_s")]
-    if rows:
-        facts["loss"] = _loss(rows[-1], "loss")
-    if evaluations:
-        facts["held-out loss"] = _loss(evaluations[-1], "eval_loss")
+    if rows and (epoch := rows[-1].get("epoch")) is not None:
+        facts["epoch"] = f"{epoch:.3g}"
     if usual:
         facts["median step"] = f"{statistics.median(row['step_s'] for row in usual):.3g} s"
     for key, name in (("tokens_per_s", "tokens/s"), ("model_tflops", "model TFLOPS")):
         if values := [value for row in usual if (value := _number(row, key)) is not None]:
             facts[name] = format_count(statistics.median(values))
-    if total_s := sum(_number(row, "step_s") or 0.0 for row in rows):
-        facts["time in steps"] = format_duration(total_s)
     if tokens := sum(_number(row, "tokens") or 0 for row in rows):
         facts["supervised tokens"] = format_count(tokens)
     if skipped := sum(row.get("skipped") is True for row in rows):
@@ -120,12 +121,7 @@ def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
     return facts
 
 
-def _loss(row: Mapping[str, Any], key: str) -> str:
-    value = _number(row, key)
-    return "not finite" if value is None else f"{value:.4f}"
-
-
-def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
+def _charts(rows: Rows, evaluations: Rows, resumed: Sequence[int]) -> list[Chart]:
     from megatrain_ray.report.charts import line_chart, stacked_chart  # imports Matplotlib, which takes a second
 
     every = [*rows, *evaluations]
@@ -140,8 +136,8 @@ def _charts(rows: Rows, evaluations: Rows) -> list[Chart]:
     )
     losses = {"training": _points(rows, "loss"), "held out": _points(evaluations, "eval_loss")}
     drawn = [
-        line_chart("Loss, nats", losses, steps, from_zero=False),
-        *(line_chart(title, {name: _points(rows, key)}, steps) for title, name, key in of_steps),
+        line_chart("Loss, nats", losses, steps, from_zero=False, resumes=resumed),
+        *(line_chart(title, {name: _points(rows, key)}, steps, resumes=resumed) for title, name, key in of_steps),
         stacked_chart("Where a step's seconds went", list(_parts(rows)), "s"),
     ]
     return [chart for chart in drawn if chart]
@@ -153,7 +149,7 @@ def _points(rows: Rows, key: str) -> list[tuple[int, float]]:
 
 def _parts(rows: Rows) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield for each step the seconds of compute and of its waits by cause."""
-    causes = list(rows[-1].get("exposed_s") or ()) if rows else []
+    causes = next((list(row["exposed_s"]) for row in reversed(rows) if "exposed_s" in row), [])
     for row in rows:
         exposed, step_s = row.get("exposed_s"), _number(row, "step_s")
         if isinstance(exposed, Mapping) and step_s is not None:
@@ -193,9 +189,9 @@ def _event(row: Mapping[str, Any]) -> tuple[str, str, str]:
         case "died":
             details = f"{row.get('process')}, after step {row.get('step')}"
         case "replaced":
-            details = f"{row.get('process')}, in {row.get('took_s', math.nan):.1f} s"
+            details = f"{row.get('process')}, in {_number(row, 'took_s') or math.nan:.1f} s"
         case "memory":
-            details = f"host memory of all processes: {format_bytes(row.get('pss_bytes', 0))}"
+            details = f"host memory of all processes: {format_bytes(int(_number(row, 'pss_bytes') or 0))}"
         case _:
             details = f"{row.get('how', '')}{': ' if row.get('reason') else ''}{row.get('reason') or ''}"
     return _moment(row["unix_s"]), str(row["what"]), details
@@ -222,8 +218,7 @@ def _format_value(key: str, value: Any) -> str:
 def _number(row: Mapping[str, Any], key: str) -> float | None:
     """Return a number of the row; None if it is missing or not finite."""
     value = row.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    return value if is_number(value) else None
 
 
 def _moment(unix_s: float) -> str:

@@ -15,12 +15,16 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_manifest, save_folder, verify
 from megatrain_ray.report.measured_starts import compare_start, comparison_table, measured_starts
 from megatrain_ray.report.page_placement import pages_of_run
+from megatrain_ray.report.run_header import describe_run, headline
 from megatrain_ray.report.run_state import read_state
+from megatrain_ray.report.sound_rows import sound
 from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.run.run_history import read_history
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
 SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}  # columns
+EVALUATED = {"eval_loss", "perplexity", "eval_tokens", "eval_s"}
 SPLIT = {"exposed_s", "step_s"}  # columns that rows of earlier versions lack
 NUM_PROBLEMS = 10  # problems that are shown of one save
 
@@ -31,19 +35,33 @@ def state_of_run(path: Path) -> str:
     Raises ConfigError if `path` holds no run.
     """
     files = RunFiles(path.absolute())
-    return "\n".join(_lines({"state": list(read_state(files, files.read_config(), files.rows()).lines())}))
+    config, rows = files.read_config(), sound(files.rows())
+    run = describe_run(files, config, files.read_plan(), read_history(files.path))
+    numbers = headline(rows, sound(files.evaluations()))
+    return "\n".join(
+        _lines(
+            {
+                "run": [f"{name:<7} {value}" for name, value in run.items()],
+                "state": list(read_state(files, config, rows).lines()),
+                "result": [f"{name:<23} {value}" for name, value in numbers.items()] or ["none yet"],
+            }
+        )
+    )
 
 
-def inspect_run(path: Path) -> tuple[str, bool]:
-    """Return a report of several lines, and whether all saves are intact (True if there are none).
+def inspect_run(path: Path, *, with_config: bool = False, verify_saves: bool = False) -> tuple[str, bool]:
+    """Return a report of several lines, and whether all saves are intact.
+
+    with_config: show the whole configuration as well.
+    verify_saves: read every byte of the saves. Without it they count as intact.
 
     Raises ConfigError if `path` holds no run.
     """
     files = RunFiles(path.absolute())
-    config = dump_config(files.read_config())
-    rows, evaluations = files.rows(), files.evaluations()
-    problems = _problems(files.saves)
-    steps = sorted(problems.keys() & list_saves(files.saves))
+    config = files.read_config()
+    rows, evaluations = sound(files.rows()), sound(files.evaluations())
+    problems = _problems(files.saves) if verify_saves else {}
+    steps = list_saves(files.saves)
     saves = [
         f"step {step:<8} {_save(files.saves, step)}{', the least eval_loss' if step == files.best_save else ''}"
         for step in steps
@@ -54,18 +72,19 @@ def inspect_run(path: Path) -> tuple[str, bool]:
     ]
     newest = rows[-NUM_ROWS:]
     sections = {
-        "config": config.splitlines(),
+        "config": dump_config(config).splitlines() if with_config else [],
         "curves": list(draw([*rows, *evaluations])) or ["none: fewer than two updates"],
         "saves": saves or ["none"],
         "last rows": [_row(row) for row in newest] or ["none"],
-        "mean step": [describe_split(newest)] if newest and all(map(SPLIT.issubset, newest)) else [],
+        "mean step": [describe_split(newest)] if newest and _is_split(newest) else [],
         "plan and measurement": _compared(files),
         "pages": _pages(files),
         "traces": list(map(_trace, find_traces(files.path))),
-        "last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:]],
-        "checksums": [line for step in reversed(steps) for line in _verdict(step, problems[step])]
-        or ["nothing to check"],
+        "last evaluations": [describe_evaluation(row) for row in evaluations[-NUM_ROWS:] if row.keys() >= EVALUATED],
+        "checksums": [line for step in sorted(problems, reverse=True) for line in _verdict(step, problems[step])],
     }
+    if verify_saves:
+        sections["checksums"] = sections["checksums"] or ["nothing to check"]
     shown = {title: lines for title, lines in sections.items() if lines}
     return "\n".join(_lines(shown)), not any(problems.values())
 
@@ -82,14 +101,19 @@ def _problems(saves: Path) -> dict[int, list[str]]:
     return {step: problems for step, problems in found.items() if not problems or step in list_saves(saves)}
 
 
+def _is_split(rows: list[dict[str, Any]]) -> bool:
+    """Return whether all rows say where their step's seconds went, by the same causes."""
+    return all(row.keys() >= SPLIT and row["exposed_s"].keys() == rows[0]["exposed_s"].keys() for row in rows)
+
+
 def _save(saves: Path, step: int) -> str:
     """Return the size of a save, and what it cost if the manifest says so."""
     size = format_bytes(_size(save_folder(saves, step)))
     with suppress(MegatrainError):  # `_verdict` reports the problem
         if timing := load_manifest(saves, step).timing:
             return (
-                f"{size}, written in {timing.write_s:.1f} s, held updates up for {timing.stall_s:.1f} s "
-                f"(predicted {timing.predicted_stall_s:.1f} s)"
+                f"{size}, written in {timing.write_s:.1f} s, updates waited {timing.stall_s:.1f} s "
+                f"({timing.predicted_stall_s:.1f} s predicted)"
             )
     return size
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatrain_ray.accounting.prediction_check import MIN_STEPS, Comparison, Term, TermKind, compare
 from megatrain_ray.console.progress import SMALLEST_SHARE
+from megatrain_ray.report.sound_rows import sound
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import What, read_history
 from megatrain_ray.units import format_bytes
@@ -40,7 +41,7 @@ class MeasuredStart:
 
 def measured_starts(files: RunFiles) -> list[MeasuredStart]:
     """Return the starts that made enough steps to be compared, oldest first. Raises MegatrainError."""
-    starts, last, end = list(_starts(read_history(files.path))), files.rows(), math.inf
+    starts, last, end = list(_starts(read_history(files.path))), sound(files.rows()), math.inf
     found = []
     for events in reversed(starts):
         step = events[0]["step"]

@@ -156,7 +156,8 @@ def _state(
         is_new = bool(start) and step <= start[0].get("step", 0)
         return (State.STARTING if is_new or not step or has_ended else State.RUNNING), None
     if has_ended:
-        return State(start[-1].get("how", "ended")), start[-1].get("reason")
+        known = [state for state in State if state.value == start[-1].get("how")]
+        return (known or [State.ENDED])[0], start[-1].get("reason")
     if start or (files.path / PROCESSES_NAME).exists():
         return State.DIED, "killed, or its machine went down: nothing was written down; the same command resumes"
     return (State.FINISHED if step >= steps else State.ENDED), None

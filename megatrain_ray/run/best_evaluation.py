@@ -18,7 +18,11 @@ def best_evaluation(rows: Sequence[Row], steps: Collection[int] | None = None) -
     rows: of evaluations.jsonl.
     steps: only evaluations after these steps count; None: all.
     """
-    finite = [row for row in counted(rows) if row["eval_loss"] is not None and (steps is None or row["step"] in steps)]
+    finite = [
+        row
+        for row in counted(rows)
+        if isinstance(row.get("eval_loss"), (int, float)) and (steps is None or row["step"] in steps)
+    ]
     return min(finite, key=lambda row: row["eval_loss"], default=None)
 
 

@@ -21,6 +21,7 @@ from megatrain_ray.run.run_files import append_row, parse_rows
 log = logging.getLogger(__name__)
 
 HISTORY_NAME = "history.jsonl"
+LATEST_S = 1 << 33  # in the year 2242
 
 
 class What(Enum):
@@ -92,7 +93,11 @@ def read_history(run_dir: Path) -> Sequence[Mapping[str, Any]]:
     except OSError:
         return ()
     known = {what.value for what in What}
-    return parse_rows(text, lambda row: row.get("what") in known and isinstance(row.get("unix_s"), (int, float)))
+    return parse_rows(text, lambda row: row.get("what") in known and _is_moment(row.get("unix_s")))
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < LATEST_S
 
 
 def newest_start(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

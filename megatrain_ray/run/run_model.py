@@ -26,6 +26,14 @@ def record_model(path: Path, config: Mapping[str, Any], structure: ModelStructur
     write_atomically(path / MODEL_NAME, json.dumps(_described(config, structure), indent=2) + "\n")
 
 
+def model_type(path: Path) -> str | None:
+    """Return the type of the model that the run in directory `path` is of; None if that cannot be read."""
+    try:
+        return str(json.loads((path / MODEL_NAME).read_bytes())["config"]["model_type"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure) -> None:
     """Raise ConfigError naming the first difference if the run in directory `path` is of another model.
 

@@ -56,8 +56,11 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_without_saves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(run)]) == 0
+    assert main(["inspect", str(run), "--verify", "--config"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[: lines.index("state")] == [
+        "run", "  model   model", "  data    pretrain, text.txt", "  step    1 rows of 8 tokens",
+    ]  # fmt: skip
     assert lines[lines.index("saves") :] == [
         "saves",
         "  none",
@@ -75,13 +78,17 @@ def test_saves_with_their_size_and_cost_and_a_verdict_on_each(run: Path, capsys:
     save(run / "saves", 9)
     save(run / "saves", 10, SaveTiming(predicted_stall_s=0.5, stall_s=0.75, write_s=12.25, nbytes=4096))
     assert main(["inspect", str(run)]) == 0
+    short = capsys.readouterr().out
+    assert "checksums" not in short
+    assert "seq_len" not in short
+    assert main(["inspect", str(run), "--verify"]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
     first = lines.index("saves") + 1
     assert lines[first].startswith("  step 9 ")
     assert lines[first].endswith(" KiB")
     assert lines[first + 1].startswith("  step 10 ")
-    assert lines[first + 1].endswith(" KiB, written in 12.2 s, held updates up for 0.8 s (predicted 0.5 s)")
+    assert lines[first + 1].endswith(" KiB, written in 12.2 s, updates waited 0.8 s (0.5 s predicted)")
     assert out.endswith("checksums\n  step 10: good\n  step 9: good\n")
 
 
@@ -91,7 +98,7 @@ def test_a_damaged_save_is_named_and_exits_1_though_the_newest_is_good(
     for step in (3, 4):
         save(run / "saves", step)
     flip(run / "saves" / "step_3" / "part_0.m", 0)
-    assert main(["inspect", str(run)]) == 1
+    assert main(["inspect", str(run), "--verify"]) == 1
     verdict = capsys.readouterr().out.split("checksums\n")[1].splitlines()
     assert verdict[:2] == ["  step 4: good", "  step 3: DAMAGED"]
     assert "part_0.m is damaged: m of embed" in verdict[2]
@@ -102,7 +109,7 @@ def test_a_damaged_manifest_and_a_save_set_aside(run: Path, capsys: pytest.Captu
         save(run / "saves", step)
     set_aside(run / "saves", 5)
     flip(run / "saves" / "step_4" / "manifest.json", 10)
-    assert main(["inspect", str(run)]) == 1
+    assert main(["inspect", str(run), "--verify"]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^  step_5.damaged .* KiB, set aside: nothing reads or deletes it$", out, re.MULTILINE)
     assert re.search(r"step 4: DAMAGED\n  .*step_4/manifest.json is damaged: .*\n  step 3: good\n$", out)
@@ -157,7 +164,9 @@ def test_evaluations_are_drawn_and_listed(run: Path, capsys: pytest.CaptureFixtu
     assert "5.50" in chart[2]
     first = lines.index("last evaluations") + 1
     assert lines[first] == "  after step 0  eval_loss 5.5000  perplexity 5.5  1.00k tokens in 2s"
-    assert lines[first + 3] == "checksums"
+    assert lines[first + 3 :] == []
+    result = lines[lines.index("result") + 1 :][:2]
+    assert result == ["  loss, first → last step 2.5000 → 2.2500", "  best held-out loss      2.5000 after step 3"]
 
 
 def test_the_last_and_the_best_evaluation_are_named_at_the_end() -> None:

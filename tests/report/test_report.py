@@ -6,16 +6,17 @@ import html
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain_ray.report.charts import MAX_BARS, MAX_BUCKETS, decimate, line_chart, stacked_chart
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.run.run_history import History
+from megatrain_ray.run.run_history import HISTORY_NAME, History
 from megatrain_ray.run.run_lock import hold_lock
 from megatrain_ray.units import format_bytes
-from tests.support.report_runs import CAUSES, SPIKE, make_run
+from tests.support.report_runs import CAUSES, SPIKE, make_run, row_of
 from tests.support.runs import cli_here, plan_of
 from tests.support.settings import config
 
@@ -71,6 +72,15 @@ def test_everything_is_on_the_page_whatever_the_length(tmp_path: Path, num_rows:
     assert "3.00 GiB tensors, the most so far measured" in text
     assert "disk, a step" in text
     assert "seq_len: 8" in text
+    assert "max_failures" not in text, "it is the default"
+    for told in (
+        "pretrain, text.txt",
+        "1 rows of 8 tokens",
+        "A <processor>",
+        "best held-out loss",
+        "first → last step",
+    ):
+        assert told in text
     assert "2.13.0" in text
     assert "The longest takes 60 s, beyond this frame." in text
 
@@ -160,12 +170,32 @@ def test_a_run_that_is_still_going_and_one_that_died(tmp_path: Path) -> None:
 def test_rows_of_other_versions_and_numbers_that_are_none(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", 5)
     with RunFiles(run_dir).metrics_file.open("a") as file:
-        for row in ({"step": 6}, {"step": 7, "loss": None, "step_s": 1.0, "exposed_s": None}, {"step": 8, "loss": "1"}):
+        for row in (
+            {"step": 6}, {"step": 7, "loss": None, "step_s": 1.0, "exposed_s": None}, {"step": 8, "loss": "1"},
+            *({**row_of(step, 20), **changed} for step, changed in enumerate(STRANGE, 9)),
+        ):  # fmt: skip
             file.write(json.dumps(row) + "\n")
-        file.write('{"step": 9, "lo')
+        file.write('{"step": 99, "lo')
+    with RunFiles(run_dir).evaluations_file.open("a") as file:
+        file.write('{"step": 6}\n{"step": 7, "eval_loss": "x", "perplexity": 1e308, "eval_tokens": null}\n')
+    with (run_dir / HISTORY_NAME).open("a") as file:
+        file.write('{"what": "end", "how": "unheard of", "unix_s": 1}\n{"what": "end", "unix_s": 1e308}\n')
     page = page_of(run_dir)
-    assert len(curves_of(page)["training"]) == 5
-    assert ">not finite<" in page
+    assert len(curves_of(page)["training"]) == 5 + 4
+    assert "→ not finite<" in page
+    inspected = cli_here("inspect", str(run_dir))
+    assert inspected.returncode == 0, inspected.stderr
+    assert "incomplete row: ['grad_norm', 'lr', 'skipped', 'tokens_per_s'] missing" in inspected.stdout
+
+
+# What a version never wrote into a row, but an editor or a damaged disk may.
+HUGE = ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "model_tflops", "hbm_peak_bytes", "host_bytes", "tokens")
+STRANGE: list[dict[str, Any]] = [
+    dict.fromkeys(HUGE, 1e308), dict.fromkeys(HUGE, 10**400), dict.fromkeys(HUGE, -1e308),
+    dict.fromkeys(HUGE, "x"), {"loss": [1], "lr": {}, "skipped": "no"}, {"exposed_s": [1, 2]}, {"exposed_s": "x"},
+    {"exposed_s": {"h2d": None}}, {"exposed_s": {"other": 1.0}}, {"step": 10**30}, {"loss": None, "step_s": None},
+    {"loss": None, "lr": None, "tokens_per_s": None, "skipped": None, "grad_norm": True},
+]  # fmt: skip
 
 
 def test_out_names_another_file_and_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

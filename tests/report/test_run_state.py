@@ -50,7 +50,7 @@ def told(run_dir: Path) -> list[str]:
     done = cli_here("inspect", str(run_dir))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    return [line.strip() for line in lines[1 : lines.index("config")]]
+    return [line.strip() for line in lines[lines.index("state") + 1 : lines.index("result")]]
 
 
 @pytest.mark.ray

@@ -65,7 +65,7 @@ def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pyte
     assert_frozen_bytes(model, tmp_path / "fp32", torch.float32)
     assert main(["export", str(run_dir), str(tmp_path / "bf16")]) == 0
     assert_frozen_bytes(model, tmp_path / "bf16", torch.bfloat16)
-    assert main(["inspect", str(run_dir)]) == 0
+    assert main(["inspect", str(run_dir), "--verify"]) == 0
     assert "step 5: good" in capsys.readouterr().out
 
 

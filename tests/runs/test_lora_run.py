@@ -110,7 +110,7 @@ def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pyte
         json.loads(evaluated.stdout).items() >= {key: row[key] for key in ("step", "eval_loss", "eval_tokens")}.items()
     )
     capsys.readouterr()
-    assert main(["inspect", str(run_dir)]) == 0
+    assert main(["inspect", str(run_dir), "--verify"]) == 0
     assert "step 5: good" in capsys.readouterr().out
 
 

@@ -49,7 +49,7 @@ def test_train_save_resume_and_export(tmp_path: Path, train: Train, capsys: pyte
     second = train(str(write_config(tmp_path / "second.yaml", tree)))
     assert second.returncode == 0, second.stderr
     assert_equals_reference(run_dir, tree, tmp_path / "fp32")
-    assert main(["inspect", str(run_dir)]) == 0
+    assert main(["inspect", str(run_dir), "--verify"]) == 0
     assert "step 4: good" in capsys.readouterr().out
     assert plan_of(run_dir).num_muon == 2 * block.num_muon
 

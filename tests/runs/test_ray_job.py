@@ -186,7 +186,7 @@ def test_the_installed_package_is_enough_and_a_save_cut_short_costs_no_earlier_o
         assert "interrupted: saving" in log
         assert "the same command resumes" not in log
         assert list_saves(run / "saves") == saves
-        inspected = cli_here("inspect", str(run))
+        inspected = cli_here("inspect", str(run), "--verify")
         assert inspected.returncode == 0, inspected.stdout
         again = head.run(*options, entrypoint=command_of("job.yaml"))
         refused = head.job("list", RAY_AUTH_MODE="disabled", RAY_AUTH_TOKEN="")

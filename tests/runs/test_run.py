@@ -261,7 +261,7 @@ def test_export_generates(made: Path, tmp_path: Path) -> None:
     assert model.config.architectures == ["LlamaForCausalLM"]
     ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
     assert ids.shape == (1, 8)
-    inspected = cli_here("inspect", str(made / "run"))
+    inspected = cli_here("inspect", str(made / "run"), "--verify")
     assert inspected.returncode == 0, inspected.stderr
     assert "step 2: good" in inspected.stdout
 
