@@ -21,7 +21,7 @@ from megatrain_ray.convert.training_arguments import with_arguments
 from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.data.data_worker import count_windows
+from megatrain_ray.data.data_worker import HeldOutData, count_data
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.data.tokenize_data import check_there, decide_bos, describe_template
@@ -36,6 +36,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.evaluation_config import evaluation_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
+from megatrain_ray.io.batching.data_counts import DataCounts, num_records
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
@@ -168,8 +169,8 @@ class Trainer:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_moments(run.config.train.moments, manifest)
             tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
-            num_rows = count_windows(run_spec.config.data, tokens, run_spec.structure.vocab_size)
-            run.config = run_spec.config.with_steps(num_rows)
+            counts = count_data(run_spec.config.data, tokens, run_spec.structure.vocab_size)
+            run.config = run_spec.config.with_steps(counts.num_rows)
             run_spec = replace(run_spec, config=run.config, weighted=any(map(is_weighted, tokens)))
             if output := _output_if_done(run, manifest):  # known only now if the configuration counts epochs
                 return output
@@ -177,11 +178,11 @@ class Trainer:
                 run.report_resume(manifest)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            _describe(run_spec, num_rows, manifest)
+            _describe(run_spec, counts, held_out, manifest)
             budget = FailureBudget(run.config.max_failures)
             job = RunContext(
-                run_spec, tokens, num_rows, held_out, run, interrupts, daemons, startup, budget, self._callbacks,
-                self._at_end,
+                run_spec, tokens, counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
+                self._callbacks, self._at_end,
             )  # fmt: skip
             with held(job.token_folders):
                 after.callback(run.clean_after_end)
@@ -286,7 +287,7 @@ def _output_if_done(run: RunDir, manifest: Manifest | None) -> TrainOutput | Non
     return TrainOutput.of(run, manifest.step, None)
 
 
-def _describe(run_spec: RunSpec, num_rows: int, manifest: Manifest | None) -> None:
+def _describe(run_spec: RunSpec, counts: DataCounts, held_out: HeldOutData | None, manifest: Manifest | None) -> None:
     """Print what is about to be trained."""
     config, plan = run_spec.config, run_spec.plan
     if warning := unused_gpu(config.hardware):
@@ -295,7 +296,8 @@ def _describe(run_spec: RunSpec, num_rows: int, manifest: Manifest | None) -> No
         config,
         plan,
         model_type=run_spec.source.config["model_type"],
-        num_rows=num_rows,
+        counts=counts,
+        num_held_out=num_records(held_out.tokens) if held_out else None,
         num_made=manifest.step if manifest else 0,
     ):
         say(line)

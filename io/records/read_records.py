@@ -173,6 +173,13 @@ class RecordOutcome(Enum):
     TOO_LONG = "too long, dropped"
 
 
+DROPPED = (
+    RecordOutcome.BAD, RecordOutcome.EMPTY, RecordOutcome.NO_ANSWER, RecordOutcome.NOTHING,
+    RecordOutcome.NOTHING_LABELLED, RecordOutcome.TOO_LONG,
+)  # fmt: skip
+CUT = (RecordOutcome.CUT_AT_TURN, RecordOutcome.CUT_INSIDE, RecordOutcome.CUT)
+
+
 class RecordTally:
     """Counts records, sequences and tokens while they are read. Use a new one for each pass over the data."""
 
@@ -184,6 +191,14 @@ class RecordTally:
         self.num_sequences = 0
         self.num_tokens = 0
         self.num_supervised = 0
+
+    @property
+    def num_cut(self) -> int:
+        return sum(self.counts[outcome] for outcome in CUT)
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.counts[outcome] for outcome in DROPPED)
 
     def bad(self, location: RecordLocation, problem: RecordError | str) -> None:
         """Count a bad record, or raise ConfigError with its location and problem if bad records are errors."""

@@ -209,6 +209,9 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         num_supervised=tally.num_supervised if recipe.has_weights else None,
         report=tuple(tally.lines()) if recipe.has_weights else (),
         weighted=writer.weighted,
+        num_records=tally.num_records if recipe.has_weights else writer.num_documents + tally.num_dropped,
+        num_cut=tally.num_cut,
+        num_dropped=tally.num_dropped,
     )
 
 

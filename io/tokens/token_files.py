@@ -167,6 +167,8 @@ class TokenMeta:
     num_supervised: tokens that count in the loss; None: all do, and there are no loss weights.
     report: lines that say what became of the records of sequences; empty for texts.
     weighted: whether some loss weight is neither 0 nor 1, so that they are floats.
+    num_records: records that were read; None: not counted, by an earlier release.
+    num_cut, num_dropped: those that were too long for a row, and those of which nothing is used.
     """
 
     itemsize: int
@@ -182,6 +184,9 @@ class TokenMeta:
     num_supervised: int | None = None
     report: tuple[str, ...] = ()
     weighted: bool = False
+    num_records: int | None = None
+    num_cut: int = 0
+    num_dropped: int = 0
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.units import format_bytes, format_count, format_duration
 
 
-def describe_start(config: TrainConfig, plan: Plan, *, model_type: str, num_rows: int, num_made: int) -> Iterator[str]:
+def describe_start(
+    config: TrainConfig, plan: Plan, *, model_type: str, counts: DataCounts, num_held_out: int | None, num_made: int
+) -> Iterator[str]:
     """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
 
     model_type: the model's type in Transformers.
-    num_rows: number of sequences in one epoch of the data.
+    counts: of one epoch of the data.
+    num_held_out: records that are held out; None if there are none, or they were not counted.
     num_made: steps that earlier starts of the run have made.
     """
     train, steps = config.train, config.train.num_steps
@@ -30,9 +34,10 @@ def describe_start(config: TrainConfig, plan: Plan, *, model_type: str, num_rows
     if not steps:
         yield f"memory    {', '.join(_memory(plan))}"
         return
+    held_out = f"; {num_held_out} records held out" if num_held_out else ""
     yield (
-        f"data      {num_rows} rows of {plan.step.seq_len} tokens; {steps} steps of {plan.batch_size} rows are "
-        f"{steps * plan.batch_size / num_rows:.3g} epochs"
+        f"data      {', '.join(_amounts(counts))} of {plan.step.seq_len} tokens; {steps} steps of {plan.batch_size} "
+        f"rows are {steps * plan.batch_size / counts.num_rows:.3g} epochs{held_out}"
     )
     warmed_up = f" after {train.num_warmup_steps} steps of warm-up" if train.warmup_steps else ""
     rate = f"{train.lr:g}" if train.schedule == "constant" else f"{train.lr:g}, {train.schedule} to {train.min_lr:g}"
@@ -48,6 +53,16 @@ def describe_start(config: TrainConfig, plan: Plan, *, model_type: str, num_rows
             f"time      predicted {step_s:.3g} s a step, {speed} tokens/s, {format_duration(step_s * to_come)} for "
             f"{to_come} steps"
         )
+
+
+def _amounts(counts: DataCounts) -> Iterator[str]:
+    """Yield the numbers of records, tokens and rows."""
+    if counts.num_records is not None:
+        fates = ((counts.num_cut, "cut"), (counts.num_dropped, "dropped"))
+        named = ", ".join(f"{number} {fate}" for number, fate in fates if number)
+        yield f"{counts.num_records} records{f' ({named})' if named else ''}"
+    yield f"{format_count(counts.num_tokens)} tokens"
+    yield f"{counts.num_rows} rows"
 
 
 def _gpus(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from megatrain_ray.config.groups import DataConfig, HeldOutConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
+from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import Windows, cut
 from megatrain_ray.io.tokens.token_files import open_corpus
@@ -51,9 +52,9 @@ def open_stream(
     return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
-def count_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> int:
-    """Return the number of sequences in one epoch of all sources. Raises ConfigError as open_stream."""
-    return sum(source.num_windows for source in open_windows(data, tokens, vocab_size, whole=False))
+def count_data(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> DataCounts:
+    """Count what one epoch of all sources holds. Raises ConfigError as open_stream."""
+    return DataCounts.of(tokens, open_windows(data, tokens, vocab_size, whole=False))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class Fault:
 class RunState:
     """Describes the state of a run.
 
+    epoch: passes over the data; None before the first step and in runs of earlier releases.
     reason: why it ended; None if that is not known.
     holder: process and machine of the driver of an active run.
     age_s: seconds since the newest row; None without one.
@@ -76,6 +77,7 @@ class RunState:
     step: int
     steps: int
     num_starts: int = 1
+    epoch: float | None = None
     reason: str | None = None
     holder: str | None = None
     age_s: float | None = None
@@ -101,7 +103,8 @@ class RunState:
         by = f", process {self.holder}" if self.holder else ""
         yield f"{self.state.value}{by}{f': {self.reason}' if self.reason else ''}"
         age = f", {format_duration(self.age_s)} ago" if self.age_s is not None else ""
-        yield f"step {self.step} of {self.steps}{age}"
+        epoch = f", epoch {self.epoch:.3g}" if self.epoch is not None else ""
+        yield f"step {self.step} of {self.steps}{epoch}{age}"
         if self.is_quiet:
             yield f"quiet: a step takes {self.step_s:.3g} s; a save or an evaluation, or it hangs: see logs/driver.log"
         if self.left_s is not None:
@@ -137,6 +140,7 @@ def read_state(
         step=step,
         steps=steps,
         num_starts=max(1, sum(row["what"] == "start" for row in history)),
+        epoch=rows[-1].get("epoch") if rows else None,
         reason=reason,
         holder=holder,
         age_s=max(0.0, now_s - files.metrics_file.stat().st_mtime) if rows else None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.start_summary import describe_start
 from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.io.batching.data_counts import DataCounts
 from tests.support.planned_steps import PROFILE, planned
 from tests.support.runs import config
 from tests.support.tiny import build_tiny
@@ -18,11 +20,16 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=40, train__warmup_steps=3)
     written = TrainConfig.model_validate(tree)
     rows = 20 * plan.batch_size
-    lines = list(describe_start(written, plan, model_type="llama", num_rows=rows, num_made=10))
+    counts = DataCounts(num_records=50, num_cut=3, num_dropped=2, num_tokens=12345, num_rows=rows)
+    told = partial(describe_start, written, plan, model_type="llama", num_made=10)
+    lines = list(told(counts=counts, num_held_out=7))
     assert [line.split()[0] for line in lines] == ["model", "data", "step", "memory", "time"]
     model, data, step, memory, time = lines
     assert model.startswith("model     llama, ")
-    assert f"{rows} rows of {plan.step.seq_len} tokens; 40 steps of {plan.batch_size} rows are 2 epochs" in data
+    rows_and_steps = f"{rows} rows of {plan.step.seq_len} tokens; 40 steps of {plan.batch_size} rows are 2 epochs"
+    assert data == f"data      50 records (3 cut, 2 dropped), 12.3k tokens, {rows_and_steps}; 7 records held out"
+    uncounted = replace(counts, num_records=None)  # of tokens that an earlier release cached
+    assert list(told(counts=uncounted, num_held_out=None))[1] == f"data      12.3k tokens, {rows_and_steps}"
     assert step.endswith("learning rate 0.001, cosine to 0 after 3 steps of warm-up")
     assert "RAM " in memory
     assert time.startswith("time      predicted ")
@@ -33,7 +40,12 @@ def test_only_memory_with_a_limit_is_told(tmp_path: Path) -> None:
     plan = planned(PROFILE)
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"))
     with_disk = replace(plan, limits=replace(plan.limits, hbm_bytes=1 << 30, spill_bytes=1 << 40), prediction=None)
-    told = list(describe_start(TrainConfig.model_validate(tree), with_disk, model_type="x", num_rows=9, num_made=0))
+    counts = DataCounts(num_records=9, num_cut=0, num_dropped=0, num_tokens=9, num_rows=9)
+    told = list(
+        describe_start(
+            TrainConfig.model_validate(tree), with_disk, model_type="x", counts=counts, num_held_out=None, num_made=0
+        )
+    )
     assert told[-1].startswith("memory    GPU ")
     assert told[-1].endswith("of 1.00 TiB")
     assert with_disk.total_bytes(Tier.HOST) > 0

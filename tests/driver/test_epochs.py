@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.report.inspect_run import state_of_run
 from tests.support.in_process import Train
 from tests.support.runs import cli_here, config, rows, write_config
 from tests.support.tiny import TEXT, build_tiny
@@ -40,10 +41,13 @@ def test_a_run_is_as_long_as_its_epochs_and_goes_on_when_they_are_more(tmp_path:
     found = re.search(r"(\d+) rows of 32 tokens; (\d+) steps of 4 rows are", first.stderr)
     assert found is not None
     num_rows, steps = int(found[1]), int(found[2])
+    assert f"data      {num_rows} records, {num_rows * RECORD_CHARS} tokens, {num_rows} rows of " in first.stderr
+    assert f"epochs; {NUM_RECORDS - num_rows} records held out" in first.stderr
     assert steps == math.ceil(num_rows / 2 / BATCH_SIZE) >= 3
     assert f"after {math.ceil(steps / 2)} steps of warm-up" in first.stderr
     assert f"step {steps}/{steps}  epoch {steps * BATCH_SIZE / num_rows:.3g}  loss " in first.stdout
     assert (load_config(run_dir / "config.yaml").train.steps, rows(run_dir)[-1]["lr"]) == (steps, 1e-3)
+    assert f"step {steps} of {steps}, epoch {steps * BATCH_SIZE / num_rows:.3g}, " in state_of_run(run_dir)
     again = train(str(path))
     assert f"already at step {steps}, the end of train.epochs: 0.5: nothing to do" in again.stdout
 

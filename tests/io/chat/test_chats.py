@@ -87,6 +87,7 @@ def test_what_is_too_long_is_cut_after_an_answer_where_one_fits(
     path, tally = write(tmp_path, chat("q", "ab", "rr", "cde"), chat("x", "y")), RecordTally()
     assert [shown(s) for s in read(path, tally, max_tokens=max_tokens)] == kept
     assert list(tally.counts.elements()) == fates
+    assert (tally.num_cut, tally.num_dropped) == (len(fates), 0)
 
 
 def test_a_question_that_leaves_no_room_for_an_answer_is_dropped(tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_dropping_takes_only_what_fits_whole(tmp_path: Path) -> None:
     path, tally = write(tmp_path, chat("q", "ab"), chat("q", "ab", "r", "c"), chat("q", "abc")), RecordTally()
     assert [shown(s) for s in read(path, tally, max_tokens=5, truncation="drop")] == ["q:AB#"]
     assert tally.counts == {RecordOutcome.TOO_LONG: 2}
+    assert (tally.num_cut, tally.num_dropped) == (0, 2)
     assert tally.lines()[1].endswith(f"2 too long, dropped ({path}, line 2; {path}, line 3)")
 
 
@@ -138,6 +140,7 @@ def test_what_cannot_be_learned_is_dropped_and_counted(tmp_path: Path) -> None:
         f"1 without a token that its template marks as the assistant's, dropped ({path}, line 3)",
         f"1 with turns after the last answer, which were left out ({path}, line 2)",
     ]
+    assert (tally.num_cut, tally.num_dropped) == (0, 2)
 
 
 def test_the_first_token_is_nobodys_target(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.data.data_worker import open_stream
+from megatrain_ray.data.data_worker import count_data, open_stream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.choose_records import RecordChoice, RecordChooser
 from megatrain_ray.io.records.read_records import RecordError, RecordLocation
@@ -110,6 +110,7 @@ def test_texts_are_held_out_by_what_they_say_whatever_holds_them(tmp_path: Path,
     train, held_out = documents(tmp_path, data), documents(tmp_path, data.held_out)
     assert sorted([*train, *held_out]) == sorted(texts[:50])
     assert held_out == [text for text in texts[:50] if text.decode() in sides([t.decode() for t in texts], 0.2)[1]]
+    assert count_data(data, tokens_of(data, tmp_path), 257).num_records == len(train)
     whole = data.model_copy(update={"eval_fraction": None, "max_records": None})
     assert documents(tmp_path, whole) == texts, "tokens of another choice are others"
 
