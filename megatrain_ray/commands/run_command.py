@@ -29,14 +29,15 @@ def train(options: Namespace) -> int:
 
     output, train = Trainer(args=config).train(), config.train
     if output.first_step is None:
-        length = f" of {train.steps}" if train.steps else f", the end of train.epochs: {train.epochs:g}"
+        length = f" of {train.steps}" if train.steps is not None else f", the end of train.epochs: {train.epochs:g}"
         show(f"already at step {output.global_step}{length}: nothing to do ({output.run_dir})")
         return 0
     rows = [row for row in output.rows if row["step"] > (output.first_step or 0)]
     loss = f", loss {rows[-1]['loss']:.4f}" if rows and rows[-1]["loss"] is not None else ""
     show(f"done: step {output.global_step}{loss} ({output.run_dir})")
-    plan = RunFiles(output.run_dir).read_plan()
-    for line in summarize(rows, output.run_dir, output.evaluations, train.moments, plan):
+    files = RunFiles(output.run_dir)
+    plan, best_save = files.read_plan(), files.best_save
+    for line in summarize(rows, output.run_dir, output.evaluations, train.moments, plan, best_save):
         show(f"  {line}")
     return 0
 

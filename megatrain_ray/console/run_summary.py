@@ -16,12 +16,14 @@ SHOWN_WAITS = 3
 
 
 def summarize(
-    rows: Rows, run_dir: Path, evaluations: Rows = (), moments: str = "fp32", plan: Plan | None = None
-) -> Iterator[str]:
+    rows: Rows, run_dir: Path, evaluations: Rows = (), moments: str = "fp32", plan: Plan | None = None,
+    best_save: int | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the summary.
 
     `rows` are of one process. Its first step includes compilation and counts in no median. `evaluations` are of the
     whole run. `plan` is that of these steps; None if it cannot be read. `moments` is train.moments.
+    `best_save` is the step of the save with the least held-out loss.
     """
     if rows:
         yield from _describe_steps(rows)
@@ -32,6 +34,8 @@ def summarize(
         yield from _describe_evaluations(evaluations)
     if rows or evaluations:
         yield f'next      megatrain generate {run_dir} "PROMPT", megatrain export {run_dir} OUT_DIR'
+    if evaluations and best_save not in (None, evaluations[-1]["step"]):
+        yield f"          with --best: the save of step {best_save}, the least eval_loss of those that are saved"
 
 
 def _describe_steps(rows: Rows) -> Iterator[str]:

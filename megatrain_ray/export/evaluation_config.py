@@ -45,7 +45,7 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
     Raises ConfigError, and as export_run.
     """
     if config.data.held_out is None:
-        raise ConfigError("data.eval_path is required: held-out files to evaluate on, given as data.path is")
+        raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     tree, files = config.model_dump(), RunFiles(Path(name).absolute())
     with ExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatrain-eval-"))

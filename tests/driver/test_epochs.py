@@ -63,6 +63,10 @@ def test_a_run_is_as_long_as_its_epochs_and_goes_on_when_they_are_more(tmp_path:
     assert {row["eval_tokens"] for row in evaluations} == {32 * (NUM_RECORDS - num_rows)}
     assert [row["steps"] for row in read(run_dir / "history.jsonl") if row["what"] == "start"] == [steps, last]
 
+    with train.actors():
+        alone = cli_here("eval", str(run_dir), "--json")
+    assert json.loads(alone.stdout)["eval_loss"] == evaluations[-1]["eval_loss"]
+
     refused = train(str(path), "data.eval_fraction=0.5")
     assert refused.returncode == 2
     assert "data.eval_fraction: 0.25 -> 0.5" in refused.stderr

@@ -178,10 +178,11 @@ def test_the_best_save_is_kept_and_a_run_without_a_better_one_ends_early(tmp_pat
     reason = f"ended early after step {last}: no eval_loss of the last 3 evaluations was better than "
     assert reason in done.stderr
     assert list_saves(run_dir / "saves") == [best, last]
+    assert f"with --best: the save of step {best}, the least eval_loss" in done.stdout.splitlines()[-1]
     assert read_history(run_dir)[-1]["how"] == "finished"
     assert read_history(run_dir)[-1]["reason"].startswith(reason)
 
-    for option, step in ((["--best"], best), (["--step", str(best)], best), ([], last)):
+    for option, step in ((["--best"], best), (["--step", str(last)], last)):
         written = cli_here("export", str(run_dir), str(tmp_path / f"out{len(option)}"), *option)
         assert written.stdout.startswith(f"exported the save of step {step} to ")
     refused = cli_here("export", str(run_dir), str(tmp_path / "none"), "--step", "1")
@@ -193,6 +194,7 @@ def test_the_best_save_is_kept_and_a_run_without_a_better_one_ends_early(tmp_pat
 
     again = train(str(path))
     assert (again.returncode, f"already at step {last} of 40" in again.stdout) == (0, True)
+    assert f"already at step {last} of 0: nothing to do" in train(str(path), "train.steps=0").stdout
     assert f"the run has {reason}" in again.stderr
     assert "a larger eval_patience, or null, goes on" in again.stderr
 
