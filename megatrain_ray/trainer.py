@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import HeldOutData, count_data
 from megatrain_ray.data.hub_sources import fix_commits
-from megatrain_ray.data.python_objects import Objects
+from megatrain_ray.data.python_objects import Objects, with_held_out
 from megatrain_ray.data.tokenize_data import check_there, decide_bos, describe_template
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
@@ -51,48 +51,9 @@ from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import check_model, record_model
 from megatrain_ray.run.run_processes import await_end
+from megatrain_ray.run.train_output import TrainOutput
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainOutput:
-    """Holds the result of `Trainer.train`: what Transformers' class of this name holds, and the run's rows.
-
-    global_step: updates of the run so far, those of earlier calls included.
-    training_loss: mean loss of these updates; nan if there is none.
-    metrics: train_loss, train_runtime (seconds in steps), train_steps_per_second, train_samples_per_second, and the
-        numbers of the newest evaluation.
-    run_dir: folder of the run.
-    rows: rows of metrics.jsonl of the whole run.
-    evaluations: rows of evaluations.jsonl of the whole run.
-    first_step: updates that this call went on from; None: there was nothing to do.
-    """
-
-    global_step: int
-    training_loss: float
-    metrics: Mapping[str, float]
-    run_dir: Path
-    rows: Sequence[Mapping[str, Any]]
-    evaluations: Sequence[Mapping[str, Any]]
-    first_step: int | None
-
-    @staticmethod
-    def of(run: RunDir, step: int, first_step: int | None) -> TrainOutput:
-        """Read the output of a run from its directory, after `step` updates."""
-        rows, evaluations = run.rows(), run.evaluations()
-        losses = [row["loss"] for row in rows if row["loss"] is not None]
-        loss = sum(losses) / len(losses) if losses else math.nan
-        seconds = sum(row["step_s"] for row in rows)
-        speed = len(rows) / seconds if seconds else math.nan
-        metrics = {
-            "train_loss": loss,
-            "train_runtime": seconds,
-            "train_steps_per_second": speed,
-            "train_samples_per_second": speed * (run.config.train.batch_size or math.nan),
-            **{key: value for key, value in (evaluations[-1] if evaluations else {}).items() if key != "step"},
-        }
-        return TrainOutput(step, loss, metrics, run.path, rows, evaluations, first_step)
 
 
 class Trainer:
@@ -216,15 +177,25 @@ class Trainer:
         with exported(Path(self.config.run_dir), dtype, step) as folder:
             return load_exported(folder)
 
-    def evaluate(self, *, step: SaveChoice = None) -> dict[str, Any]:
+    def evaluate(self, eval_dataset: Any = None, *, step: SaveChoice = None) -> dict[str, Any]:
         """Return eval_loss and the other numbers of an evaluation of a save, without training.
 
+        eval_dataset: records, or a path, in place of the run's held-out data.
         step: as in `save_model`.
 
-        Raises as `train` and export_run do.
+        Raises as `train` and export_run do, and ConfigError if the run has not begun.
         """
-        run_dir = Path(self.config.run_dir).absolute()
-        return evaluate_model(str(run_dir), RunFiles(run_dir).read_config(), step)
+        files = RunFiles(Path(self.config.run_dir).absolute())
+        if not files.holds_run:
+            raise ConfigError(
+                f"evaluate: no run has begun in {files.path}: call train() first; with eval_every it evaluates the "
+                "model before the first update, too"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            config = files.read_config()
+            if eval_dataset is not None:
+                config = with_held_out(config, eval_dataset, Path(folder))
+            return evaluate_model(str(files.path), config, step)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)

@@ -32,7 +32,8 @@ from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.report.measured_starts import compare_starts
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.trainer import Trainer, TrainOutput
+from megatrain_ray.run.train_output import TrainOutput
+from megatrain_ray.trainer import Trainer
 from megatrain_ray.units import format_bytes
 
 

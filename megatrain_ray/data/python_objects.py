@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME
 from megatrain_ray.io.chat.encode_chats import ATTENDED, IDS, LABELS, LOSS_MASK, OTHER_MASKS, WEIGHTS
@@ -129,6 +130,19 @@ class Objects:
                 yield name, str(value) if isinstance(value, Path) else value
 
 
+def with_held_out(config: TrainConfig, dataset: Any, folder: Path) -> TrainConfig:
+    """Return the configuration with other held-out data: the file that `dataset` names, or its records.
+
+    Records are written into `folder`. Raises ConfigError for other objects.
+    """
+    _check_records("eval_dataset", dataset)
+    file = Path(dataset) if isinstance(dataset, (str, Path)) else folder / PLACES["eval_dataset"][2]
+    if not isinstance(dataset, (str, Path)):
+        _write_records("eval_dataset", dataset, file, config.data)
+    held_out = {"eval_path": str(file), "eval_dataset": None, "eval_fraction": None}
+    return config.model_copy(update={"data": config.data.model_copy(update=held_out)})
+
+
 def _freeze_likewise(train: Any, model: Any) -> None:
     """Add what the model object has frozen to the parameters that the settings freeze."""
     frozen = [f"^{re.escape(name)}$" for name, p in model.named_parameters() if not p.requires_grad]
@@ -153,7 +167,7 @@ def _check_records(name: str, value: Any) -> None:
             f"{name}: a {type(value).__name__} can be gone over once only, and a resume must go over it again; give a "
             "list, or an object whose __iter__ begins anew"
         )
-    if not isinstance(value, (str, Iterable)) and not hasattr(value, "__getitem__"):
+    if not isinstance(value, (str, Path, Iterable)) and not hasattr(value, "__getitem__"):
         raise ConfigError(f"{name}: expected records or a path, got a {type(value).__name__}")
 
 

@@ -18,7 +18,7 @@ from megatrain_ray import Trainer
 from megatrain_ray.data.python_objects import Objects
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.tokens.train_bpe import special_tokens, train_bpe, write_tokenizer
-from megatrain_ray.trainer import TrainOutput
+from megatrain_ray.run.train_output import TrainOutput
 from tests.support.in_process import Actors, Train
 from tests.support.runs import config, losses, write_config
 from tests.support.tiny import TEXT, build_tiny
@@ -102,6 +102,8 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(
         with actors():
             return trainer.train()
 
+    with pytest.raises(ConfigError, match=r"evaluate: no run has begun in .*/run: call train\(\) first"):
+        trainer(RECORDS).evaluate()
     assert run(trainer(Items(RECORDS), recorder)).global_step == 4, "step 4 was under way"
     told = capsys.readouterr().err
     assert "warning: callbacks: on_epoch_end of Recorder is never called here\n" in told
@@ -119,8 +121,9 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(
     assert (tmp_path / "run" / "inputs" / "train.jsonl").stat() == written
     assert run(second) == replace(output, first_step=None), "a finished run"
     with actors():
-        alone = second.evaluate(step=5)
+        alone, others = second.evaluate(step=5), second.evaluate(RECORDS[4:6])
     assert alone["eval_loss"] == output.metrics["eval_loss"]
+    assert (others["eval_tokens"], others["eval_loss"] != alone["eval_loss"]) == (2 * 24, True)
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     files = settings(tmp_path / "files", train__steps=5, train__schedule="constant", train__lr=1e-3)
