@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ import yaml
 
 TABLES = Path(__file__).parents[1] / "convert"  # key_tables.py there describes and checks them
 TOOLS = ("llama_factory", "axolotl")
+SECTIONS = ("otherwise", "meaningless", "refused")  # of keys that set nothing here
 # Our keys for the names that a table resolves together with others (convert/resolve_settings.py).
 RESOLVED_KEYS = {
     "revision": "model.path",
@@ -69,11 +70,18 @@ def key_for(name: str, keys: Collection[str]) -> str | None:
 def reason_for(name: str) -> str | None:
     """Return how what another tool's key of this name sets is done here, or why not; None if no tool has such a key."""
     reasons = {
-        key: why for section in ("refused", "meaningless", "otherwise") for table in _tables()[::-1]
-        for key, why in table[section].items()
+        key: why for section in reversed(SECTIONS) for table in _tables()[::-1]
+        for key, why in reasons_of(table[section], _shared()["reasons"]).items()
     }  # fmt: skip
-    why = reasons.get(name) or next((why for key, why in reasons.items() if fnmatchcase(name, key)), None)
-    return why and _shared()["reasons"].get(why, why)
+    return reasons.get(name) or next((why for key, why in reasons.items() if fnmatchcase(name, key)), None)
+
+
+def reasons_of(section: Mapping[str, Sequence[str]], named: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason of each key of a table's section, which lists keys by reason.
+
+    named: reasons that a section may refer to by a name.
+    """
+    return {key: named.get(why, why) for why, keys in section.items() for key in keys}
 
 
 def tool_of(tree: Mapping[str, Any]) -> str | None:

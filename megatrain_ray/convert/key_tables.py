@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatrain_ray.config.other_tools import SECTIONS, reasons_of
 from megatrain_ray.config.yaml_file import read_settings
 
 # A key that cannot be honoured is accepted with one of these values: it then requests nothing.
@@ -223,8 +224,8 @@ def load_table(name: str) -> Table:
     """Return the table in the YAML file of this name, with what shared.yaml says in place of its names."""
     shared, tree = (read_settings(Path(__file__).parent / f"{file}.yaml") for file in ("shared", name))
     reasons, choices = shared["reasons"], shared["choices"]
-    for section in ("otherwise", "meaningless", "refused"):
-        tree[section] = {key: reasons.get(why, why) for key, why in tree[section].items()}
+    for section in SECTIONS:
+        tree[section] = reasons_of(tree[section], reasons)
     for rule in tree["sets"].values():
         if isinstance(choice := rule.get("as"), str) and choice in choices:
             rule |= choices[choice]

@@ -209,7 +209,7 @@ def _warmup(warmup: float | None, ratio: float | None, default: float, steps: in
         return min(int(warmup), steps or int(warmup))
     share = warmup or ratio
     if share is None and warmup is None:
-        return min(int(default * steps), MAX_WARMUP_STEPS) if steps else default
+        return min(int(default * steps), MAX_WARMUP_STEPS) if steps else default or 0
     return share or 0
 
 

@@ -81,12 +81,12 @@ def test_what_is_shipped_converts(folder: Path) -> None:
     [
         (
             "examples/train_full/llama3_full_sft.yaml",
-            ("data.seq_len=200", "train.epochs=1"),
+            ("data.seq_len=200", "train.epochs=0.5"),
             {"kind": "sft", "eval_fraction": 0.1},
         ),
         (
             "examples/llama-3/lora-1b.yml",
-            ("data.path=data/identity.json", "data.seq_len=200", "train.epochs=8"),
+            ("data.path=data/identity.json", "data.seq_len=200", "train.epochs=5"),
             {"kind": "sft", "chat_format": "alpaca", "eval_fraction": 0.1},
         ),
     ],
