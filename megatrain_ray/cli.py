@@ -13,7 +13,7 @@ from pathlib import Path
 from megatrain_ray import __version__
 from megatrain_ray.commands.run_command import COMMANDS
 from megatrain_ray.console.logs import is_unread, show, silence
-from megatrain_ray.errors import InterruptedRunError, MegatrainError
+from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.units import parse_size
 
 UNREAD = 128 + signal.SIGPIPE  # exit code of a program that the signal ends
@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(argv: Sequence[str] | None) -> int:
     options = _parse(argv)
     try:
+        if sys.flags.optimize > 1:
+            raise ConfigError(
+                "python -OO removes docstrings, and Transformers reads them; start Python with -O at most"
+            )
         return COMMANDS[options.command](options)
     except InterruptedRunError as end:
         show(str(end), sys.stderr)

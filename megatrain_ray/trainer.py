@@ -28,7 +28,7 @@ from megatrain_ray.data.tokenize_data import check_there, decide_bos, describe_t
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
-from megatrain_ray.driver.run_context import RunContext, check_inputs
+from megatrain_ray.driver.run_context import RunContext, check_inputs, read_data
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
@@ -121,6 +121,7 @@ class Trainer:
             check_length(run.config, source.written_positions)
             run.config = decide_bos(fix_commits(run.config))
             check_there(run.config)
+            data = read_data(run.config, source.written_vocab_size, run.path, startup)
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
@@ -129,7 +130,7 @@ class Trainer:
             if run.has_begun:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_moments(run.config.train.moments, manifest)
-            tokens, held_out = check_inputs(run_spec, run.path, manifest, startup)
+            tokens, held_out = data.training, check_inputs(run_spec, data, manifest, startup)
             counts = count_data(run_spec.config.data, tokens, run_spec.structure.vocab_size)
             run.config = run_spec.config.with_steps(counts.num_rows)
             run_spec = replace(run_spec, config=run.config, weighted=any(map(is_weighted, tokens)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private.services import find_bootstrap_address
 
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
 from megatrain_ray.crew.ray_helpers import without_helpers
@@ -121,6 +122,8 @@ def _connect(address: str) -> None:
     This asks the address before Ray does, since Ray would try for minutes.
     """
     problem = f"cannot connect to the Ray cluster {address or 'of this job'}"
+    if address == "auto" and (found := find_bootstrap_address(None)):  # of the last `ray start` on this machine
+        address, problem = found, f"{problem} ({found})"
     advice = "start it, correct RAY_ADDRESS, or unset it for a cluster of the run's own"
     host, _, port = address.rpartition(":")
     network: AbstractContextManager[None] = nullcontext()

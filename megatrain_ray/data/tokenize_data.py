@@ -29,7 +29,7 @@ from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
-from megatrain_ray.io.tokens.token_files import TokenMeta
+from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, load_tokenizer, tokenizer_folder
 from megatrain_ray.units import format_bytes, format_count
 
@@ -129,6 +129,7 @@ def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Pat
         with spinner(f"checking the tokens of {name}"):
             found = find_tokens(recipe, token_cache())  # the cache may be read-only
         if found:
+            open_corpus(name, found, vocab_size)  # checks the ids, which are checked as they are written otherwise
             mark_used(found)
             return found
     with _root(run_dir) as root:

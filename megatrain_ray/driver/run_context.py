@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import Startup
@@ -22,6 +23,8 @@ from megatrain_ray.io.tokens.tokenizer import tokenizer_files
 from megatrain_ray.metrics.sinks import check_packages
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_dir import RunDir
+
+ALL_IDS = 1 << 32  # more than any id of a token
 
 
 @dataclass(frozen=True)
@@ -52,40 +55,52 @@ class RunContext:
         return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
 
 
-def check_inputs(
-    run_spec: RunSpec, run_dir: Path, manifest: Manifest | None, startup: Startup
-) -> tuple[tuple[Path, ...], HeldOutData | None]:
-    """Check everything that can be wrong with files, before the run is written or started. Raises ConfigError.
+class DataTokens(NamedTuple):
+    """Holds the folders of the tokens of the data's sources, and of the held-out data; None: nothing is evaluated."""
 
-    Returns the folders of the tokens of the data's sources, and the held-out data.
+    training: tuple[Path, ...]
+    held_out: tuple[Path, ...] | None
+
+
+def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startup: Startup) -> DataTokens:
+    """Tokenize all data of a run and check what else it needs, before a process is started. Raises ConfigError.
+
+    vocab_size: of the model; None: not known yet, so that ids are checked later.
     """
-    config = run_spec.config
     check_packages(config)
-    with startup.phase("looking for weights and tokenizer"):
+    startup.tell("reading data")
+    tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
+    limit = vocab_size or ALL_IDS
+    training = tokenize(config.data, config.tokenizer, limit, run_dir)
+    held_out = config.data.held_out
+    if held_out is None:
+        return DataTokens(training, None)
+    if not config.evaluates:
+        say("there are held-out data, and eval_every is 0: nothing is evaluated")
+        return DataTokens(training, None)
+    with naming_held_out(held_out):
+        return DataTokens(training, tokenize(held_out, config.tokenizer, limit, run_dir))
+
+
+def check_inputs(
+    run_spec: RunSpec, tokens: DataTokens, manifest: Manifest | None, startup: Startup
+) -> HeldOutData | None:
+    """Check what can be wrong with weights and tokens once the model is known. Return the held-out data.
+
+    Raises ConfigError.
+    """
+    config, plan, vocab_size = run_spec.config, run_spec.plan, run_spec.structure.vocab_size
+    with startup.phase("looking for weights"):
         run_spec.source.check_weights(run_spec.structure)
         if manifest is None:
             run_spec.source.check_adapter(run_spec.structure)
-        tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
-    vocab_size = run_spec.structure.vocab_size
-    startup.tell("reading data")
-    tokens = tokenize(config.data, config.tokenizer, vocab_size, run_dir)
-    stream = open_stream(config.data, tokens, vocab_size, batch_size=1)
-    held_out = _held_out(run_spec, run_dir)
+    stream = open_stream(config.data, tokens.training, vocab_size, batch_size=1)
+    held_out = None
+    if tokens.held_out is not None and config.data.held_out is not None:
+        micro_batch_size = plan.step.micro_batch_size * plan.hosts.num_gpus
+        held_out = HeldOutData(config.data.held_out, tokens.held_out, vocab_size, plan.batch_size, micro_batch_size)
     if stream.joins_documents or (held_out and held_out.open().joins_documents):
         check_packing(run_spec.source.factory, run_spec.structure)
     if manifest is not None:
         stream.seek(manifest.data)
-    return tokens, held_out
-
-
-def _held_out(run_spec: RunSpec, run_dir: Path) -> HeldOutData | None:
-    config, plan, vocab_size = run_spec.config, run_spec.plan, run_spec.structure.vocab_size
-    data = config.data.held_out
-    if data is None:
-        return None
-    if not config.evaluates:
-        say("there are held-out data, and eval_every is 0: nothing is evaluated")
-        return None
-    with naming_held_out(data):
-        tokens = tokenize(data, config.tokenizer, vocab_size, run_dir)
-    return HeldOutData(data, tokens, vocab_size, plan.batch_size, plan.step.micro_batch_size * plan.hosts.num_gpus)
+    return held_out

@@ -93,8 +93,16 @@ class ModelSource:
 
         This needs no import of Transformers.
         """
+        return self._written("max_position_embeddings")
+
+    @property
+    def written_vocab_size(self) -> int | None:
+        """Return vocab_size in the same way."""
+        return self._written("vocab_size")
+
+    def _written(self, name: str) -> int | None:
         texts = self.config.get("text_config") or self.config
-        written = texts.get("max_position_embeddings") if isinstance(texts, Mapping) else None
+        written = texts.get(name) if isinstance(texts, Mapping) else None
         return written if isinstance(written, int) else None
 
     def check_weights(self, structure: ModelStructure) -> None:

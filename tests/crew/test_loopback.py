@@ -11,7 +11,9 @@ import pytest
 import ray
 from ray._private import ray_constants, services
 
+from megatrain_ray.crew import ray_cluster
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
+from megatrain_ray.errors import MegatrainError
 
 
 def listening() -> dict[str, str]:
@@ -55,3 +57,12 @@ def test_rays_own_setting_comes_back() -> None:
     with on_loopback():
         assert not ray_constants.ENABLE_RAY_CLUSTER
     assert before == ray_constants.ENABLE_RAY_CLUSTER
+
+
+def test_the_last_cluster_of_this_machine_is_asked_before_ray_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would try for eleven minutes to reach one that is gone."""
+    monkeypatch.setattr(ray_cluster, "find_bootstrap_address", lambda folder: "127.0.0.1:1")
+    with pytest.raises(
+        MegatrainError, match=r"cannot connect to the Ray cluster auto \(127.0.0.1:1\): Connection refused"
+    ):
+        ray_cluster._connect("auto")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +28,7 @@ def write(path: Path, content: str) -> str:
     return str(path)
 
 
-SHAPE = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+SHAPE = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 # name: (what is done to the model folder or the settings, exit code, what the message says)
 CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
@@ -73,7 +75,13 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
         2,
         "it may be cut short or damaged: copy the file again",
     ),
-    "no known format": (lambda f, t: t["data"].update(path=write(f / "a.csv", "x")), 2, "a.csv is of no known format"),
+    "no tracker": (lambda f, t: t.update(log={"mlflow": "x"}), 2, "log.mlflow: the package mlflow is not installed"),
+    "no template": (
+        lambda f, t: t["data"].update(kind="sft", path=write(f / "a.jsonl", "{}"), chat_template="/nowhere.jinja"),
+        2,
+        "data.chat_template: ",
+    ),
+    "no known format": (lambda f, t: t["data"].update(path=write(f / "a.xml", "x")), 2, "a.xml is of no known format"),
     "documents to pack": (
         lambda f, t: t.update(
             model={"config": {"model_type": "bloom", "vocab_size": 320, "hidden_size": 64, "n_layer": 1, "n_head": 4}},
@@ -84,7 +92,7 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
     ),
     "too long": (lambda f, t: t["data"].update(seq_len=1000), 2, "data.seq_len: 1000 is more than the model's 256"),
     "id beyond the vocabulary": (
-        lambda f, t: t.update(model={"config": SHAPE}),
+        lambda f, t: t.update(model={"config": SHAPE | {"vocab_size": 64}}),
         2,
         "but the model's vocab_size is 64",
     ),
@@ -94,7 +102,7 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
 
 
 def test_a_plan_for_a_gpu_needs_neither_that_nor_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree = config(tmp_path / "run", SHAPE | {"vocab_size": 320}, hardware__device="cuda", data__path="/nowhere.txt")
+    tree = config(tmp_path / "run", SHAPE, hardware__device="cuda", data__path="/nowhere.txt")
     path = write_config(tmp_path / "config.yaml", tree | {"data": tree["data"] | {"eval_path": "/held_out.txt"}})
     for options in ((), ("--json",)):
         assert main(["plan", str(path), "hardware.hbm_limit=24GiB", *options]) == 0
@@ -123,9 +131,11 @@ def check_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str)
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
 
 
-@contextmanager
-def no_processes(*_: object) -> Iterator[tuple[Daemons, None]]:
-    yield Daemons(), None
+# What needs the model itself is told later: it is read while Ray starts.
+AFTER_RAY = {
+    "typo in the model", "impossible model", "other model", "shape of another model", "truncated weights", "empty data",
+    "documents to pack", "little RAM", "little HBM",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,8 +143,26 @@ def test_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Nothing that is refused needs the processes that a start brings up meanwhile."""
+    started = []
+
+    @contextmanager
+    def no_processes(*_: object) -> Iterator[tuple[Daemons, None]]:
+        started.append(name)
+        yield Daemons(), None
+
     monkeypatch.setattr("megatrain_ray.trainer.ray_processes", no_processes)
+    monkeypatch.setattr("megatrain_ray.metrics.sinks.find_spec", lambda package: None)
     check_refusal(tmp_path, capsys, name)
+    assert bool(started) == (name in AFTER_RAY)
+
+
+def test_python_without_docstrings_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-OO", "-m", "megatrain_ray", "inspect", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: python -OO removes docstrings, and Transformers reads them; start Python with -O at most\n"
+    )
 
 
 def test_bad_input_beside_a_cluster(tmp_path: Path, ray_address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
     ),
     "no template there": (
         lambda f, t: t["data"].update(chat_template=str(f / "gone.jinja")),
-        "data.chat_template: cannot read",
+        "data.chat_template: no such file",
     ),
     "no data set there": (
         lambda f, t: t["data"].update(dataset="one"),
