@@ -46,9 +46,19 @@ def find_end_marks(folder: Path, *, chats: bool) -> EndMarks:
 
 def text_after_answer(template: ChatTemplate) -> str:
     """Return what a template writes after an answer; empty if it refuses one."""
+    return _answered(template).rpartition(_ANSWER)[2]
+
+
+def lacks_bos(tokenizer: FolderTokenizer, template: ChatTemplate) -> bool:
+    """Return whether Transformers begins a text with a bos token that a chat in this template does not begin with."""
+    text = _answered(template)
+    return bool(text) and tokenizer.adds_bos and tokenizer.encode(text)[:1].tolist() != [tokenizer.bos]
+
+
+def _answered(template: ChatTemplate) -> str:
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        return template.render(messages).rpartition(_ANSWER)[2]
+        return template.render(messages)
     except RecordError:
         return ""
 

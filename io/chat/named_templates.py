@@ -25,6 +25,11 @@ def read_named_template(name: str) -> str:
     return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def fitting_templates(folder: Path | None) -> list[str]:
+    """Return the names of the templates whose marks a tokenizer has. `folder` is as in check_marks."""
+    return [name for name, marks in MARKS.items() if not _missing(marks, folder)]
+
+
 def check_marks(name: str, folder: Path | None) -> None:
     """Raise ConfigError if a tokenizer lacks marks of a template: they would be learned in pieces, and never end.
 
@@ -32,7 +37,7 @@ def check_marks(name: str, folder: Path | None) -> None:
     """
     missing = _missing(MARKS[name], folder)
     if missing:
-        fitting = [other for other, marks in MARKS.items() if not _missing(marks, folder)]
+        fitting = fitting_templates(folder)
         others = f"set data.chat_template to {' or '.join(fitting)}" if fitting else "leave data.chat_template out"
         raise ConfigError(
             f"data.chat_template: {name} writes {', '.join(missing)}, which {folder or 'the tokenizer bytes'} does not "

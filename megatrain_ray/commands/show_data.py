@@ -173,7 +173,7 @@ def _printable(text: str) -> str:
 def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
     names = list(sources_of(part.data))
     for name, windows, folder in zip(names, part.windows, part.folders, strict=True):
-        yield f"{part.data.key}: {name}"
+        yield name if name.startswith(part.data.key) else f"{part.data.key}: {name}"
         yield from (f"  {line}" for line in [*_records(folder, windows.corpus), *_lengths(windows.corpus)])
         yield from (f"  {line}" for line in _rows(windows, part.data.seq_len))
     if not isinstance(part.data, HeldOutConfig):

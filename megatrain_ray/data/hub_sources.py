@@ -48,7 +48,7 @@ def _with_commit(source: Source) -> Source:
     if not isinstance(named, HubDataset) or named.commit is not None:
         return named
     found = find_commit(named)
-    say(f"{found}: commit {found.commit} on the hub; this run goes on reading it")
+    say(f"{found}: commit {found.commit} on the hub, which a run that begins now goes on reading")
     return found
 
 

@@ -21,8 +21,9 @@ from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
-from megatrain_ray.io.chat.end_marks import first_mark, text_after_answer
+from megatrain_ray.io.chat.end_marks import first_mark, lacks_bos, text_after_answer
 from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.chat.named_templates import fitting_templates
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
@@ -79,17 +80,27 @@ def decide_bos(config: TrainConfig) -> TrainConfig:
 
 
 def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
-    """Yield a line that names the chat template, and a warning if generation cannot stop after its answers.
+    """Yield a line that names the chat template, and warnings of what a model would not learn from it.
 
     Raises ConfigError as load_chat_template.
     """
     template = load_chat_template(tokenizer, data.chat_template, data.chat_template_args)
     yield f"template  {template.name}"
-    after = text_after_answer(template)
-    if tokenizer != "bytes" and first_mark(FolderTokenizer(tokenizer_folder(tokenizer)), after) is None:
+    if tokenizer == "bytes":
+        return
+    folder = tokenizer_folder(tokenizer)
+    own = FolderTokenizer(folder)
+    fitting = ", ".join(fitting_templates(folder)) or "none of the named ones"
+    if first_mark(own, text_after_answer(template)) is None:
         yield (
             "warning: this template ends an answer with ordinary text, at which generation does not stop by itself; "
-            "set data.chat_template to one that ends answers with a special token"
+            "set data.chat_template to one that ends answers with a special token (this tokenizer has the marks of "
+            f"{fitting})"
+        )
+    if lacks_bos(own, template):
+        yield (
+            f"warning: this tokenizer begins every text with {own.token_of(own.bos or 0)}, and the template does not "
+            f"write it; set data.chat_template to one that does (this tokenizer has the marks of {fitting})"
         )
 
 

@@ -18,4 +18,13 @@ def test_a_template_without_an_end_mark_is_warned_of(tmp_path: Path) -> None:
     name, warning = describe_template(named, tokenizer)
     assert name == f"template  {file}"
     assert warning.startswith("warning: this template ends an answer with ordinary text")
+    assert warning.endswith("(this tokenizer has the marks of chatml, qwen, mistral)")
     assert len(list(describe_template(named, "bytes"))) == 1
+    base = build(tmp_path / "base", FAMILIES["gemma"])
+    (base / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
+    name, warning = describe_template(DataConfig(**data), str(base))  # type: ignore[arg-type]
+    assert name == "template  the plain template"
+    assert warning.startswith("warning: this tokenizer begins every text with <bos>, and the template does not")
+    assert warning.endswith("(this tokenizer has the marks of gemma, mistral)")
+    gemma = DataConfig(**data, chat_template="gemma")  # type: ignore[arg-type]
+    assert list(describe_template(gemma, str(base))) == ["template  gemma"]
