@@ -189,7 +189,8 @@ class StructureFinder:
                     "beside it would never compute; make the pattern narrower"
                 )
         for name in names if dtype != torch.float32 else ():
-            if kept_in_fp32(self._model, name):
+            # Those that the class names are FP32 only in from_pretrained, others in a model without weights as well.
+            if kept_in_fp32(self._model, name) or self._model.get_parameter(name).dtype != dtype:
                 raise ConfigError(
                     f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
                 )

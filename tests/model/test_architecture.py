@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,21 @@ def test_an_encoder_that_is_a_decoder_is_let_in() -> None:
     assert [len(layer.modules) for layer in structure.layers] == [1, 1, 1, 1]
 
 
-def test_parameters_that_stay_in_fp32_are_refused_in_bf16() -> None:
-    config = {"model_type": "ernie4_5_moe", **TINY, "num_key_value_heads": 1, "moe_num_experts": 4, "moe_k": 2}
-    source = open_model(ModelConfig(config=config | {"moe_intermediate_size": 16, "moe_layer_end_index": 1}))
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        # By a list of the class, and by the type that a module asks for.
+        (
+            {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
+             "moe_layer_end_index": 1}, "layers.1.",
+        ),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2, "head_dim": 8}, "layers.0.mlp.gate.wg"),
+    ],
+)  # fmt: skip
+def test_parameters_that_stay_in_fp32_are_refused_in_bf16(config: dict[str, Any], name: str) -> None:
+    source = open_model(ModelConfig(config={**TINY, "num_key_value_heads": 1, **config}))
     discover(source.factory, torch.float32, 1, 8)
-    with pytest.raises(ConfigError, match=r"keeps model\.layers\.1\..* in FP32 .* train\.precision: fp32"):
+    with pytest.raises(ConfigError, match=rf"keeps model\.{re.escape(name)}.* in FP32 .* train\.precision: fp32"):
         discover(source.factory, torch.bfloat16, 1, 8)
 
 

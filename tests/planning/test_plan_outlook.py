@@ -135,10 +135,12 @@ def test_the_whole_run_in_json(path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_run_of_less_than_a_day_is_told_what_it_writes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, saves, _ = shown(capsys, str(path), *LIMITS, "train.steps=200").splitlines()[-3:]
+    short = (str(path), *LIMITS, "train.steps=200")
+    whole, saves, _ = shown(capsys, *short).splitlines()[-3:]
     assert whole.endswith(" tokens/s")
-    num_bytes = planned(capsys, str(path), *LIMITS)["save_bytes"]
-    assert saves.endswith(f" every 100 steps: {format_bytes(2 * num_bytes)} written in all")
+    run = planned(capsys, *short, "--price", "1")["run"]
+    written = round(run["saved_bytes_per_day"] * run["seconds"] / (24 * 3600))
+    assert saves.endswith(f" every 100 steps: {format_bytes(written)} written in all")
 
 
 def test_a_plan_for_a_card_by_its_name(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
