@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder, equal_values
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportTensor, write_folder
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-READ_ELEMENTS = 8 << 20  # elements compared at a time: 32 MiB
 # Settings of peft which, when set, make the adapter compute something other than a plain pair.
 OTHER_KINDS = (
     "use_rslora", "use_dora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "lora_bias", "arrow_config",
@@ -85,15 +84,11 @@ class AdapterFolder:
         aliases = {alias: name for alias, name in (tied or {}).items() if alias in names}
         self._weights.check({PREFIX + name: shapes[name] for name in {*names, *required, *aliases.values()}})
         for alias, name in aliases.items():
-            if not self._equal(alias, name, math.prod(shapes[name])):
+            if not equal_values(self.read, alias, name, math.prod(shapes[name])):
                 raise ConfigError(
                     f"{self.path} holds other values of {alias} than of {name}, which are one parameter of the model; "
                     "train them tied (peft: ensure_weight_tying), or merge the adapter and begin with that model"
                 )
-
-    def _equal(self, one: str, other: str, size: int) -> bool:
-        parts = ((start, min(start + READ_ELEMENTS, size)) for start in range(0, size, READ_ELEMENTS))
-        return all(torch.equal(self.read(one, *part), self.read(other, *part)) for part in parts)
 
     def holds(self, name: str) -> bool:
         return PREFIX + name in self._weights.names

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatrain_ray.errors import ConfigError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+READ_ELEMENTS = 8 << 20  # elements compared at a time: 32 MiB
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Types that a buffer may have, by safetensors' names.
 BUFFER_DTYPES = DTYPES | {
@@ -151,6 +152,12 @@ class WeightFolder:
         raise ConfigError(f"{self.path} holds {len(self._stored)} parameters, but no {name}: is it of another model?")
 
 
+def equal_values(read: Callable[[str, int, int], torch.Tensor], one: str, other: str, size: int) -> bool:
+    """Return whether two parameters of `size` elements have the same values. `read` returns a range of one of them."""
+    parts = ((start, min(start + READ_ELEMENTS, size)) for start in range(0, size, READ_ELEMENTS))
+    return all(torch.equal(read(one, *part), read(other, *part)) for part in parts)
+
+
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return the names of a folder's weight files, existing or not. Raises ConfigError for a broken index."""
     index = folder / INDEX_NAME
@@ -269,12 +276,16 @@ class MappedWeights:
                 values[first - start : last - start] = self._part(tensor, first - tensor.offset, last - tensor.offset)
         return values
 
+    def holds(self, name: str) -> bool:
+        return all(map(self.folder.holds, self._stored_names(name)))
+
     def whole(self, name: str) -> torch.Tensor | None:
         """Return a buffer in its stored type and shape; None if the folder has none. Raises ConfigError as `read`."""
-        names = [tensor.name for tensor in self._tensors(name)] or [name]
-        if len(names) > 1 or not self.folder.holds(names[0]):
-            return None
-        return self.folder.whole(names[0])
+        names = self._stored_names(name)
+        return self.folder.whole(names[0]) if len(names) == 1 and self.folder.holds(names[0]) else None
+
+    def _stored_names(self, name: str) -> list[str]:
+        return [tensor.name for tensor in self._tensors(name)] or [name]
 
     def _tensors(self, name: str) -> Sequence[CheckpointTensor]:
         return () if self.folder.holds(name) else self.map.get(name, ())

@@ -30,6 +30,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     MappedWeights,
     WeightFolder,
     WeightMap,
+    equal_values,
     weight_files,
 )
 from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known
@@ -51,6 +52,7 @@ class ModelSource:
     adapter: folder or hub id from which the pairs are read; None: new pairs.
     names: names of the weights in `folder`. They are found only once, so that a shard that reads weights need not
         import Transformers, which takes 3 s.
+    tied: parameters that the configuration ties to another one, each with that one. It is found with `names`.
     prefix: name of the base model within the model, which names in `folder` may lack. It is found with `names`.
     expert_groups: number of modules into which the experts of a block are divided, at most.
     is_typed: the configuration was written by the user, so an unknown setting may be a typo. Makers' configurations
@@ -66,6 +68,7 @@ class ModelSource:
     lora: Lora | None = None
     adapter: str | None = None
     names: WeightMap = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     expert_groups: int = 1
     is_typed: bool = False
@@ -113,6 +116,26 @@ class ModelSource:
         if self.folder is not None:
             shapes = _whole_shapes(p for layer in structure.layers for p in layer.parameters)
             self._mapped(self.folder).check({name: shape for name, shape in shapes.items() if not is_adapter(name)})
+            if differs := self._differs_from_tied():
+                raise ConfigError(
+                    f"model.path: {self.folder} holds a {differs} of its own, which the configuration ties to "
+                    f"{self.tied[differs]}; it has been fetched now: start again, and both are trained"
+                )
+
+    def _differs_from_tied(self) -> str | None:
+        """Return a tied parameter of which the folder holds other values than of the one that it is tied to.
+
+        Transformers then trusts the values and ties nothing. None: there is no such parameter. Raises ConfigError if
+        the weights are not here.
+        """
+        if self.folder is None or not self.tied:
+            return None
+        weights, parameters = self._mapped(self.folder), dict(build_empty(self._base, torch.float32).named_parameters())
+        for name, other in self.tied.items():
+            size = parameters[other].numel()
+            if weights.holds(name) and weights.holds(other) and not equal_values(weights.read, name, other, size):
+                return name
+        return None
 
     def check_adapter(self, structure: ModelStructure) -> None:
         """Raise ConfigError if the adapter to continue from does not fit this structure."""
@@ -175,8 +198,21 @@ def checked(source: ModelSource) -> ModelSource:
     _check(source)
     if source.folder is None:
         return source
+    folder, source = source.folder, _with_names(source)
+    is_here = all((folder / file).exists() for file in weight_files(folder))  # a plan needs no weights
+    if not is_here or not source._differs_from_tied():
+        return source
+    config = dict(source.config)
+    for settings in (config, config.get("text_config", {})):
+        settings["tie_word_embeddings"] = False
+    return _with_names(replace(source, config=config))
+
+
+def _with_names(source: ModelSource) -> ModelSource:
+    """Return the source with what the names in a folder of its weights are found by."""
     empty = build_empty(source.factory, torch.float32)
-    return replace(source, names=checkpoint_names(empty), prefix=base_prefix(empty))
+    tied = dict(getattr(empty, "all_tied_weights_keys", {}))
+    return replace(source, names=checkpoint_names(empty), prefix=base_prefix(empty), tied=tied)
 
 
 def read_model(model: ModelConfig) -> ModelSource:

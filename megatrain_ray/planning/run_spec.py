@@ -27,7 +27,7 @@ from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.model.discover_model import compiles, discover_with_attention
 from megatrain_ray.model.flop_count import active_experts, windows
 from megatrain_ray.model.model_source import ModelSource, checked, read_model
-from megatrain_ray.profiling.profiles import with_profile
+from megatrain_ray.profiling.profiles import check_profile, with_profile
 from megatrain_ray.profiling.spill_disk import with_spill
 
 log = logging.getLogger(__name__)
@@ -149,6 +149,7 @@ def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Pr
 
 def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
     hardware = config.hardware
+    check_profile(hardware.profile)  # first: a misspelt card would be told as a GPU that is missing
     host_gpus = hardware.num_gpus // hardware.num_hosts
     machine = with_profile(machine_of(hardware, imagined=imagined), hardware.profile, host_gpus)
     return with_spill(machine, config.spill, imagined=imagined)

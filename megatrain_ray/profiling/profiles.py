@@ -111,6 +111,12 @@ def _with_measured_link(profile: HardwareProfile, startup: Startup, host_gpus: i
     return profile
 
 
+def check_profile(setting: str) -> None:
+    """Raise ConfigError unless hardware.profile is auto, the name of a card, or the path of a profile."""
+    if setting != AUTO and setting not in cards():
+        read_profile(Path(setting))
+
+
 def read_profile(path: Path) -> HardwareProfile:
     """Read a profile. Raises ConfigError if the file cannot be read or is no profile."""
     try:

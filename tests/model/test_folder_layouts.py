@@ -97,6 +97,14 @@ def as_gemma3_on_the_hub(folder: Path, held: dict[str, torch.Tensor]) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
+def with_a_head_of_its_own(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    save_file(held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1}, folder / WEIGHTS)
+
+
+def with_the_tied_head_twice(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    save_file(held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, folder / WEIGHTS)
+
+
 def in_two_files(folder: Path, held: dict[str, torch.Tensor]) -> None:
     beside_an_older_index(folder, held)
     (folder / "model-00001-of-00001.safetensors").unlink()
@@ -110,6 +118,8 @@ def in_two_files(folder: Path, held: dict[str, torch.Tensor]) -> None:
         ("Llama, tied", without_prefix),
         ("Llama", beside_an_older_index),
         ("Llama", in_two_files),
+        ("Llama, tied", with_a_head_of_its_own),
+        ("Llama, tied", with_the_tied_head_twice),
         ("Gemma 3", as_gemma3_on_the_hub),
     ],
 )
