@@ -160,7 +160,7 @@ def test_a_plan_for_a_card_by_its_name(path: Path, capsys: pytest.CaptureFixture
 
 def test_what_spills_wears_a_drive(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = "hardware.hbm_limit=4GiB", "hardware.ram_limit=5880MiB"
-    short = (*limits, "hardware.hbm_layers=0", "spill.path=/nowhere/spill")
+    short = (*limits, "hardware.hbm_layers=0", "spill.path=/nowhere/spill", "train.steps=1000000")
     plan = planned(capsys, str(path), *short)
     spilled = sum(row["num_bytes"] for row in plan["memory_items"] if row["tier"] == "nvme")
     assert spilled
