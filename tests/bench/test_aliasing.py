@@ -24,7 +24,7 @@ from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.model.optimizer_settings import adamw_constants
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.report.inspect_run import inspect_run
-from megatrain_ray.trainer import TrainSummary
+from megatrain_ray.run.train_output import TrainOutput
 from megatrain_ray.workers.arenas import arena_sizes
 from tests.support.runs import cli_here, config, plan_of, rows, write_config
 from tests.support.tiny import VOCAB_SIZE
@@ -231,6 +231,6 @@ def test_layers_on_the_device_have_memory_of_their_own(tmp_path: Path) -> None:
 
 
 def test_skipped_updates_are_no_speed() -> None:
-    summary = SimpleNamespace(rows=[{"step": step, "skipped": step == 2} for step in (1, 2)])
+    output = SimpleNamespace(rows=[{"step": step, "skipped": step == 2} for step in (1, 2)])
     with pytest.raises(MegatrainError, match=r"updates of steps \[2\] were skipped"):
-        _check_updates(cast(TrainSummary, summary))
+        _check_updates(cast(TrainOutput, output))
