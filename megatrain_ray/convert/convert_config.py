@@ -15,7 +15,16 @@ from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_settings, read_settings
-from megatrain_ray.convert.key_tables import DataSetRules, Findings, RefusedError, Table, apply, load_table, names
+from megatrain_ray.convert.key_tables import (
+    DataSetRules,
+    Findings,
+    RefusedError,
+    Table,
+    apply,
+    by_reason,
+    load_table,
+    names,
+)
 from megatrain_ray.convert.resolve_settings import FREEZING, resolve
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.find_chats import FILE_NAME, read_dataset_info
@@ -72,13 +81,13 @@ def _drop_unused_freezing(table: Table, found: Findings, tree: Mapping[str, Any]
     for target in FREEZING:
         found.settings.pop(target, None)
     keys = [key for key, rule in table.sets.items() if rule.target in FREEZING and tree.get(key)]
-    found.meaningless += [f"{key}: of finetuning_type: freeze" for key in keys]
+    found.meaningless |= dict.fromkeys(keys, "of finetuning_type: freeze")
 
 
 def _report(found: Findings) -> list[str]:
     parts = {
-        "done otherwise here": found.otherwise,
-        "without a meaning here": found.meaningless,
+        "done otherwise here": by_reason(found.otherwise),
+        "without a meaning here": by_reason(found.meaningless),
         "cannot be honoured": found.refused,
     }
     return [line for title, lines in parts.items() if lines for line in (f"{title}:", *(f"  {line}" for line in lines))]
@@ -148,7 +157,7 @@ def axolotl_data(tree: Mapping[str, Any], found: Findings) -> None:
         entries = [{"type": "pretrain", **item} for item in entries]
     found.settings |= _common(rules, entries) | ({"data.packing": True} if texts else {})
     if found.settings.get("data.chat_format") == "alpaca":
-        found.otherwise.append(rules.alpaca)
+        found.otherwise["datasets"] = rules.alpaca
     if tests := tree.get("test_datasets"):
         found.settings["data.eval_path"] = _common(rules, tests)["data.path"]
 

@@ -239,12 +239,13 @@ class Findings:
     """Collects what became of the keys of a file.
 
     settings: our settings by dotted key.
-    otherwise, meaningless, refused: lines with a key and the reason, as in `Table`.
+    otherwise, meaningless: reasons by key, as in `Table`.
+    refused: lines with a key and the reason.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    otherwise: list[str] = field(default_factory=list)
-    meaningless: list[str] = field(default_factory=list)
+    otherwise: dict[str, str] = field(default_factory=dict)
+    meaningless: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
 
@@ -277,14 +278,23 @@ def _set(rule: Rule, key: str, value: Any, found: Findings) -> None:
 
 def _list(table: Table, key: str, value: Any, found: Findings) -> None:
     for same_key in (str.__eq__, fnmatchcase):  # an exact name takes precedence over globs
-        for reasons, lines in (
-            (table.otherwise, found.otherwise),
-            (table.meaningless, found.meaningless),
-            (table.refused, found.refused),
-        ):
+        for reasons in (table.otherwise, table.meaningless, table.refused):
             why = next((why for name, why in reasons.items() if same_key(key, name)), None)
-            if why is not None:
-                if lines is found.meaningless or value not in HARMLESS:
-                    lines.append(f"{key}: {why}")
-                return
+            if why is None:
+                continue
+            if reasons is table.meaningless:
+                found.meaningless[key] = why
+            elif value not in HARMLESS and reasons is table.otherwise:
+                found.otherwise[key] = why
+            elif value not in HARMLESS:
+                found.refused.append(f"{key}: {why}")
+            return
     found.refused.append(f"{key}: is no key of {table.tool} that is known here")
+
+
+def by_reason(reasons: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason with its keys. `reasons`: by key."""
+    keys: dict[str, list[str]] = {}
+    for key, why in reasons.items():
+        keys.setdefault(why, []).append(key)
+    return [f"{', '.join(names)}: {why}" for why, names in keys.items()]

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from megatrain_ray.console.logs import say
-from megatrain_ray.convert.key_tables import Rule, Table, apply, load_table
+from megatrain_ray.convert.key_tables import Rule, Table, apply, by_reason, load_table
 from megatrain_ray.convert.resolve_settings import resolve
 from megatrain_ray.errors import ConfigError
 
@@ -30,9 +30,9 @@ def with_arguments(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     found = apply(table, _stated(args, names, table))
     if found.refused:
         raise ConfigError("\n  ".join(["args: cannot be honoured; leave out, or set otherwise:", *found.refused]))
-    for title, lines in (("done otherwise", found.otherwise), ("without a meaning", found.meaningless)):
-        if lines:
-            say("\n  ".join([f"args: {title} here:", *lines]))
+    for title, reasons in (("done otherwise", found.otherwise), ("without a meaning", found.meaningless)):
+        if reasons:
+            say("\n  ".join([f"args: {title} here:", *by_reason(reasons)]))
     given = {"data.packing": False, "data.kind": settings["data"].get("kind", "pretrain"), **found.settings}
     if given.get("eval_strategy") == "no":
         given["eval_every"] = 0

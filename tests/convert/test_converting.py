@@ -166,7 +166,7 @@ def test_a_file_of_llama_factory(folder: Path, capsys: pytest.CaptureFixture[str
     assert "\ndone otherwise here:\n  template: the tokenizer's own is used where it has one" in f"\n{otherwise}"
     listed = [line.strip().partition(":")[0] for line in meaningless.splitlines()]
     assert listed == [
-        "do_train", "deepspeed", "overwrite_cache", "preprocessing_num_workers", "plot_loss", "overwrite_output_dir",
+        "do_train", "deepspeed", "overwrite_cache, preprocessing_num_workers", "plot_loss", "overwrite_output_dir",
         "ddp_timeout",
     ]  # fmt: skip
     assert main(["plan", "ours.yaml", "hardware.device=cpu"]) == 0
