@@ -70,7 +70,7 @@ class Engine:
     async def run_warm_up(self, coming: WarmUpShapes) -> None:
         """Compile what steps like `coming` need, and capture them if the plan says so. Call before the first step."""
         await self.on_compute_thread(lambda: self.warm_up.run(coming))
-        if captured_step := self.captured_step:
+        if (captured_step := self.captured_step) and coming.trains:
             await self.on_compute_thread(lambda: captured_step.capture(coming))
 
     async def step(self, step: StepInput, params: UpdateParams, clip: float | None) -> StepReport:

@@ -31,6 +31,7 @@ class WarmUpShapes:
     packed: bool = False  # whether some of their rows hold several documents
     weighted: bool = False  # whether their targets have loss weights
     evaluates: bool = False  # whether held-out data are evaluated between them
+    trains: bool = True  # whether there is a step at all
 
 
 class WarmUp:
@@ -62,7 +63,8 @@ class WarmUp:
         with warnings.catch_warnings(action="ignore"):  # compilers warn about what they do with a model
             for attention, positions in kinds:
                 self._proxied.attention.set(attention)
-                self._train(torch.zeros_like(index), positions, coming)
+                if coming.trains:
+                    self._train(torch.zeros_like(index), positions, coming)
                 if coming.evaluates and compiled:
                     self._evaluate(torch.zeros_like(index), positions)
 

@@ -162,6 +162,7 @@ class GpuWorker:
                 packed=config.data.packing,
                 weighted=self._run_spec.weighted,
                 evaluates=config.evaluates,
+                trains=config.train.num_steps > 0,
             )
             await self._engine.run_warm_up(shapes)
 

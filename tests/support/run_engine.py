@@ -236,7 +236,8 @@ def train_engine(
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
     source = dataclasses.replace(source, expert_groups=mode.block_parts)
-    structure, plan = plan_for(source.factory, recipe, mode, tuple(batches[0].input_ids.shape))  # type: ignore[arg-type]
+    shape = [*batches, *held_out][0].input_ids.shape
+    structure, plan = plan_for(source.factory, recipe, mode, tuple(shape))  # type: ignore[arg-type]
     state = HostState(structure.layout(mode.num_fragments), plan, recipe)
     state.load(source.weights())
 
@@ -282,7 +283,9 @@ class Training:
             objective = Objective(self.recipe.z_loss, self.recipe.label_smoothing)
             packed = any(batch.positions is not None for batch in batches)
             weighted = any(batch.loss_weights is not None for batch in batches)
-            await self.engine.run_warm_up(WarmUpShapes(objective, packed, weighted, evaluates=bool(held_out)))
+            await self.engine.run_warm_up(
+                WarmUpShapes(objective, packed, weighted, evaluates=bool(held_out), trains=bool(batches))
+            )
             await self._evaluate(held_out, 0)
             for step, batch in enumerate(batches, 1):
                 await self._step(step, batch)

@@ -223,6 +223,11 @@ def test_a_step_computes_the_same(
     assert ours.losses == pytest.approx(theirs.losses, rel=BOUND)
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=BOUND)
     assert ours.evaluations == pytest.approx(theirs.evaluations, rel=BOUND)
+    if held_out:
+        torch._dynamo.utils.counters.clear()
+        alone = train_engine(tmp_path, [], recipe, mode, held_out=held_out)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for the plan, one to evaluate"
+        assert alone.evaluations == ours.evaluations[:1]
 
 
 # Of so long a sequence attention's own result is a small part of what its layer keeps, and most of its work.
