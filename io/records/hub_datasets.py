@@ -25,6 +25,7 @@ CARD = "README.md"
 CONVERTED = "refs/convert/parquet"  # branch of the hub's own conversion: CONFIGURATION/SPLIT/0000.parquet
 CONVERTED_FILE = re.compile(r"(?P<name>[^/]+)/(?P<split>[^/]+)/\d+\.parquet")
 SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\..*")
+UPLOADED = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}")
 SPLIT_WORDS = {  # what a part of a path may call a split
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
@@ -159,9 +160,10 @@ def _chosen(source: HubDataset, repository: Repository) -> tuple[str, ...] | Non
     splits = {split: files for split, files in configurations[chosen].items() if files}
     if source.split not in splits:
         where = f"{source.hub} ({chosen})" if chosen else source.hub
+        cached = " in the hub's cache, and the hub cannot be reached" if repository.is_cached else ""
         raise ConfigError(
-            f"data.path: {where} has no split {source.split!r}; set split to one of {', '.join(splits)} (for a part of "
-            "one there are data.max_records and data.eval_fraction)"
+            f"data.path: {where} has no split {source.split!r}{cached}; set split to one of {', '.join(splits)} (for a "
+            "part of one there are data.max_records and data.eval_fraction)"
         )
     if repository.is_cached:
         _check_whole(source, splits[source.split])
@@ -234,14 +236,29 @@ def _regex(pattern: str) -> str:
 
 
 def _by_name(names: Sequence[str]) -> Splits:
-    """Return files of the most frequent format by the split that a part of their path names; if none does: `train`."""
+    """Return files of the most frequent format by the split that their path names; if none names one: `train`."""
     formats = Counter(suffix_of(Path(name)) for name in names)
     data = [name for name in names if suffix_of(Path(name)) == max(formats, key=lambda suffix: formats[suffix])]
-    splits = {
-        split: [name for name in data if not words.isdisjoint(re.split(r"[^a-z]+", name.lower()))]
-        for split, words in SPLIT_WORDS.items()
-    }
-    return splits if any(splits.values()) else {"train": data}
+    splits: dict[str | None, list[str]] = defaultdict(list)
+    for name in data:
+        splits[_split_of(name)].append(name)
+    named = {split: files for split, files in splits.items() if split is not None}
+    return named or {"train": data}
+
+
+def _split_of(name: str) -> str | None:
+    """Return the split that the name of a file, or else of a folder around it, holds as a word.
+
+    A series of files that the datasets library uploaded may have any word for its split: data/train_sft-00000-of-00004.
+    """
+    if uploaded := UPLOADED.match(name):
+        return uploaded["split"]
+    for part in reversed(PurePosixPath(name).parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split, known in SPLIT_WORDS.items():
+            if not known.isdisjoint(words):
+                return split
+    return None
 
 
 def _check_whole(source: HubDataset, names: Sequence[str]) -> None:

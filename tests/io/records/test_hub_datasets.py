@@ -39,6 +39,10 @@ REPOSITORIES = {
     "datasets/o/plain": dict.fromkeys(["b.jsonl", "a.jsonl", "LICENSE.txt", "dataset_infos.json"], b"x"),
     "datasets/o/script": dict.fromkeys(["script.py", "raw.jsonl"], b""),
     f"datasets/o/script@{CONVERTED}": dict.fromkeys(["default/train/0001.parquet", "default/train/0000.parquet"], b""),
+    "datasets/o/folders": dict.fromkeys(["test_data/train.csv", "test_data/b.csv", "valid/c.csv", "d.csv"], b""),
+    "datasets/o/uploaded": dict.fromkeys(
+        ["data/train_sft-00000-of-00001-ab.parquet", "data/gen-00000-of-00001.csv"], b""
+    ),
     "datasets/o/other": {"images.zip": b""},
     "datasets/o/gated": None,
 }
@@ -77,6 +81,10 @@ def test_files_are_those_of_the_configuration_and_split() -> None:
     assert files("o/described", name="de") == ["de/train.csv"]
     assert files("o/several", name="b") == ["b.csv"]
     assert files("o/named", split="validation") == ["data/validation.parquet"]
+    assert files("o/uploaded", split="train_sft") == ["data/train_sft-00000-of-00001-a1.csv"]
+    assert files("o/folders") == ["test_data/train.csv"]
+    assert files("o/folders", split="test") == ["test_data/b.csv"]
+    assert files("o/folders", split="validation") == ["valid/c.csv"]
     assert files("o/plain", revision="main") == ["a.jsonl", "b.jsonl"]
     assert files("o/script") == ["default/train/0000.parquet", "default/train/0001.parquet"]
     assert find_commit(HubDataset(hub="o/script")).commit == commit_of(CONVERTED)
@@ -109,6 +117,8 @@ def test_without_a_network_the_cache_is_read(monkeypatch: pytest.MonkeyPatch, ur
     online(monkeypatch, url)
     assert {name: files(name) for name in fetched} == fetched
     assert [file.name for file in fetch(pinned)] == ["train-0.parquet", "train-1.parquet"]
+    with pytest.raises(ConfigError, match="has no split 'test' in the hub's cache, and the hub cannot be reached"):
+        files("o/named", split="test")
     with pytest.raises(ConfigError) as caught:
         files("o/plain")
     assert str(caught.value) == (
