@@ -21,14 +21,13 @@ from megatrain_ray.convert.training_arguments import with_arguments
 from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.data.data_worker import HeldOutData, count_data
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.python_objects import Objects, with_held_out
 from megatrain_ray.data.tokenize_data import check_there, decide_bos, describe_template
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
-from megatrain_ray.driver.run_context import RunContext, check_inputs, read_data
+from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, read_data
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
@@ -36,7 +35,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.evaluation_config import evaluation_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
-from megatrain_ray.io.batching.data_counts import DataCounts, num_records
+from megatrain_ray.io.batching.data_counts import num_records
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
@@ -122,6 +121,9 @@ class Trainer:
             run.config = decide_bos(fix_commits(run.config))
             check_there(run.config)
             data = read_data(run.config, source.written_vocab_size, run.path, startup)
+            run.config = run.config.with_steps(data.counts.num_rows)
+            if output := _output_if_done(run, manifest):  # known only now if the configuration counts epochs
+                return output
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
@@ -130,20 +132,16 @@ class Trainer:
             if run.has_begun:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_moments(run.config.train.moments, manifest)
-            tokens, held_out = data.training, check_inputs(run_spec, data, manifest, startup)
-            counts = count_data(run_spec.config.data, tokens, run_spec.structure.vocab_size)
-            run.config = run_spec.config.with_steps(counts.num_rows)
-            run_spec = replace(run_spec, config=run.config, weighted=any(map(is_weighted, tokens)))
-            if output := _output_if_done(run, manifest):  # known only now if the configuration counts epochs
-                return output
+            held_out = check_inputs(run_spec, data, manifest, startup)
+            run_spec = replace(run_spec, weighted=any(map(is_weighted, data.training)))
             if manifest is not None:
                 run.report_resume(manifest)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            _describe(run_spec, counts, held_out, manifest)
+            _describe(run_spec, data, manifest)
             budget = FailureBudget(run.config.max_failures)
             job = RunContext(
-                run_spec, tokens, counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
+                run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
                 self._callbacks, self._at_end,
             )  # fmt: skip
             with held(job.token_folders):
@@ -259,7 +257,7 @@ def _output_if_done(run: RunDir, manifest: Manifest | None) -> TrainOutput | Non
     return TrainOutput.of(run, manifest.step, None)
 
 
-def _describe(run_spec: RunSpec, counts: DataCounts, held_out: HeldOutData | None, manifest: Manifest | None) -> None:
+def _describe(run_spec: RunSpec, data: DataTokens, manifest: Manifest | None) -> None:
     """Print what is about to be trained."""
     config, plan = run_spec.config, run_spec.plan
     if warning := unused_gpu(config.hardware):
@@ -268,8 +266,8 @@ def _describe(run_spec: RunSpec, counts: DataCounts, held_out: HeldOutData | Non
         config,
         plan,
         model_type=run_spec.source.config["model_type"],
-        counts=counts,
-        num_held_out=num_records(held_out.tokens) if held_out else None,
+        counts=data.counts,
+        num_held_out=num_records(data.held_out) if data.held_out else None,
         num_made=manifest.step if manifest else 0,
     ):
         say(line)

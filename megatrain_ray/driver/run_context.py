@@ -14,10 +14,11 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.ray_cluster import Daemons
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.data.data_worker import HeldOutData, naming_held_out, open_stream
+from megatrain_ray.data.data_worker import HeldOutData, count_data, naming_held_out, open_stream
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.engine.discovery.packing_check import check_packing
+from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
 from megatrain_ray.metrics.sinks import check_packages
@@ -56,8 +57,12 @@ class RunContext:
 
 
 class DataTokens(NamedTuple):
-    """Holds the folders of the tokens of the data's sources, and of the held-out data; None: nothing is evaluated."""
+    """Holds the folders of tokens of the data's sources, and what an epoch of these has.
 
+    held_out: folders of the held-out data; None: nothing is evaluated.
+    """
+
+    counts: DataCounts
     training: tuple[Path, ...]
     held_out: tuple[Path, ...] | None
 
@@ -72,14 +77,15 @@ def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startu
     tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
     limit = vocab_size or ALL_IDS
     training = tokenize(config.data, config.tokenizer, limit, run_dir)
+    counts = count_data(config.data, training, limit)
     held_out = config.data.held_out
     if held_out is None:
-        return DataTokens(training, None)
+        return DataTokens(counts, training, None)
     if not config.evaluates:
         say("there are held-out data, and eval_every is 0: nothing is evaluated")
-        return DataTokens(training, None)
+        return DataTokens(counts, training, None)
     with naming_held_out(held_out):
-        return DataTokens(training, tokenize(held_out, config.tokenizer, limit, run_dir))
+        return DataTokens(counts, training, tokenize(held_out, config.tokenizer, limit, run_dir))
 
 
 def check_inputs(

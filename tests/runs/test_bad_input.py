@@ -133,7 +133,7 @@ def check_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str)
 
 # What needs the model itself is told later: it is read while Ray starts.
 AFTER_RAY = {
-    "typo in the model", "impossible model", "other model", "shape of another model", "truncated weights", "empty data",
+    "typo in the model", "impossible model", "other model", "shape of another model", "truncated weights",
     "documents to pack", "little RAM", "little HBM",
 }  # fmt: skip
 
