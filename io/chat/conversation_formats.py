@@ -1,23 +1,26 @@
-"""Reads records of chats as conversations: alpaca, sharegpt and `messages`, recognised by their keys or as stated."""
+"""Reads records of chats as conversations, in formats that are recognised by their keys or stated."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from megatrain_ray.io.chat.messages import THOUGHT_KEYS, new_message, parse_tools, text_of
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key
 
-ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages"]
+ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"]
+Learn = Literal["all", "last"]
 
 # Keys that change what is learned in ways that a Conversation cannot express.
 REFUSED_KEYS = ("chosen", "rejected", "kto_tag", "image", "images", "video", "videos", "audio", "audios")
 
 # Keys that a turn may have in addition to role and content; templates read these names.
-MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", "reasoning_content", "thinking"})
+MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", *THOUGHT_KEYS})
+LEARN_KEYS = ("train", "weight")  # that say how much a turn is learned
 MESSAGE_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES = {
     "system": "system",
@@ -33,10 +36,34 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds messages as a chat template takes them, and the tools that the assistant may call."""
+    """Holds messages as a chat template takes them, and the tools that the assistant may call.
+
+    loss_weights: how much assistant turns count in the loss, by index, if not 1.
+    """
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
+    loss_weights: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def assistant_turns(self) -> list[int]:
+        """Return the indices of the assistant's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    @property
+    def answers(self) -> list[tuple[int, float]]:
+        """Return index and loss weight of each assistant turn that is learned."""
+        weights = ((i, self.loss_weights.get(i, 1.0)) for i in self.assistant_turns)
+        return [(i, weight) for i, weight in weights if weight]
+
+    def with_last_only(self) -> Conversation:
+        """Return the same conversation, of which no assistant turn but the last is learned."""
+        return replace(self, loss_weights={**self.loss_weights, **dict.fromkeys(self.assistant_turns[:-1], 0.0)})
+
+
+class _ReadTurn(NamedTuple):
+    message: dict[str, Any]
+    loss_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +85,7 @@ class AlpacaLayout:
         parts = [text_of(_get(record, key), str(key)) for key in (self.instruction, self.input)]
         answer = text_of(_get(record, self.output), str(self.output))
         turns = [*self._history(record), ("user", "\n".join(part for part in parts if part)), ("assistant", answer)]
-        messages = [new_message(role, text, {}) for role, text in turns]
-        return _conversation(record, messages, self.system, self.tools)
+        return _conversation(record, [_ReadTurn(new_message(*turn, {})) for turn in turns], self.system, self.tools)
 
     def _history(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         pairs = _get(record, self.history) or []
@@ -93,25 +119,64 @@ class TurnsLayout:
         if not isinstance(turns, list) or not turns:
             found = f"{turns!r:.60}" if self.turns in record else f"none (keys: {', '.join(map(str, record))})"
             raise RecordError(f"{self.turns}: expected a list of turns, got {found}")
-        messages = [self._message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
-        return _conversation(record, messages, self.system, self.tools)
+        return _conversation(record, self.read_turns(turns), self.system, self.tools)
 
-    def _message(self, turn: Any, where: str) -> dict[str, Any]:
+    def read_turns(self, turns: list[Any]) -> list[_ReadTurn]:
+        return [self._turn(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
+
+    def _turn(self, turn: Any, where: str) -> _ReadTurn:
         if not isinstance(turn, dict) or not isinstance(role := turn.get(self.role), str):
             raise RecordError(f"{where}: expected a mapping with {self.role} and {self.content}, got {turn!r:.60}")
         if role not in self.roles:
             raise RecordError(f"{where}: unknown role {role!r}; expected one of {', '.join(self.roles)}")
-        extras = {key: turn[key] for key in turn.keys() - {self.role, self.content} if turn[key] is not None}
+        given = {key: value for key, value in turn.items() if value is not None and (key, value) != ("tool_calls", [])}
+        extras = {key: given[key] for key in sorted(given.keys() - {self.role, self.content, *LEARN_KEYS}, key=str)}
         if unknown := sorted(extras.keys() - self.extras):
-            known = ", ".join([self.role, self.content, *sorted(self.extras)])
+            known = ", ".join([self.role, self.content, *sorted(self.extras), *LEARN_KEYS])
             raise RecordError(f"{where}: unknown key {unknown[0]!r}; expected {known}")
         try:
-            return new_message(self.roles[role], text_of(turn.get(self.content), self.content), extras)
+            message = new_message(self.roles[role], text_of(turn.get(self.content), self.content), extras)
+            if message.get("tool_calls") and turn.get(self.content) is None:
+                message["content"] = None  # as Transformers gives it to a template
+            return _ReadTurn(message, _loss_weight(given, message["role"]))
         except RecordError as error:
             raise RecordError(f"{where} ({role}): {error}") from None
 
 
+@dataclass(frozen=True)
+class PromptLayout:
+    """Describes records with a prompt and its completion: texts, messages, or lists of messages.
+
+    Of the answers, those in the completion are learned. A text is what the user asks, or the assistant answers.
+    """
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+    system: str | None = "system"
+    tools: str | None = "tools"
+
+    def read(self, record: Mapping[str, Any]) -> Conversation:
+        _check_keys(frozenset(record), (self.system, self.tools))
+        asked = [turn._replace(loss_weight=0.0) for turn in self._turns(record, self.prompt, "user")]
+        answered = self._turns(record, self.completion, "assistant")
+        return _conversation(record, [*asked, *answered], self.system, self.tools)
+
+    def _turns(self, record: Mapping[str, Any], key: str, role: str) -> list[_ReadTurn]:
+        value = record.get(key)
+        if value is None:
+            raise missing_key(record, key)
+        if isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list):
+            return [_ReadTurn(new_message(role, text_of(value, key), {}))]
+        try:
+            return MESSAGES.read_turns(value)
+        except RecordError as error:
+            raise RecordError(f"{key}, {error}") from None
+
+
 ALPACA = AlpacaLayout()
+PROMPT_COMPLETION = PromptLayout()
 SHAREGPT = TurnsLayout("conversations", "from", "value", SHAREGPT_ROLES)
 MESSAGES = TurnsLayout("messages", "role", "content", MESSAGE_ROLES, extras=MESSAGE_EXTRAS)
 
@@ -124,18 +189,21 @@ class AutoLayout:
         found = [_recognised(record, name) for name in ("messages", "conversations") if record.get(name) is not None]
         if "instruction" in record and "output" in record:
             found.append(ALPACA)
+        if record.get("prompt") is not None and record.get("completion") is not None:
+            found.append(PROMPT_COMPLETION)
         if len(found) == 1:
             return found[0].read(record)
         fits = "several formats at once" if found else "no known format"
         raise RecordError(
-            f"its keys ({', '.join(map(str, record)) or 'none'}) fit {fits}; expected messages, conversations, or "
-            "instruction and output. State data.chat_format, or rename the keys"
+            f"its keys ({', '.join(map(str, record)) or 'none'}) fit {fits}; expected messages, conversations, "
+            "instruction and output, or prompt and completion. State data.chat_format, or rename the keys"
         )
 
 
-ChatLayout = AlpacaLayout | TurnsLayout | AutoLayout
+ChatLayout = AlpacaLayout | TurnsLayout | PromptLayout | AutoLayout
 LAYOUTS: Mapping[ChatFormat, ChatLayout] = {
     "auto": AutoLayout(), "alpaca": ALPACA, "sharegpt": SHAREGPT, "messages": MESSAGES,
+    "prompt_completion": PROMPT_COMPLETION,
 }  # fmt: skip
 
 
@@ -144,6 +212,8 @@ def read_conversation(record: Any, layout: ChatLayout) -> Conversation:
     fields = as_mapping(record)
     if refused := [key for key in REFUSED_KEYS if fields.get(key) not in (None, [], "")]:
         raise RecordError(f"{refused[0]}: preferences and media cannot be learned from; remove the key")
+    if isinstance(fields.get("label"), bool):
+        raise RecordError("label: true or false says that an answer is good or bad (KTO), which cannot be learned from")
     return layout.read(fields)
 
 
@@ -156,13 +226,28 @@ def _recognised(record: Mapping[str, Any], name: str) -> ChatLayout:
 
 
 def _conversation(
-    record: Mapping[str, Any], messages: list[dict[str, Any]], system: str | None, tools: str | None
+    record: Mapping[str, Any], turns: list[_ReadTurn], system: str | None, tools: str | None
 ) -> Conversation:
     if system and (text := text_of(record.get(system), system)):
-        if messages[0]["role"] == "system":
+        if turns[0].message["role"] == "system":
             raise RecordError(f"two system texts: one under {system!r}, one in turn 1; keep one")
-        messages = [new_message("system", text, {}), *messages]
-    return Conversation(tuple(messages), parse_tools(record.get(tools)) if tools else ())
+        turns = [_ReadTurn(new_message("system", text, {})), *turns]
+    weights = {i: turn.loss_weight for i, turn in enumerate(turns) if turn.loss_weight != 1}
+    return Conversation(tuple(turn.message for turn in turns), parse_tools(record.get(tools)) if tools else (), weights)
+
+
+def _loss_weight(turn: Mapping[str, Any], role: str) -> float:
+    """Return how much a turn is learned: its `weight`, or 0 if `train` is false. Raises RecordError."""
+    train, weight = turn.get("train", True), turn.get("weight", 1)
+    if not isinstance(train, bool):
+        raise RecordError(f"train: expected true or false, got {train!r:.60}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise RecordError(f"weight: expected a number of 0 and more, got {weight!r:.60}")
+    if role != "assistant":
+        for key in LEARN_KEYS:
+            if turn.get(key):
+                raise RecordError(f"{key}: only turns of the assistant are learned; leave the key out")
+    return float(weight) * train
 
 
 def _get(record: Mapping[str, Any], key: str | None) -> Any:
@@ -176,70 +261,3 @@ def _check_keys(keys: frozenset[str], optional: tuple[str | None, ...]) -> None:
     for key in sorted(keys - set(optional), key=str):
         if close := get_close_matches(str(key), absent, n=1, cutoff=0.8):
             raise RecordError(f"unknown key {key!r}; did you mean {close[0]!r}?")
-
-
-def text_of(content: Any, where: str) -> str:
-    """Return a text as it is, a list of text parts joined, and "" for null. Raises RecordError for anything else."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
-    raise RecordError(f"{where}: expected a text or a list of text parts, got {content!r:.60}")
-
-
-def new_message(role: str, text: str, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checked message. Raises RecordError for a turn without content, where it needs some.
-
-    role: a template's role, or `function_call`, whose text is the JSON of one tool call or a list of them.
-    extras: further keys of the message, of MESSAGE_EXTRAS.
-    """
-    if role == "function_call":
-        return {"role": "assistant", "content": "", "tool_calls": _calls(_parsed(text, "function call"))}
-    message = {"role": role, "content": text, **extras}
-    if calls := extras.get("tool_calls"):
-        if role != "assistant":
-            raise RecordError("tool_calls: only the assistant calls tools")
-        message["tool_calls"] = _calls(calls)
-    elif role != "tool" and not text.strip():
-        raise RecordError(f"empty turn of {role}")
-    return message
-
-
-def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a record, each in the envelope {"type": "function", "function": …}. Raises RecordError.
-
-    value: a list of JSON schemas, or its JSON text; empty or null for none.
-    """
-    tools = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RecordError(f"tools: expected a list of JSON schemas, got {value!r:.60}")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
-
-
-def _calls(value: Any) -> list[dict[str, Any]]:
-    calls = value if isinstance(value, list) else [value]
-    return [_call(call) for call in calls]
-
-
-def _call(call: Any) -> dict[str, Any]:
-    """Return a tool call in its envelope, with the arguments as a mapping.
-
-    OpenAI writes arguments as JSON text, which a template would render as a text in quotes.
-    """
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
-        raise RecordError(f"tool call: expected a name and arguments, got {call!r:.60}")
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments, "arguments of a tool call")
-    envelope = {key: value for key, value in call.items() if key in ("id", "type") and value is not None}
-    return {"type": "function", **envelope, "function": {**function, "arguments": arguments}}
-
-
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{what}: not valid JSON: {error}") from None

@@ -1,8 +1,8 @@
-"""Encodes files of chats, or of records that hold token ids already, as sequences of ids, each with loss weights."""
+"""Encodes files of chats as sequences of ids, each with loss weights."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.io.chat.chat_template import ChatTemplate, MarkedText, TurnMarker
-from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, read_conversation
+from megatrain_ray.io.chat.chat_template import ChatTemplate
+from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, Learn, read_conversation
 from megatrain_ray.io.chat.find_chats import ChatSource
+from megatrain_ray.io.chat.mark_turns import MarkedText, TurnMarker
 from megatrain_ray.io.chat.process_map import map_in_order
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.read_records import (
@@ -22,19 +23,13 @@ from megatrain_ray.io.records.read_records import (
     RecordLocation,
     RecordOutcome,
     RecordTally,
-    as_mapping,
     check_unicode,
-    missing_key,
     read_records,
 )
-from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, LossWeights, TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, LossWeights, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 Truncation = Literal["turn", "drop"]
-
-# Keys of a record that holds ids.
-IDS, LABELS, ATTENDED, LOSS_MASK, WEIGHTS = "input_ids", "labels", "attention_mask", "loss_mask", "weights"
-OTHER_MASKS = ("assistant_masks", "completion_mask")  # refused: some trainers read them instead of labels
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,8 @@ class ChatRecipe:
     bad_records: BadRecords
     num_processes: int = 1  # processes that tokenise; the sequences do not depend on it
     choice: RecordChoice = ALL_RECORDS
+    learn: Learn = "all"  # answers of a conversation that are learned
+    learn_reasoning: bool = True  # whether thoughts are
 
     has_weights: ClassVar[bool] = True
 
@@ -65,6 +62,7 @@ class ChatRecipe:
             "bad_records": self.bad_records,
             **({"datasets": [source.dataset for source in self.sources]} if self.choice.max_records else {}),
             **self.choice.settings(),
+            "learn": [self.learn, self.learn_reasoning],
         }
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
@@ -73,8 +71,9 @@ class ChatRecipe:
         Raises ConfigError as `tallied` and for a file that cannot be read, MegatrainError if a process dies.
         """
         assert tokenizer is not None
-        encoder = ChatEncoder(tokenizer, self.template)
-        work = RecordEncoder(encoder, [source.layout for source in self.sources], self.seq_len + 1, self.truncation)
+        encoder = ChatEncoder(tokenizer, self.template, learn_reasoning=self.learn_reasoning)
+        layouts = [source.layout for source in self.sources]
+        work = RecordEncoder(encoder, layouts, self.seq_len + 1, self.truncation, self.learn)
         with closing(map_in_order(work, self._numbered(), self.num_processes)) as records:
             yield from tallied(records, tally)
 
@@ -100,19 +99,21 @@ class EncodedChat(NamedTuple):
     """Holds the ids of a chat, their loss weights, and for each answer the number of tokens up to its end.
 
     answer_ends: None for a record of ids, which does not tell its answers apart.
+    omits_thoughts: as in MarkedText.
     """
 
     ids: TokenArray  # [num_tokens]
     loss_weights: LossWeights  # [num_tokens]
     answer_ends: NDArray[np.int64] | None = None  # [num_answers]
+    omits_thoughts: bool = False
 
 
 class ChatEncoder:
     """Encodes a conversation as ids and loss weights, which is the expensive part of reading chats. Holds no state."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, learn_reasoning: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._marker = TurnMarker(template)
+        self._marker = TurnMarker(template, learn_reasoning=learn_reasoning)
 
     def encode(self, conversation: Conversation) -> list[EncodedChat]:
         """Return the sequences of a conversation: one, or several if the template rewrites earlier turns.
@@ -124,14 +125,14 @@ class ChatEncoder:
     def _encode(self, marked: MarkedText) -> EncodedChat:
         ids, starts, ends = self._tokenizer.encode_placed(check_unicode(marked.text, "the conversation"))
         loss_weights = np.zeros(ids.size, WEIGHT_TYPE)
-        for start, end in marked.spans:
+        for start, end, weight in marked.spans:
             learned = (starts < end) & (ends > start)
             for token in np.flatnonzero(learned & (starts < start)):
                 # The prompt's last token reaches into the answer. It is supervised unless it takes only blanks of it.
                 learned[token] = not marked.text[start : ends[token]].isspace()
-            loss_weights[learned] = 1
-        answer_ends = np.searchsorted(starts, [end for _, end in marked.spans])
-        return EncodedChat(ids.astype(np.uint32), loss_weights, answer_ends)
+            loss_weights[learned] = weight
+        answer_ends = np.searchsorted(starts, marked.ends)
+        return EncodedChat(ids.astype(np.uint32), loss_weights, answer_ends, marked.omits_thoughts)
 
 
 class EncodedRecord(NamedTuple):
@@ -176,15 +177,22 @@ class RecordEncoder:
     layouts: Sequence[ChatLayout]
     max_tokens: int
     truncation: Truncation
+    learn: Learn = "all"
 
     def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
         number, record = numbered
         try:
             conversation = read_conversation(record, self.layouts[number])
+            if self.learn == "last":
+                conversation = conversation.with_last_only()
             chats = self.encoder.encode(conversation)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
-        outcomes = [] if chats else [RecordOutcome.NO_ANSWER]
+        outcomes = []
+        if not chats:
+            outcomes = [RecordOutcome.NOTHING_LABELLED if conversation.assistant_turns else RecordOutcome.NO_ANSWER]
+        if any(chat.omits_thoughts for chat in chats):
+            outcomes.append(RecordOutcome.NO_THOUGHTS)
         if chats and conversation.messages[-1]["role"] != "assistant":
             outcomes.append(RecordOutcome.TRAILING)
         if len(chats) > 1:
@@ -207,106 +215,3 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
             tally.count_sequence(loss_weights)
             yield TokenBlock(ids, True, location, loss_weights)
     tally.check_learned()
-
-
-@dataclass(frozen=True)
-class PretokenizedRecipe:
-    """Makes sequences from files of records with ids. Each is a document of at most `seq_len` + 1 tokens."""
-
-    files: tuple[Path, ...]
-    truncation: Truncation
-    seq_len: int
-    bad_records: BadRecords
-    choice: RecordChoice = ALL_RECORDS
-    tokenizer: ClassVar[None] = None
-    has_weights: ClassVar[bool] = True
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "kind": "tokens",
-            "truncation": self.truncation,
-            "seq_len": self.seq_len,
-            "bad_records": self.bad_records,
-            **self.choice.settings(),
-        }
-
-    def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
-        yield from tallied(self._records(), tally)
-
-    def _records(self) -> Iterator[tuple[RecordLocation, EncodedRecord]]:
-        chooser = RecordChooser(self.choice)
-        for file in self.files:
-            for location, record in chooser.of(read_records(file)):
-                yield location, self._encoded(record)
-        chooser.check()
-
-    def _encoded(self, record: Any) -> EncodedRecord:
-        try:
-            chat = read_token_record(record)
-        except RecordError as error:
-            return EncodedRecord([], [], str(error))
-        return EncodedRecord.of([chat], self.seq_len + 1, self.truncation)
-
-
-def read_token_record(record: Any) -> EncodedChat:
-    """Return the ids of a record and their loss weights.
-
-    Tokens with a 0 in attention_mask are pads and left out. Raises RecordError.
-    """
-    fields = as_mapping(record)
-    if other := [key for key in OTHER_MASKS if fields.get(key) is not None]:
-        raise RecordError(f"{other[0]}: is not read; give {LABELS}, {IGNORED} for what is not learned, or {LOSS_MASK}")
-    ids = _numbers(fields, IDS)
-    if ids is None:
-        raise missing_key(fields, IDS)
-    if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32:
-        raise RecordError(f"{IDS}: expected ids of 0 and more, got {ids.min()} to {ids.max()}")
-    attended = _column(fields, ATTENDED, ids)
-    real = slice(None) if attended is None else attended != 0
-    return EncodedChat(ids[real].astype(np.uint32), _loss_weights(fields, ids)[real])
-
-
-def _loss_weights(fields: Mapping[str, Any], ids: NDArray[Any]) -> LossWeights:
-    """Return the weight of each token: 0 where its label is -100 or its mask 0, else its own, which is 1 if not given.
-
-    Raises RecordError, also for a label that is neither -100 nor the id.
-    """
-    labels, mask = _column(fields, LABELS, ids), _column(fields, LOSS_MASK, ids, kinds="biu")
-    learned = np.ones(ids.size, np.bool_) if labels is None else labels != IGNORED
-    if labels is not None and (wrong := np.flatnonzero(learned & (labels != ids))).size:
-        at = int(wrong[0])
-        raise RecordError(
-            f"{LABELS}: token {at} has the label {labels[at]} and the id {ids[at]}; expected the id itself (labels are "
-            f"not shifted), or {IGNORED}"
-        )
-    if mask is not None:
-        if not np.isin(mask, (0, 1)).all():
-            raise RecordError(f"{LOSS_MASK}: expected 0 and 1, got {mask.min()} to {mask.max()}; others are {WEIGHTS}")
-        learned &= mask == 1
-    weights = _column(fields, WEIGHTS, ids, kinds="iuf")
-    if weights is None:
-        return learned.astype(WEIGHT_TYPE)
-    if (wrong := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))).size:
-        raise RecordError(f"{WEIGHTS}: expected numbers of 0 and more, token {wrong[0]} has {weights[wrong[0]]}")
-    return np.where(learned, weights, 0).astype(WEIGHT_TYPE)
-
-
-def _column(record: Mapping[str, Any], key: str, ids: NDArray[Any], kinds: str = "iu") -> NDArray[Any] | None:
-    values = _numbers(record, key, kinds)
-    if values is not None and values.size != ids.size:
-        raise RecordError(f"{key}: has {values.size} numbers, {IDS} {ids.size}; expected as many")
-    return values
-
-
-def _numbers(record: Mapping[str, Any], key: str, kinds: str = "iu") -> NDArray[Any] | None:
-    """Return the numbers under a key, None if there are none. Raises RecordError if they are not of numpy's `kinds`."""
-    value = record.get(key)
-    if value is None:
-        return None
-    try:
-        numbers = np.array(value)
-    except ValueError:  # lists of several lengths
-        numbers = np.array(None)
-    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in kinds):
-        raise RecordError(f"{key}: expected a list of {'numbers' if 'f' in kinds else 'integers'}, got {value!r:.60}")
-    return numbers.astype(np.float32 if "f" in kinds else np.int64)

@@ -167,6 +167,7 @@ class RecordOutcome(Enum):
     NOTHING_LABELLED = "without a token to learn, dropped"
     TRAILING = "with turns after the last answer, which were left out"
     SPLIT = "made into several sequences, as the template writes earlier answers otherwise"
+    NO_THOUGHTS = "with thoughts of earlier turns, which the template leaves out"
     CUT_AT_TURN = "too long, cut after an answer"
     CUT_INSIDE = "too long, cut inside an answer"
     CUT = "too long, cut at the end"

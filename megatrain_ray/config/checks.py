@@ -24,6 +24,8 @@ KINDS_OF_KEY = {
     "chat_format": ("sft",),
     "chat_template": ("sft",),
     "chat_template_args": ("sft",),
+    "learn": ("sft",),
+    "learn_reasoning": ("sft",),
     "truncation": ("sft", "tokens"),
 }
 

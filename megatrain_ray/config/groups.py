@@ -69,12 +69,16 @@ class DataConfig(Group):
     """sft: names in the dataset_info.json that data.path is."""
     eval_dataset: Names | None = None
     """sft: the same for data.eval_path."""
-    chat_format: Literal["auto", "alpaca", "sharegpt", "messages"] = "auto"
+    chat_format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"] = "auto"
     """sft: format of the records; auto: by each record's keys."""
     chat_template: Text | None = None
     """sft: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain one."""
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012, pydantic copies it
     """sft: variables of the template, such as {enable_thinking: false}."""
+    learn: Literal["all", "last"] = "all"
+    """sft: answers of a chat that are learned: all, or only the last."""
+    learn_reasoning: bool = True
+    """sft: true: thoughts in answers are learned; false: answers are learned given their thoughts."""
     truncation: Literal["turn", "drop"] = "turn"
     """A longer chat is cut after an answer (turn) or left out (drop); token ids are cut at the end or left out."""
     text_field: Text = "text"

@@ -18,7 +18,7 @@ from typing import Any
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME
-from megatrain_ray.io.chat.encode_chats import ATTENDED, IDS, LABELS, LOSS_MASK, OTHER_MASKS, WEIGHTS
+from megatrain_ray.io.chat.token_records import ATTENDED, IDS, LABELS, LOSS_MASK, OTHER_MASKS, WEIGHTS
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent

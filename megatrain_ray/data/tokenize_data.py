@@ -20,10 +20,11 @@ from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.encode_chats import ChatRecipe, PretokenizedRecipe
+from megatrain_ray.io.chat.encode_chats import ChatRecipe
 from megatrain_ray.io.chat.end_marks import first_mark, lacks_bos, text_after_answer
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.named_templates import fitting_templates
+from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
@@ -132,6 +133,8 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
         data.bad_records,
         min(len(os.sched_getaffinity(0)), MOST_PROCESSES),
         choice,
+        data.learn,
+        data.learn_reasoning,
     )
 
 

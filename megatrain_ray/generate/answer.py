@@ -12,6 +12,8 @@ from transformers import TextStreamer
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.generate.load_model import LoadedModel
 from megatrain_ray.io.chat.chat_template import Message
+from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.mark_turns import render_prompt
 from megatrain_ray.io.records.read_records import RecordError
 
 
@@ -52,7 +54,7 @@ def encode_text(model: LoadedModel, text: str) -> list[int]:
 def encode_chat(model: LoadedModel, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
     """Return the ids of a chat that the model answers. Raises ConfigError if the template refuses it."""
     try:
-        text = model.template.render(messages, tools, prompt=True)
+        text = render_prompt(model.template, Conversation(tuple(map(dict, messages)), tuple(map(dict, tools))))
     except RecordError as error:
         raise ConfigError(str(error)) from None
     return _checked(model, model.tokenizer(text, add_special_tokens=False)["input_ids"])

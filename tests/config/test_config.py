@@ -37,6 +37,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "chat_format": "auto",
             "chat_template": None,
             "chat_template_args": {},
+            "learn": "all",
+            "learn_reasoning": True,
             "truncation": "turn",
             "text_field": "text",
             "add_bos": None,

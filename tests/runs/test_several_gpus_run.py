@@ -5,6 +5,7 @@ Saves go from any number to any other, and one worker may die.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,19 @@ def test_several_gpus_compute_what_one_does(
 def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
     tmp_path: Path, train: Train, optimizer: str
 ) -> None:
-    """Two numbers have one sum, whoever takes it, and nothing depends on norms.
+    """Two numbers have one sum, whoever takes it, and nothing depends on norms. Tokens have weights in the loss.
 
     Whoever has a matrix orthogonalises the same.
     """
+    ids = [list(TEXT.read_bytes()[33 * k : 33 * k + 33]) for k in range(120)]
+    records = [{"input_ids": row, "weights": [(i + k) % 4 / 2 for i in range(33)]} for k, row in enumerate(ids)]
+    (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, records)))
     changes = {"train__clip": None, "train__precision": "bf16", "train__grad_dtype": "bf16"}
-    changes["train__optimizer"] = optimizer
+    changes |= {"train__optimizer": optimizer, "data__kind": "tokens", "data__path": str(tmp_path / "ids.jsonl")}
     run_dir = trained(train, tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
     one = trained(train, tmp_path / "one", 1, train__micro_batch_size=6, train__accumulate=2, **changes)
     assert losses(run_dir) == losses(one)
+    assert {row["tokens"] for row in rows(one)} <= set(range(12 * 23, 12 * 25)), "a quarter of 32 is not learned"
     assert plan_of(run_dir).gradients.accumulate_dtype is torch.float32, "the sum over GPUs is one over micro-batches"
 
 

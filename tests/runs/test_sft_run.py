@@ -92,9 +92,10 @@ def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_
 
 
 def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, train: Train) -> None:
+    """Answers have weights of 0, 0.5 and 1 in the loss."""
     tree = settings(tmp_path, train__steps=3, train__batch_size=2)
     chats = [
-        {"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * n}]}
+        {"prompt": "a" * n, "completion": [{"role": "assistant", "content": "b" * n, "weight": n % 3 / 2}]}
         for n in range(5, 30)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
@@ -103,7 +104,8 @@ def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, train:
     assert done.returncode == 0, done.stderr
     run_dir = Path(tree["run_dir"])
     batches = batches_of(tree, run_dir)
-    assert all(batch.positions is not None for batch in batches)
+    assert all(batch.positions is not None and batch.loss_weights is not None for batch in batches)
+    assert {0.5, 1.0} <= {weight for batch in batches for weight in batch.loss_weights.flatten().tolist()}
     assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
 
 

@@ -111,6 +111,8 @@ def test_whatever_goes_into_them_names_the_folder(recipe: ChatRecipe, tmp_path: 
         {"truncation": "drop"},
         {"seq_len": 21},
         {"bad_records": "skip"},
+        {"learn": "last"},
+        {"learn_reasoning": False},
     ]
     keys = [key_of(provenance_of(replace(recipe, **change))) for change in changes]
     assert len(set(keys)) == len(changes)

@@ -41,6 +41,15 @@ SAME: dict[str, tuple[ChatFormat, Record]] = {
         "messages",
         {"messages": said(("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "R"), ("assistant", "B"))},
     ),
+    "prompt_completion": (
+        "prompt_completion",
+        {"prompt": said(("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "R")), "completion": "B"},
+    ),
+    "prompt and a message": (
+        "prompt_completion",
+        {"prompt": said(("user", "Q"), ("assistant", "A"), ("user", "R")), "completion": said(("assistant", "B"))[0]}
+        | {"system": "S"},
+    ),
 }
 
 
@@ -71,6 +80,17 @@ def test_parts_of_text_are_joined_and_keys_without_a_value_are_nothing() -> None
     assert list(read(record).messages) == said(("user", "ab"))
 
 
+def test_turns_say_how_much_they_are_learned() -> None:
+    """Turns of others may say that they are not learned, as some programs write for each turn."""
+    flags: list[Record] = [{"train": False}, {"train": True}, {"weight": 0}, {"weight": 0.5, "train": True}]
+    answers = [ANSWER | flag for flag in flags]
+    turns = [USER | {"train": False, "weight": None}, *answers]
+    assert read({"messages": turns, "system": "S"}).answers == [(3, 1.0), (5, 0.5)]
+    last = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}, {"from": "gpt", "value": "B"}]
+    assert read({"conversations": last}).with_last_only().answers == [(2, 1.0)]
+    assert read({"prompt": [USER, ANSWER, USER], "completion": [ANSWER, USER, ANSWER]}).answers == [(3, 1.0), (5, 1.0)]
+
+
 @pytest.mark.parametrize("arguments", [{"n": 2}, '{"n": 2}'], ids=["mapping", "text"])
 def test_tool_calls_reach_the_template_in_one_form(arguments: Any) -> None:
     own = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -78,8 +98,10 @@ def test_tool_calls_reach_the_template_in_one_form(arguments: Any) -> None:
     result = {"role": "tool", "content": "", "tool_call_id": "c1"}
     got = read({"messages": [*said(("user", "Q")), answer, result], "tools": [{"type": "function", "function": TOOL}]})
     assert got.messages[1]["tool_calls"] == [{"id": "c1", "type": "function", "function": CALL}]
+    assert got.messages[1]["content"] is None
     assert got.messages[2] == result
     assert got.tools == ({"type": "function", "function": TOOL},)
+    assert "tool_calls" not in read({"messages": [USER, ANSWER | {"tool_calls": []}]}).messages[1]
 
 
 @pytest.mark.parametrize("calls", [CALL, [CALL, CALL]])
@@ -95,6 +117,7 @@ def test_sharegpt_calls_are_tool_calls_of_the_assistant(calls: Any) -> None:
     count = len(calls) if isinstance(calls, list) else 1
     assert got.messages[1]["role"] == "assistant"
     assert got.messages[1]["tool_calls"] == [{"type": "function", "function": CALL}] * count
+    assert read({"conversations": turns, "tools": [json.dumps(TOOL)]}).tools == got.tools
     assert [m["role"] for m in got.messages[2:]] == ["tool", "tool", "assistant"]
     assert got.tools == ({"type": "function", "function": TOOL},)
 
@@ -156,7 +179,23 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
         "auto",
         "content: expected a text or",
     ),
-    "weight": (turns(USER, ANSWER | {"weight": 0}), "auto", "turn 2: unknown key 'weight'; expected role, content, "),
+    "key of a turn": (
+        turns(USER, ANSWER | {"wait": 0}),
+        "auto",
+        "turn 2: unknown key 'wait'; expected role, content, ",
+    ),
+    "weight": (turns(USER, ANSWER | {"weight": -1}), "auto", "weight: expected a number of 0 and more, got -1"),
+    "weight as a flag": (turns(USER, ANSWER | {"weight": True}), "auto", "weight: expected a number of 0 and more"),
+    "train": (turns(USER, ANSWER | {"train": 1}), "auto", "turn 2 (assistant): train: expected true or false, got 1"),
+    "user to learn": (turns(USER | {"train": True}, ANSWER), "auto", "train: only turns of the assistant are learned"),
+    "KTO": ({"prompt": "Q", "completion": "A", "label": True}, "auto", "label: true or false says that an answer is"),
+    "no completion": ({"prompt": "Q"}, "prompt_completion", "no key 'completion'; its keys are 'prompt'"),
+    "empty completion": ({"prompt": "Q", "completion": ""}, "auto", "empty turn of assistant"),
+    "turn of a prompt": (
+        {"prompt": [{"role": "x"}], "completion": "A"},
+        "auto",
+        "prompt, turn 1: unknown role 'x'; expected one of",
+    ),
     "two systems": (turns({"role": "system", "content": "S"}, USER, system="T"), "auto", "two system texts"),
     "tools": (turns(USER, ANSWER, tools="{"), "auto", "tools: not valid JSON"),
     "tools as number": (turns(USER, ANSWER, tools=3), "auto", "tools: expected a list of JSON schemas, got 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, Conversation, read_conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder
-from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
+from megatrain_ray.io.chat.messages import squeeze
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, Family, build
 
 Messages = list[dict[str, Any]]
@@ -129,6 +131,48 @@ def as_messages(system: str | None, pairs: list[tuple[str, str]]) -> Messages:
     return [*([{"role": "system", "content": system}] if system else []), *(turn for pair in turns for turn in pair)]
 
 
+Written = tuple[dict[str, Any], list[float]]  # a record, and how much each answer of it is learned
+
+
+def _turns(pairs: list[tuple[str, str]], roles: tuple[str, str], keys: tuple[str, str]) -> Messages:
+    return [dict(zip(keys, turn, strict=True)) for pair in pairs for turn in zip(roles, pair, strict=True)]
+
+
+def _messages(system: str | None, pairs: list[tuple[str, str]], weights: list[float]) -> Written:
+    turns = _turns(pairs, ("user", "assistant"), ("role", "content"))
+    for turn, weight in zip(turns[1::2], weights, strict=False):
+        turn |= {"tool_calls": [], "name": None} | ({"weight": weight} if weight else {"train": False})
+    return {"messages": [*([{"role": "system", "content": system}] if system else []), *turns]}, weights
+
+
+def _sharegpt(system: str | None, pairs: list[tuple[str, str]], weights: list[float]) -> Written:
+    turns = _turns(pairs, ("human", "gpt"), ("from", "value"))
+    for turn, weight in zip(turns[1::2], weights, strict=False):
+        turn["train"] = bool(weight)
+    return {"system": system, "conversations": turns}, [float(bool(weight)) for weight in weights]
+
+
+def _alpaca(system: str | None, pairs: list[tuple[str, str]], weights: list[float]) -> Written:
+    *history, (question, answer) = pairs
+    return {"system": system, "history": history, "instruction": question, "output": answer}, [1.0] * len(pairs)
+
+
+def _prompt_completion(system: str | None, pairs: list[tuple[str, str]], weights: list[float]) -> Written:
+    *prompt, completion = _turns(pairs, ("user", "assistant"), ("role", "content"))
+    learned = [0.0] * (len(pairs) - 1) + [1.0]
+    if len(prompt) == 1:
+        return {"system": system, "prompt": prompt[0]["content"], "completion": completion["content"]}, learned
+    return {"system": system, "prompt": prompt, "completion": [completion]}, learned
+
+
+RECORDS = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+    "prompt_completion": _prompt_completion,
+}
+
+
 @cache
 def hugging_face(folder: Path, family: Family) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
@@ -146,30 +190,74 @@ def rendered(reference: PreTrainedTokenizerFast, messages: Messages, tokenize: b
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@given(system=st.none() | TEXTS, pairs=PAIRS, asked_again=st.booleans())
+@given(
+    system=st.none() | TEXTS,
+    pairs=PAIRS,
+    chat_format=st.sampled_from([*RECORDS]),
+    weights=st.lists(st.sampled_from([1.0, 0.0, 0.5]), min_size=4, max_size=4),
+    only_last=st.booleans(),
+)
 def test_random_chats(
-    folders: Path, name: str, system: str | None, pairs: list[tuple[str, str]], asked_again: bool
-) -> None:
-    """Joined, what is learned is the answers with their end marks; ids are those Transformers makes of the chat."""
+    folders: Path, name: str, system: str | None, pairs: list[tuple[str, str]], chat_format: ChatFormat,
+    weights: list[float], only_last: bool,
+) -> None:  # fmt: skip
+    """What is learned of a record is the answers with their end marks, each by its weight.
+
+    Ids are those that Transformers makes of the chat.
+    """
     family, folder = FAMILIES[name], folders / name
+    record, own = RECORDS[chat_format](system if family.system else None, pairs, weights)
+    conversation = read_conversation(record, LAYOUTS["auto"])
+    assert conversation == read_conversation(record, LAYOUTS[chat_format])
+    chats = cached_encoder(folder).encode(conversation.with_last_only() if only_last else conversation)
     messages = as_messages(system if family.system else None, pairs)
-    chats = cached_encoder(folder).encode(
-        Conversation((*messages, {"role": "user", "content": "more"}) if asked_again else tuple(messages))
-    )
-    if family.one_turn_each:
-        upto = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
-    else:
-        upto = [len(messages)]
+    ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    answers = list(zip(ends, [answer for _, answer in pairs], own[: len(pairs)], strict=True))
+    expected = [turn for turn in (answers[-1:] if only_last else answers) if turn[2]]
+    upto = [end for end, *_ in expected]
+    upto = upto if family.one_turn_each else upto[-1:]
     reference, tokenizer = hugging_face(folder, family), load_tokenizer(str(folder))
     parts: list[str] = []
+    found: list[float] = []
     for chat, n in zip(chats, upto, strict=True):
         assert chat.ids.tolist() == rendered(reference, messages[:n], tokenize=True)
         text = rendered(reference, messages[:n], tokenize=False)
         parts += learned_parts(tokenizer, text, chat.ids, chat.loss_weights > 0)
-    for part, (_, answer) in zip(parts, pairs, strict=True):
+        found += weights_of_parts(chat.loss_weights)
+    assert found == [weight for *_, weight in expected]
+    for part, (_, answer, _) in zip(parts, expected, strict=True):
         # Blanks at the start of an answer may be in one token with the line end of the prompt.
         whole = family.answer(answer)
         assert part == whole or (answer[0].isspace() and part.lstrip() == whole.lstrip())
+
+
+def weights_of_parts(loss_weights: Any) -> list[float]:
+    """Return the loss weight of each run of supervised tokens, which is one number."""
+    runs = [list(run) for learned, run in groupby(loss_weights.tolist(), bool) if learned]
+    assert all(len(set(run)) == 1 for run in runs)
+    return [run[0] for run in runs]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(pairs=PAIRS, thoughts=st.lists(st.text("hm .\n", min_size=1, max_size=9), min_size=4, max_size=4))
+def test_thoughts_are_learned_or_only_read(
+    folders: Path, name: str, pairs: list[tuple[str, str]], thoughts: list[str]
+) -> None:
+    """Of answers with thoughts in their text, what is learned without them is the answers and their end marks."""
+    family, folder = FAMILIES[name], folders / name
+    written = [(q, f"<think>\n{t}\n</think>\n\n{a}") for (q, a), t in zip(pairs, thoughts, strict=False)]
+    conversation = Conversation(tuple(as_messages(None, written)))
+    tokenizer = load_tokenizer(str(folder))
+    both = [cached_encoder(folder, learns).encode(conversation) for learns in (True, False)]
+    learned = ["".join(decoded(tokenizer, c.ids[c.loss_weights > 0]) for c in chats) for chats in both]
+    for own, answers in zip(learned, (written, pairs), strict=True):
+        assert squeeze(own) == squeeze("".join(answer + family.ending for _, answer in answers))
+    assert [c.ids.tolist() for c in both[0]] == [c.ids.tolist() for c in both[1]]
+
+
+def decoded(tokenizer: Tokenizer, ids: Any) -> str:
+    assert isinstance(tokenizer, FolderTokenizer)
+    return tokenizer._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def learned_parts(tokenizer: Tokenizer, text: str, ids: Any, supervised: Any) -> list[str]:
@@ -178,8 +266,9 @@ def learned_parts(tokenizer: Tokenizer, text: str, ids: Any, supervised: Any) ->
 
 
 @cache
-def cached_encoder(folder: Path) -> ChatEncoder:
-    return encoder_of(folder)
+def cached_encoder(folder: Path, learn_reasoning: bool = True) -> ChatEncoder:
+    template = load_chat_template(str(folder))
+    return ChatEncoder(load_tokenizer(str(folder)), template, learn_reasoning=learn_reasoning)
 
 
 @given(system=st.none() | TEXTS, pairs=PAIRS)

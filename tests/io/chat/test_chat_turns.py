@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_template import ChatTemplate, MarkedText, TurnMarker
+from megatrain_ray.io.chat.chat_template import ChatTemplate
 from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.mark_turns import MarkedText, TurnMarker, render_prompt
 from megatrain_ray.io.chat.named_templates import PLAIN, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
 from tests.support.chat_fixtures import FAMILIES, TEMPLATES
@@ -36,7 +37,7 @@ def say(*turns: str) -> tuple[dict[str, Any], ...]:
 
 def shown(marked: MarkedText) -> str:
     text = marked.text
-    for start, end in reversed(marked.spans):
+    for start, end, _ in reversed(marked.spans):
         text = f"{text[:start]}«{text[start:end]}»{text[end:]}"
     return text
 
@@ -56,10 +57,18 @@ def test_turns_after_the_last_answer_are_left_out() -> None:
     assert marks("chatml", "u:Q") == []
 
 
-def test_an_answer_to_nothing_is_learned_where_the_template_can_ask_for_it() -> None:
-    assert marks("chatml", "a:A") == ["<|im_start|>assistant\n«A<|im_end|>»\n"]
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gemma", "mistral"}))
+def test_an_answer_to_nothing_is_learned_without_its_heading(name: str) -> None:
+    """Some templates write the heading only after a message; it is no part of the answer there either."""
+    learned = [part.split("»")[0] for text in marks(name, "a:A", "u:Q", "a:B") for part in text.split("«")[1:]]
+    first, second = (FAMILIES[name].content(letter) + FAMILIES[name].ending for letter in "AB")
+    assert learned == [first.removeprefix("<think>\n\n</think>\n\n"), second]  # Qwen 3 thinks after a question
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral"])
+def test_a_template_that_wants_a_question_first_says_so(name: str) -> None:
     with pytest.raises(RecordError, match="refuses it"):
-        marks("qwen3", "a:A")
+        marks(name, "a:A")
 
 
 def test_texts_that_look_like_marks_stay_inside_of_their_answer() -> None:
@@ -163,6 +172,51 @@ def test_an_answer_may_have_another_end_mark() -> None:
     assert text.endswith("«A<|eot_id|>»")
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"qwen2.5", "qwen3", "llama3"}))
+def test_a_call_that_a_template_does_not_write_is_never_learned_as_an_empty_answer(name: str) -> None:
+    with pytest.raises(RecordError, match=r"turn 2: .*leaves out its call of add; set data.chat_template|refuses it"):
+        marks(name, "u:Q", "c:", "u:4", "a:A")
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"qwen3"}))
+def test_a_thought_that_a_template_does_not_write_is_told(name: str) -> None:
+    """Qwen 3 writes it."""
+    thinks = {"role": "assistant", "content": "A", "reasoning_content": "hm"}
+    with pytest.raises(RecordError, match=r"turn 2: the chat template \(.*\) leaves out its thought .*; set data"):
+        TurnMarker(template(name)).mark(Conversation((*say("u:Q"), thinks)))
+
+
+def test_texts_and_tools_that_a_template_does_not_write_are_told() -> None:
+    both = {**say("c:")[0], "content": "I call."}
+    with pytest.raises(RecordError, match=r"turn 2: .* leaves out its text;"):
+        TurnMarker(template("llama3")).mark(Conversation((*say("u:Q"), both)))
+    with pytest.raises(RecordError, match="leaves out the tools;"):
+        marks("chatml", "u:Q", "a:A", tools=TOOLS)
+
+
+@pytest.mark.parametrize("content", ["", None])
+@pytest.mark.parametrize("test", ["message.content is none", "message.content == ''", "not message.content"])
+def test_no_text_is_written_as_the_template_tests_for_it(content: str | None, test: str) -> None:
+    source = (
+        "{% for message in messages %}<|{{ message.role }}|>"
+        "{% if message.tool_calls and (" + test + ") %}{{ message.tool_calls[0].function.name }}"
+        "{% else %}{{ message.content }}{% endif %}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    call, own = {**say("c:")[0], "content": content}, ChatTemplate("mine", source)
+    (text,) = TurnMarker(own).mark(Conversation((*say("u:Q"), call, *say("t:4", "a:A"))))
+    assert shown(text) == "<|user|>Q</s><|assistant|>«add</s>»<|tool|>4</s><|assistant|>«A</s>»"
+    prompt = render_prompt(own, Conversation((*say("u:Q"), call, *say("t:4"))))
+    assert prompt == "<|user|>Q</s><|assistant|>add</s><|tool|>4</s><|assistant|>"
+
+
+def test_none_is_never_learned_as_a_word() -> None:
+    source = PROMPTED.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}")
+    call = {**say("c:")[0], "content": None}
+    (text,) = TurnMarker(ChatTemplate("mine", source)).mark(Conversation((*say("u:Q"), call)))
+    assert shown(text) == "<|user|>Q</s><|assistant|>«add</s>»"
+
+
 # --- templates that cannot say ---
 
 HEADED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
@@ -201,6 +255,49 @@ def test_pieces_between_tags_that_touch_are_one_answer() -> None:
     )
     (text,) = TurnMarker(ChatTemplate("mine", source)).mark(Conversation(say("u:Q", "a:A", "u:R", "a:B")))
     assert shown(text) == "[Q]«A</s>»[R]«B</s>»"
+
+
+TAGGED = (  # thoughts of turns before the last question are left out, as by Qwen 3
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.reasoning_content and loop.index0 > messages | length - 3 %}<think>{{ m.reasoning_content }}</think>"
+    "{% endif %}{{ m.content }}</s>{% endgeneration %}{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("loss_weights", "learn_reasoning", "expected"),
+    [
+        ({}, True, "[Q]«A</s>»[R]«<think>so</think>B</s>»"),
+        ({}, False, "[Q]«A</s>»[R]<think>so</think>«B</s>»"),
+        ({1: 0.0}, True, "[Q]A</s>[R]«<think>so</think>B</s>»"),
+        ({3: 0.0}, True, "[Q]«A</s>»"),
+        ({1: 0.5, 3: 2.0}, False, "[Q]«A</s>»[R]<think>so</think>«B</s>»"),
+    ],
+)
+def test_tagged_answers_have_their_own_weights(
+    loss_weights: dict[int, float], learn_reasoning: bool, expected: str
+) -> None:
+    messages = [*say("u:Q", "a:A", "u:R", "a:B")]
+    messages[3] |= {"reasoning_content": "so"}
+    marker = TurnMarker(ChatTemplate("mine", TAGGED), learn_reasoning=learn_reasoning)
+    (text,) = marker.mark(Conversation(tuple(messages), loss_weights=loss_weights))
+    assert (shown(text), text.omits_thoughts) == (expected, False)
+    assert [span.weight for span in text.spans] == [w for i in (1, 3) if (w := loss_weights.get(i, 1.0))]
+
+
+def test_thoughts_of_earlier_turns_that_tags_leave_out_are_told() -> None:
+    messages = [*say("u:Q", "a:A", "u:R", "a:B")]
+    messages[1] |= {"reasoning_content": "hm"}
+    (text,) = TurnMarker(ChatTemplate("mine", TAGGED)).mark(Conversation(tuple(messages)))
+    assert (shown(text), text.omits_thoughts) == ("[Q]«A</s>»[R]«B</s>»", True)
+    with pytest.raises(RecordError, match=r"turn 2: .* leaves out its call of add;"):
+        TurnMarker(ChatTemplate("mine", TAGGED)).mark(Conversation(say("u:Q", "c:", "t:4", "a:B")))
+
+
+def test_a_template_may_tag_the_last_answer_only() -> None:
+    source = TAGGED.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}")
+    (text,) = TurnMarker(ChatTemplate("mine", source)).mark(Conversation(say("u:Q", "a:A", "u:R", "a:B")))
+    assert shown(text) == "[Q][A][R]«B</s>»"
 
 
 def test_the_plain_template_ends_an_answer_as_the_tokenizer_ends_a_text() -> None:

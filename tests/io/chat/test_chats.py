@@ -132,12 +132,14 @@ def test_what_cannot_be_learned_is_dropped_and_counted(tmp_path: Path) -> None:
     tagged = (
         "{% for m in messages %}{% if m.content == 'x' %}{% generation %}x{% endgeneration %}{% endif %}.{% endfor %}"
     )
-    path, tally = write(tmp_path, chat("q"), chat("q", "x", "r"), chat("q", "y")), RecordTally()
-    assert [shown(s) for s in read(path, tally, template=tagged)] == [".X."]
+    context = {"messages": [*chat("q", "x")["messages"], {"role": "assistant", "content": "x", "weight": 0}]}
+    path, tally = write(tmp_path, chat("q"), chat("q", "x", "r"), chat("q", "y"), context), RecordTally()
+    assert [shown(s) for s in read(path, tally, template=tagged, learn="last")] == [".X."]
     assert tally.lines() == [
-        "3 records: 1 sequences, 3 tokens, 1 of them learned",
+        "4 records: 1 sequences, 3 tokens, 1 of them learned",
         f"1 without an assistant turn, dropped ({path}, line 1)",
         f"1 without a token that its template marks as the assistant's, dropped ({path}, line 3)",
+        f"1 without a token to learn, dropped ({path}, line 4)",
         f"1 with turns after the last answer, which were left out ({path}, line 2)",
     ]
     assert (tally.num_cut, tally.num_dropped) == (0, 2)

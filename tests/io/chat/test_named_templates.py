@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_template import ChatTemplate, TurnMarker, load_chat_template
+from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder
 from megatrain_ray.io.chat.end_marks import first_mark, text_after_answer
+from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.chat.named_templates import MARKS, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, load_tokenizer
@@ -65,7 +66,7 @@ def test_answers_are_learned_with_a_mark_that_ends_them(tmp_path: Path, name: st
 def learned(name: str, messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
     template = without_tokenizer(name)
     (text,) = TurnMarker(template).mark(Conversation(tuple(messages), TOOLS))
-    return text.text, [text.text[start:end] for start, end in text.spans]
+    return text.text, [text.text[start:end] for start, end, _ in text.spans]
 
 
 def without_tokenizer(name: str) -> ChatTemplate:

@@ -14,7 +14,7 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.encode_chats import read_token_record
+from megatrain_ray.io.chat.token_records import read_token_record
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens import token_files
 from megatrain_ray.io.tokens.token_files import is_weighted, is_whole
@@ -42,7 +42,7 @@ from tests.support.texts import tokens_of
     ],
 )
 def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[float]) -> None:
-    found, loss_weights, _ = read_token_record(record)
+    found, loss_weights, *_ = read_token_record(record)
     assert found.tolist() == ids
     assert loss_weights.tolist() == learned
 

@@ -1,0 +1,272 @@
+"""Finds what the model must generate in the text that a chat template renders: each answer with its end mark."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import compress
+from typing import NamedTuple, TypeVar
+
+from megatrain_ray.io.chat.chat_template import ChatTemplate, Message
+from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.messages import (
+    THOUGHT,
+    empty_thought,
+    missing_parts,
+    parts_of,
+    probed_thought,
+    squeeze,
+    thought_range,
+)
+from megatrain_ray.io.chat.template_ending import Surroundings, find_surroundings
+from megatrain_ray.io.records.read_records import RecordError
+
+Range = tuple[int, int]
+Result = TypeVar("Result")
+
+
+class LearnedRange(NamedTuple):
+    """Holds a supervised range of characters [start, end) and its loss weight."""
+
+    start: int
+    end: int
+    weight: float = 1.0
+
+
+class MarkedText(NamedTuple):
+    """Holds a rendered conversation and what is supervised of it.
+
+    ends: the end of each supervised answer, in characters.
+    omits_thoughts: whether it lacks thoughts of turns before the last question.
+    """
+
+    text: str
+    spans: tuple[LearnedRange, ...]
+    ends: tuple[int, ...]
+    omits_thoughts: bool = False
+
+
+class _Turn(NamedTuple):
+    text: str  # the conversation up to and including this turn
+    spans: tuple[LearnedRange, ...]
+    end: int  # end of the end mark, in characters
+
+    @property
+    def answered(self) -> str:
+        return self.text[: self.end]
+
+
+class TurnMarker:
+    """Finds the assistant turns in the text that a template renders of a conversation."""
+
+    def __init__(self, template: ChatTemplate, *, learn_reasoning: bool = True) -> None:
+        """Learn how the template writes an answer. Raises ConfigError as find_surroundings.
+
+        learn_reasoning: whether thoughts are supervised.
+        """
+        self._template = template
+        self._learn_reasoning = learn_reasoning
+        own = template.marks_generation(())
+        self._around = Surroundings("", "", "") if own else find_surroundings(template)
+
+    def mark(self, conversation: Conversation) -> list[MarkedText]:
+        """Render a conversation and return its texts with the answers marked that have a loss weight.
+
+        This is one text with all of them if the template renders each turn the same now and later. Otherwise turns
+        that are rendered differently later have texts of their own. Turns after the last such answer are left out. A
+        conversation without one has no texts.
+
+        Raises RecordError if the template refuses the conversation, if an answer does not begin where the prompt ends,
+        or if the template leaves out tools or a part of an answer.
+        """
+        last = max((i for i, _ in conversation.answers), default=-1)
+        if last < 0:
+            return []
+        whole = replace(conversation, messages=conversation.messages[: last + 1])
+        return _in_either_form(whole, self._mark)
+
+    def _mark(self, conversation: Conversation) -> list[MarkedText]:
+        if self._template.marks_generation(conversation.tools):
+            texts = [self._mark_by_tags(conversation)]
+        else:
+            texts = _merge_turns([self._turn(conversation, *answer) for answer in conversation.answers])
+        names = [squeeze(str(tool["function"].get("name", ""))) for tool in conversation.tools]
+        written = squeeze(texts[-1].text)
+        if names and not any(name in written for name in names):
+            raise _leaves_out(self._template, "the tools")
+        return texts
+
+    def _turn(self, conversation: Conversation, index: int, weight: float) -> _Turn:
+        messages, tools = conversation.messages[: index + 1], conversation.tools
+        text = self._template.render(messages, tools)
+        prompt = self._prompt(messages[:-1], tools, text)
+        answered = self._around.cut(text)
+        if not answered.startswith(prompt) or len(answered) == len(prompt):
+            raise RecordError(
+                f"turn {len(messages)}: the chat template ({self._template.name}) asks for an answer with "
+                f"{prompt[-40:]!r} and then writes it otherwise"
+            )
+        learned = answered[len(prompt) :]
+        if missing := ", ".join(missing_parts(messages[-1], learned, learned)):
+            raise _leaves_out(self._template, missing, index)
+        whole = LearnedRange(len(prompt), len(answered), weight)
+        holes = [] if self._learn_reasoning else self._thoughts(text, messages, tools, [index], [whole])
+        return _Turn(text, tuple(_without(whole, holes)), whole.end)
+
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[Message], text: str) -> str:
+        """Return the text that asks for an answer to the messages, with which `text` begins.
+
+        Where there are no messages, it ends with the heading of the answer: some templates then write no prompt.
+        """
+        heading = self._around.heading
+        if not messages and heading and heading in text:
+            return text[: text.index(heading) + len(heading)]
+        return self._template.render(messages, tools, prompt=True)
+
+    def _mark_by_tags(self, conversation: Conversation) -> MarkedText:
+        messages, tools, answers = conversation.messages, conversation.tools, dict(conversation.answers)
+        text, places = self._template.render_marked(messages, tools)
+        turns = None
+        if len(set(answers.values())) > 1 or len(answers) < len(conversation.assistant_turns):
+            turns = self._turns_of(conversation, text, places)
+        weights = [next(iter(answers.values()))] * len(places) if turns is None else [answers.get(i, 0) for i in turns]
+        spans = _join_touching([LearnedRange(*place, w) for place, w in zip(places, weights, strict=True) if w])
+        omits_thoughts = self._check_tags(conversation, text, spans)
+        holes = [] if self._learn_reasoning else self._thoughts(text, messages, tools, answers, spans)
+        pieces = tuple(piece for span in spans for piece in _without(span, holes))
+        return MarkedText(text, pieces, tuple(span.end for span in spans), omits_thoughts)
+
+    def _turns_of(self, conversation: Conversation, text: str, places: Sequence[Range]) -> list[int]:
+        """Return the index of the assistant turn that each range of the text belongs to."""
+        turns = conversation.assistant_turns
+        rendered = (self._template.render(conversation.messages[:i], conversation.tools) if i else "" for i in turns)
+        begins = [_common_length(text, before) for before in rendered]
+        return [turns[max(bisect_right(begins, start) - 1, 0)] for start, _ in places]
+
+    def _check_tags(self, conversation: Conversation, text: str, spans: Sequence[LearnedRange]) -> bool:
+        """Return whether thoughts of turns before the last question are missing.
+
+        Raises RecordError for anything else that is missing in the spans. A template may mark some turns only: of the
+        others all must be in the text.
+        """
+        messages = conversation.messages
+        last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        learned = "".join(text[span.start : span.end] for span in spans)
+        omits_thoughts = False
+        for index, _ in conversation.answers if spans else ():
+            missing = list(missing_parts(messages[index], learned, text))
+            if missing and index not in self._turns_of(conversation, text, [(span.start, span.end) for span in spans]):
+                missing = list(missing_parts(messages[index], text, text))
+            if index < last_question and THOUGHT in missing:
+                omits_thoughts = True
+                missing.remove(THOUGHT)
+            if missing:
+                raise _leaves_out(self._template, ", ".join(missing), index)
+        return omits_thoughts
+
+    def _thoughts(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Message], answers: Iterable[int],
+        spans: Iterable[LearnedRange],
+    ) -> list[Range]:  # fmt: skip
+        """Return the ranges of the answers' thoughts in the rendered text, and of empty ones that the template adds."""
+        found = [empty_thought(text, span.start) for span in spans]
+        for index in answers:
+            if parts_of(messages[index]).thought:
+                probed = [*messages[:index], probed_thought(messages[index]), *messages[index + 1 :]]
+                there = thought_range(text, self._template.render(probed, tools))
+                found += [there] if there else []
+        return sorted(found)
+
+
+def render_prompt(template: ChatTemplate, conversation: Conversation) -> str:
+    """Return the text that asks for the next answer, with the turns before it written as for training.
+
+    Raises RecordError if the template refuses them, or leaves out texts or calls of the assistant.
+    """
+
+    def rendered(form: Conversation) -> str:
+        text = template.render(form.messages, form.tools, prompt=True)
+        for index in form.assistant_turns:
+            if missing := [part for part in missing_parts(form.messages[index], text, text) if part != THOUGHT]:
+                raise _leaves_out(template, ", ".join(missing), index)
+        return text
+
+    return _in_either_form(conversation, rendered)
+
+
+def _leaves_out(template: ChatTemplate, what: str, index: int | None = None) -> RecordError:
+    turn = "" if index is None else f"turn {index + 1}: "
+    return RecordError(
+        f"{turn}the chat template ({template.name}) leaves out {what}; set data.chat_template to one that writes it"
+    )
+
+
+def _in_either_form(conversation: Conversation, work: Callable[[Conversation], Result]) -> Result:
+    """Return the result of `work` for the first form of a conversation for which it raises no RecordError."""
+    problems: list[RecordError] = []
+    forms = _forms(conversation)
+    for form in forms:
+        try:
+            return work(form)
+        except RecordError as error:
+            problems.append(error)
+    has_none = any(message.get("content") is None for message in forms[0].messages)
+    raise problems[-1 if has_none else 0]  # that of a text: templates fail on None in many ways
+
+
+def _forms(conversation: Conversation) -> list[Conversation]:
+    """Return the ways to write a conversation: as given, then with None in place of empty texts or the reverse.
+
+    Templates test for the one or the other where an answer calls tools and says nothing.
+    """
+    silent = [bool(message.get("tool_calls") and not message.get("content")) for message in conversation.messages]
+    if not any(silent):
+        return [conversation]
+    swapped = tuple(
+        {**message, "content": "" if message.get("content") is None else None} if is_silent else message
+        for message, is_silent in zip(conversation.messages, silent, strict=True)
+    )
+    return [conversation, replace(conversation, messages=swapped)]
+
+
+def _merge_turns(turns: Sequence[_Turn]) -> list[MarkedText]:
+    """Merge turns into as few texts as possible: the last turn's stands for all turns that it holds as answered."""
+    texts: list[MarkedText] = []
+    left = list(turns)
+    while left:
+        whole = left[-1].text
+        is_held = [whole.startswith(turn.answered) for turn in left]
+        held = list(compress(left, is_held))
+        spans = tuple(span for turn in held for span in turn.spans)
+        texts.append(MarkedText(whole, spans, tuple(turn.end for turn in held)))
+        left = [turn for turn, holds in zip(left, is_held, strict=True) if not holds]
+    return texts[::-1]
+
+
+def _common_length(a: str, b: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, min(len(a), len(b)))
+
+
+def _join_touching(spans: Sequence[LearnedRange]) -> list[LearnedRange]:
+    """Join ranges that touch: tags may enclose the thought, content and end mark of one answer separately."""
+    joined: list[LearnedRange] = []
+    for span in spans:
+        if joined and (joined[-1].end, joined[-1].weight) == (span.start, span.weight):
+            span = span._replace(start=joined.pop().start)
+        joined.append(span)
+    return joined
+
+
+def _without(span: LearnedRange, holes: Iterable[Range]) -> Iterator[LearnedRange]:
+    """Yield the parts of a span that lie outside of the holes, which are sorted."""
+    start = span.start
+    for hole_start, hole_end in holes:
+        if start < hole_start < span.end:
+            yield span._replace(start=start, end=hole_start)
+        if hole_start < span.end:
+            start = max(start, hole_end)
+    if start < span.end:
+        yield span._replace(start=start)

@@ -1,0 +1,132 @@
+"""Makes sequences from records that hold token ids already."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain_ray.io.chat.encode_chats import EncodedChat, EncodedRecord, Truncation, tallied
+from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
+from megatrain_ray.io.records.read_records import (
+    BadRecords,
+    RecordError,
+    RecordLocation,
+    RecordTally,
+    as_mapping,
+    missing_key,
+    read_records,
+)
+from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, LossWeights, TokenBlock
+from megatrain_ray.io.tokens.tokenizer import Tokenizer
+
+# Keys of a record that holds ids.
+IDS, LABELS, ATTENDED, LOSS_MASK, WEIGHTS = "input_ids", "labels", "attention_mask", "loss_mask", "weights"
+OTHER_MASKS = ("assistant_masks", "completion_mask")  # refused: some trainers read them instead of labels
+
+
+@dataclass(frozen=True)
+class PretokenizedRecipe:
+    """Makes sequences from files of records with ids. Each is a document of at most `seq_len` + 1 tokens."""
+
+    files: tuple[Path, ...]
+    truncation: Truncation
+    seq_len: int
+    bad_records: BadRecords
+    choice: RecordChoice = ALL_RECORDS
+    tokenizer: ClassVar[None] = None
+    has_weights: ClassVar[bool] = True
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "kind": "tokens",
+            "truncation": self.truncation,
+            "seq_len": self.seq_len,
+            "bad_records": self.bad_records,
+            **self.choice.settings(),
+        }
+
+    def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
+        yield from tallied(self._records(), tally)
+
+    def _records(self) -> Iterator[tuple[RecordLocation, EncodedRecord]]:
+        chooser = RecordChooser(self.choice)
+        for file in self.files:
+            for location, record in chooser.of(read_records(file)):
+                yield location, self._encoded(record)
+        chooser.check()
+
+    def _encoded(self, record: Any) -> EncodedRecord:
+        try:
+            chat = read_token_record(record)
+        except RecordError as error:
+            return EncodedRecord([], [], str(error))
+        return EncodedRecord.of([chat], self.seq_len + 1, self.truncation)
+
+
+def read_token_record(record: Any) -> EncodedChat:
+    """Return the ids of a record and their loss weights.
+
+    Tokens with a 0 in attention_mask are pads and left out. Raises RecordError.
+    """
+    fields = as_mapping(record)
+    if other := [key for key in OTHER_MASKS if fields.get(key) is not None]:
+        raise RecordError(f"{other[0]}: is not read; give {LABELS}, {IGNORED} for what is not learned, or {LOSS_MASK}")
+    ids = _numbers(fields, IDS)
+    if ids is None:
+        raise missing_key(fields, IDS)
+    if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32:
+        raise RecordError(f"{IDS}: expected ids of 0 and more, got {ids.min()} to {ids.max()}")
+    attended = _column(fields, ATTENDED, ids)
+    real = slice(None) if attended is None else attended != 0
+    return EncodedChat(ids[real].astype(np.uint32), _loss_weights(fields, ids)[real])
+
+
+def _loss_weights(fields: Mapping[str, Any], ids: NDArray[Any]) -> LossWeights:
+    """Return the weight of each token: 0 where its label is -100 or its mask 0, else its own, which is 1 if not given.
+
+    Raises RecordError, also for a label that is neither -100 nor the id.
+    """
+    labels, mask = _column(fields, LABELS, ids), _column(fields, LOSS_MASK, ids, kinds="biu")
+    learned = np.ones(ids.size, np.bool_) if labels is None else labels != IGNORED
+    if labels is not None and (wrong := np.flatnonzero(learned & (labels != ids))).size:
+        at = int(wrong[0])
+        raise RecordError(
+            f"{LABELS}: token {at} has the label {labels[at]} and the id {ids[at]}; expected the id itself (labels are "
+            f"not shifted), or {IGNORED}"
+        )
+    if mask is not None:
+        if not np.isin(mask, (0, 1)).all():
+            raise RecordError(f"{LOSS_MASK}: expected 0 and 1, got {mask.min()} to {mask.max()}; others are {WEIGHTS}")
+        learned &= mask == 1
+    weights = _column(fields, WEIGHTS, ids, kinds="iuf")
+    if weights is None:
+        return learned.astype(WEIGHT_TYPE)
+    if (wrong := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))).size:
+        raise RecordError(f"{WEIGHTS}: expected numbers of 0 and more, token {wrong[0]} has {weights[wrong[0]]}")
+    return np.where(learned, weights, 0).astype(WEIGHT_TYPE)
+
+
+def _column(record: Mapping[str, Any], key: str, ids: NDArray[Any], kinds: str = "iu") -> NDArray[Any] | None:
+    values = _numbers(record, key, kinds)
+    if values is not None and values.size != ids.size:
+        raise RecordError(f"{key}: has {values.size} numbers, {IDS} {ids.size}; expected as many")
+    return values
+
+
+def _numbers(record: Mapping[str, Any], key: str, kinds: str = "iu") -> NDArray[Any] | None:
+    """Return the numbers under a key, None if there are none. Raises RecordError if they are not of numpy's `kinds`."""
+    value = record.get(key)
+    if value is None:
+        return None
+    try:
+        numbers = np.array(value)
+    except ValueError:  # lists of several lengths
+        numbers = np.array(None)
+    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in kinds):
+        raise RecordError(f"{key}: expected a list of {'numbers' if 'f' in kinds else 'integers'}, got {value!r:.60}")
+    return numbers.astype(np.float32 if "f" in kinds else np.int64)
