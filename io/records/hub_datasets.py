@@ -24,7 +24,7 @@ from megatrain_ray.io.records.find_files import METADATA
 CARD = "README.md"
 CONVERTED = "refs/convert/parquet"  # branch of the hub's own conversion: CONFIGURATION/SPLIT/0000.parquet
 CONVERTED_FILE = re.compile(r"(?P<name>[^/]+)/(?P<split>[^/]+)/\d+\.parquet")
-SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\..*")
+SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[^./]*)?\..*")
 UPLOADED = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}")
 SPLIT_WORDS = {  # what a part of a path may call a split
     "train": {"train", "training"},

@@ -40,9 +40,7 @@ REPOSITORIES = {
     "datasets/o/script": dict.fromkeys(["script.py", "raw.jsonl"], b""),
     f"datasets/o/script@{CONVERTED}": dict.fromkeys(["default/train/0001.parquet", "default/train/0000.parquet"], b""),
     "datasets/o/folders": dict.fromkeys(["test_data/train.csv", "test_data/b.csv", "valid/c.csv", "d.csv"], b""),
-    "datasets/o/uploaded": dict.fromkeys(
-        ["data/train_sft-00000-of-00001-ab.parquet", "data/gen-00000-of-00001.csv"], b""
-    ),
+    "datasets/o/uploaded": {f"data/{split}-00000-of-00001-a1.csv": b"" for split in ("train_sft", "train_gen")},
     "datasets/o/other": {"images.zip": b""},
     "datasets/o/gated": None,
 }
@@ -130,7 +128,7 @@ def test_without_a_network_the_cache_is_read(monkeypatch: pytest.MonkeyPatch, ur
 
 def test_a_part_of_the_files_in_the_cache_is_not_taken_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (snapshot := tmp_path / "hub" / "datasets--o--big" / "snapshots" / COMMIT).mkdir(parents=True)
-    (snapshot / "train-00001-of-00003.parquet").touch()
+    (snapshot / "train-00001-of-00003-ab12.parquet").touch()
     online(monkeypatch, "")
     with pytest.raises(ConfigError, match="its cache has 1 of 3 files of train: run `hf download"):
         fetch(HubDataset(hub="o/big", commit=COMMIT))
