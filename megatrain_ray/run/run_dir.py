@@ -81,8 +81,7 @@ class RunDir(RunFiles):
                 _check_free(files.path)
             else:
                 _check_resume(files.path, earlier, config)
-            if os.path.lexists(files.saves) and not files.saves.is_dir():
-                raise ConfigError(f"run_dir: {files.saves} is no folder, or a link to none: is its disk mounted?")
+            _check_kinds(files)
             token = _token(files)
             if left := in_the_way(files.saves, token):
                 raise ConfigError(f"run_dir: {left[0]}; move it away, and start again")
@@ -276,6 +275,16 @@ def _check_free(path: Path) -> None:
             f"run_dir: {path} holds {found[0]}, and no run that has begun: nothing there is overwritten; move it away, "
             "or choose another run_dir"
         )
+
+
+def _check_kinds(files: RunFiles) -> None:
+    """Raise ConfigError if something in a run directory is no folder that must be one, or is a folder and must not."""
+    for folder in (files.saves, files.logs, files.path / "plans"):
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise ConfigError(f"run_dir: {folder} is no folder, or a link to none: is its disk mounted?")
+    for name in FILES:
+        if (files.path / name).is_dir():
+            raise ConfigError(f"run_dir: {files.path / name} is a folder, and a run writes a file there; move it away")
 
 
 def _token(files: RunFiles) -> str:

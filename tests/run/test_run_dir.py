@@ -373,6 +373,16 @@ def test_saves_that_are_on_a_disk_which_is_not_mounted(tmp_path: Path) -> None:
     assert len(RunFiles(tmp_path / "run").rows()) == 1
 
 
+@pytest.mark.parametrize("name", ["plan.json", "history.jsonl", "processes.json"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    with RunDir.open(in_folder(tmp_path / "run")) as run:
+        run.begin("{}", 0)
+        run.append({"step": 1, "loss": 2.0})
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).mkdir()
+    assert f"run/{name} is a folder, and a run writes a file there" in refusal(in_folder(tmp_path / "run"))
+
+
 def test_a_lock_that_no_run_wrote_is_left(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("mine")
     assert "lock is no lock of a run: move it away" in refusal(in_folder(tmp_path))
