@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def loaded(name: str, *, chat: bool, step: SaveChoice = None) -> Iterator[Loaded
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it names what it moves, as `_device_of` does
     files = RunFiles(Path(name).absolute())
     if not files.holds_run:
         if step is not None:

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain_ray.generate import answer
+from megatrain_ray.export.export import load_exported
+from megatrain_ray.generate import answer, load_model
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from tests.support.runs import cli_here
 from tests.support.settings import settings
@@ -101,6 +103,17 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
     monkeypatch.setattr(builtins, "input", read)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+
+
+def test_what_has_no_room_is_moved_there_for_each_token(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_little_memory(folder: Path, **options: Any) -> Any:
+        return load_exported(folder, max_memory={"cpu": "1MB"}, **options)
+
+    monkeypatch.setattr(load_model, "load_exported", in_little_memory)
+    done = cli_here("generate", model, "p")
+    assert (done.returncode, done.stdout) == (0, "qr\n")
+    assert "parameters have no room in the host's memory: they are copied there again for every token" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("end", [(), ("/exit", "never read")])

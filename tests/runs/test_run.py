@@ -251,8 +251,8 @@ def test_resume_refuses_other_settings(made: Path, train: Train) -> None:
 
 
 def test_export_generates(made: Path, tmp_path: Path) -> None:
-    """The exported folder is an ordinary Hugging Face model."""
-    from transformers import AutoModelForCausalLM
+    """The exported folder is an ordinary Hugging Face model, with a tokenizer for its bytes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert losses(made / "run")[0] == pytest.approx(5.55, abs=0.3)
     assert cli_here("export", str(made / "run"), str(tmp_path / "hf")).returncode == 0
@@ -261,6 +261,8 @@ def test_export_generates(made: Path, tmp_path: Path) -> None:
     assert model.config.architectures == ["LlamaForCausalLM"]
     ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
     assert ids.shape == (1, 8)
+    assert model.generation_config.eos_token_id == model.generation_config.pad_token_id == 256
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("é")["input_ids"] == [0xC3, 0xA9]
     inspected = cli_here("inspect", str(made / "run"), "--verify")
     assert inspected.returncode == 0, inspected.stderr
     assert "step 2: good" in inspected.stdout
