@@ -146,11 +146,13 @@ def test_nobody_imports_from_the_checkout() -> None:
     assert [pair for pair in found if pair[1].split(".")[0] in ("engine", "io") and pair[1] != "io"] == []
 
 
-def test_importing_engine_and_io_does_not_import_ray() -> None:
+def test_what_takes_long_to_import_is_imported_when_it_is_needed() -> None:
+    """Engine and io run without Ray. A start imports Transformers, which takes 3 s, while Ray starts."""
     without = set() if find_spec("triton") else {"triton_kernel", "triton_sums"}  # Triton comes with the torch of a GPU
     below = [p for p in sources() if p.relative_to(ROOT).parts[0] in ("io", "engine")]
     modules = [module_name(p) for p in below if p.stem not in without]
-    code = "import importlib, sys\nfor m in sys.argv[1:]: importlib.import_module(m)\nassert 'ray' not in sys.modules"
+    code = "import importlib, sys\nfor m in sys.argv[1:]: importlib.import_module(m)\nassert 'ray' not in sys.modules\n"
+    code += "import megatrain_ray.trainer\nassert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, *modules], check=True, cwd=ROOT)
 
 

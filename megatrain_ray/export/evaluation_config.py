@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
@@ -85,6 +84,8 @@ def _last_vector(model: nn.Module) -> str:
 
     If the model has none, it is the last parameter.
     """
+    from transformers import PreTrainedModel  # takes 3 s to import, and a start imports this module
+
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     inside = {id(p) for m in model.modules() if isinstance(m, nn.ModuleList) for p in m.parameters()}
     of_text = {id(p) for p in decoder.parameters()}
