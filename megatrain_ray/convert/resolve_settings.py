@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.checks import KINDS_OF_KEY
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.other_tools import RESOLVED_KEYS
 from megatrain_ray.config.yaml_file import override
@@ -62,12 +63,11 @@ def _resolve_model_and_data(given: dict[str, Any], theirs: Mapping[str, Any]) ->
         given["model.path"] = f"{given.get('model.path')}@{revision}"
     if theirs.get("neat_packing"):
         given["data.packing"] = True
-    if given.get("data.kind") != "sft":
-        given.pop("data.chat_template", None)
-    elif "enable_thinking" in theirs:
+    if "enable_thinking" in theirs:
         given["data.chat_template_args"] = {"enable_thinking": bool(theirs["enable_thinking"])}
-    if given.get("data.kind") == "pretrain":  # texts are cut into windows, never truncated
-        given.pop("data.truncation", None)
+    for key, kinds in KINDS_OF_KEY.items():
+        if given.get("data.kind", kinds[0]) not in kinds:  # unset where the data sets cannot be honoured
+            given.pop(f"data.{key}", None)
 
 
 def _resolve_numbers(given: dict[str, Any], theirs: Mapping[str, Any]) -> None:

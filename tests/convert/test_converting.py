@@ -411,6 +411,11 @@ def test_a_named_template_is_for_a_tokenizer_without_one(folder: Path) -> None:
     assert "chat_template" not in converted(write(folder, LLAMA_FACTORY, template="falcon"))["data"]
 
 
+def test_a_history_that_is_not_learned(folder: Path) -> None:
+    for masked, learned in ((True, "last"), (False, None)):
+        assert converted(write(folder, LLAMA_FACTORY, mask_history=masked))["data"].get("learn") == learned
+
+
 def test_data_sets_of_the_hub(folder: Path) -> None:
     sets = [{"path": "a/b", "type": "alpaca", "split": "train"}, {"path": "c/d", "name": "en", "type": "alpaca"}]
     found = convert(write(folder, AXOLOTL, datasets=sets))
