@@ -10,6 +10,14 @@ from megatrain_ray.console.logs import say
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.metrics.sink import flat_numbers
 
+# What on_log is given, by the names that Transformers has for it, and the keys of a row of metrics.
+LOGGED = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "lr",
+    "epoch": "epoch",
+    "tokens_per_s": "tokens_per_s",
+}
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 
 
@@ -51,8 +59,8 @@ class Callbacks:
 
     def step_ended(self, row: Mapping[str, Any]) -> None:
         """Call on_step_end and on_log. `row`: of metrics."""
-        logs = dict(flat_numbers(row))
-        logs["learning_rate"] = logs.pop("lr", 0.0)
+        numbers = dict(flat_numbers(row))
+        logs = {name: numbers[key] for name, key in LOGGED.items() if key in numbers}
         self._call("on_step_end", row["step"], row)
         self._call("on_log", row["step"], row, logs=logs)
 

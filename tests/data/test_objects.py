@@ -68,7 +68,8 @@ class Recorder(TrainerCallback):
         self.calls.append(("step", state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
-        assert logs["learning_rate"] == 1e-3
+        assert logs.keys() == {"loss", "grad_norm", "learning_rate", "epoch", "tokens_per_s"}
+        assert (logs["learning_rate"], state.epoch) == (1e-3, logs["epoch"])
         self.losses.append(logs["loss"])
 
     def on_evaluate(self, args: Any, state: Any, control: Any, *, metrics: dict[str, float], **kwargs: Any) -> None:

@@ -180,9 +180,12 @@ def test_rows_of_other_versions_and_numbers_that_are_none(tmp_path: Path) -> Non
         file.write('{"step": 6}\n{"step": 7, "eval_loss": "x", "perplexity": 1e308, "eval_tokens": null}\n')
     with (run_dir / HISTORY_NAME).open("a") as file:
         file.write('{"what": "end", "how": "unheard of", "unix_s": 1}\n{"what": "end", "unix_s": 1e308}\n')
+        file.write('{"what": "start", "step": 3, "unix_s": 2}\n{"what": "start", "step": "x", "unix_s": 2}\n')
     page = page_of(run_dir)
     assert len(curves_of(page)["training"]) == 5 + 4
     assert "→ not finite<" in page
+    assert "Dotted lines: the run was started again after step 3." in page
+    assert page.count('id="resume-3"') == 5, "in every chart with lines"
     inspected = cli_here("inspect", str(run_dir))
     assert inspected.returncode == 0, inspected.stderr
     assert "incomplete row: ['grad_norm', 'lr', 'skipped', 'tokens_per_s'] missing" in inspected.stdout
