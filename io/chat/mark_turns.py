@@ -18,6 +18,7 @@ from megatrain_ray.io.chat.messages import (
     probed_thought,
     squeeze,
     thought_range,
+    with_text_arguments,
 )
 from megatrain_ray.io.chat.template_ending import Surroundings, find_surroundings
 from megatrain_ray.io.records.read_records import RecordError
@@ -212,22 +213,27 @@ def _in_either_form(conversation: Conversation, work: Callable[[Conversation], R
         except RecordError as error:
             problems.append(error)
     has_none = any(message.get("content") is None for message in forms[0].messages)
-    raise problems[-1 if has_none else 0]  # that of a text: templates fail on None in many ways
+    raise problems[1 if has_none else 0]  # that of an empty text: templates fail on None in many ways
 
 
 def _forms(conversation: Conversation) -> list[Conversation]:
-    """Return the ways to write a conversation: as given, then with None in place of empty texts or the reverse.
+    """Return the ways to write a conversation that calls tools: as given, and as templates expect it otherwise.
 
-    Templates test for the one or the other where an answer calls tools and says nothing.
+    Some test for None and some for an empty text where an answer calls tools and says nothing. Some take arguments as
+    JSON text.
     """
-    silent = [bool(message.get("tool_calls") and not message.get("content")) for message in conversation.messages]
-    if not any(silent):
+    messages = conversation.messages
+    if not any(message.get("tool_calls") for message in messages):
         return [conversation]
     swapped = tuple(
-        {**message, "content": "" if message.get("content") is None else None} if is_silent else message
-        for message, is_silent in zip(conversation.messages, silent, strict=True)
+        {**message, "content": "" if message.get("content") is None else None}
+        if message.get("tool_calls") and not message.get("content")
+        else message
+        for message in messages
     )
-    return [conversation, replace(conversation, messages=swapped)]
+    forms = [messages, swapped] if swapped != messages else [messages]
+    forms += [tuple(map(with_text_arguments, form)) for form in forms]
+    return [replace(conversation, messages=form) for form in forms]
 
 
 def _merge_turns(turns: Sequence[_Turn]) -> list[MarkedText]:

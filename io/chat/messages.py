@@ -63,6 +63,19 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
 
 
+def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with the arguments of its calls as JSON text, as OpenAI writes them."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = [
+        {**call, "function": {**function, "arguments": text}}
+        for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
+
+
 def _calls(value: Any) -> list[dict[str, Any]]:
     calls = value if isinstance(value, list) else [value]
     return [_call(call) for call in calls]

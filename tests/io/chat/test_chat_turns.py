@@ -210,6 +210,17 @@ def test_no_text_is_written_as_the_template_tests_for_it(content: str | None, te
     assert prompt == "<|user|>Q</s><|assistant|>add</s><|tool|>4</s><|assistant|>"
 
 
+def test_arguments_are_written_as_json_text_where_a_template_adds_them_to_a_text() -> None:
+    """As those of DeepSeek V3 do, which also test for None."""
+    source = PROMPTED.replace(
+        "{{ m.content }}",
+        "{% for call in m.tool_calls or [] if m.content is none %}{{ call.function.name + call.function.arguments }}"
+        "{% endfor %}{% if m.content is not none %}{{ m.content }}{% endif %}",
+    )
+    (text,) = TurnMarker(ChatTemplate("mine", source)).mark(Conversation(say("u:Q", "c:", "t:4", "a:A")))
+    assert shown(text) == '<|user|>Q</s><|assistant|>«add{"n": [2, 2]}</s>»<|tool|>4</s><|assistant|>«A</s>»'
+
+
 def test_none_is_never_learned_as_a_word() -> None:
     source = PROMPTED.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}")
     call = {**say("c:")[0], "content": None}
