@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -48,6 +49,13 @@ class Hub:
     repositories: Mapping[str, Mapping[str, bytes] | None]
     url: str = ""
     asked: list[str] = field(default_factory=list)
+    connections: list[Any] = field(default_factory=list)  # those that the server has not closed yet
+    closed: threading.Condition = field(default_factory=threading.Condition)
+
+    def wait_closed(self) -> None:
+        """Wait until the server has closed all connections, so that none counts as left behind."""
+        with self.closed:
+            assert self.closed.wait_for(lambda: not self.connections, timeout=60)
 
 
 @contextmanager
@@ -108,7 +116,18 @@ def serve(repositories: Mapping[str, Mapping[str, bytes] | None]) -> Iterator[Hu
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def process_request(self, request: Any, client_address: Any) -> None:
+            hub.connections.append(request)
+            super().process_request(request, client_address)
+
+        def shutdown_request(self, request: Any) -> None:
+            super().shutdown_request(request)
+            with hub.closed:
+                hub.connections.remove(request)
+                hub.closed.notify_all()
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         hub.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

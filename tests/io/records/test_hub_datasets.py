@@ -53,10 +53,12 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture(autouse=True)
-def at_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Send this process to the server on this machine, with an empty cache."""
     online(monkeypatch, hub.url)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield
+    hub.wait_closed()
 
 
 def online(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
