@@ -14,7 +14,7 @@ from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import read_settings, set_keys
 from megatrain_ray.console.interrupts import Interrupts
-from megatrain_ray.console.logs import log_to, say
+from megatrain_ray.console.logs import log_to, say, show
 from megatrain_ray.console.start_summary import describe_start
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.convert.training_arguments import with_arguments
@@ -113,7 +113,7 @@ class Trainer:
             await_end(run.path)
             manifest = run.newest_save()
             stack.enter_context(self._objects.written(run))
-            if not run.config.counts_epochs and (output := _output_if_done(run, manifest)):
+            if not run.config.counts_epochs and (output := _output_if_done(run, manifest, self.config)):
                 return output
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
@@ -122,7 +122,9 @@ class Trainer:
             check_there(run.config)
             data = read_data(run.config, source.written_vocab_size, run.path, startup)
             run.config = run.config.with_steps(data.counts.num_rows)
-            if output := _output_if_done(run, manifest):  # known only now if the configuration counts epochs
+            if output := _output_if_done(
+                run, manifest, self.config
+            ):  # known only now if the configuration counts epochs
                 return output
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
@@ -249,11 +251,15 @@ def _machine(config: TrainConfig, startup: Startup) -> Machine:
     return with_spill(measured(machine_of(hardware), hardware.profile, startup, num_gpus), config.spill)
 
 
-def _output_if_done(run: RunDir, manifest: Manifest | None) -> TrainOutput | None:
+def _output_if_done(run: RunDir, manifest: Manifest | None, config: TrainConfig) -> TrainOutput | None:
+    """Return the output of a run that is finished, and print that it is; else None. `config`: as it was given."""
     if manifest is None or not RunPolicy.of(run.config).is_done_after(manifest.step, run.evaluations()):
         return None
     if reason := run.early_end(manifest.step):
         say(f"the run has {reason}; a larger eval_patience, or null, goes on")
+    epochs = config.train.epochs
+    length = f" of {config.train.steps}" if epochs is None else f", the end of train.epochs: {epochs:g}"
+    show(f"already at step {manifest.step}{length}: nothing to do ({run.path})")
     return TrainOutput.of(run, manifest.step, None)
 
 

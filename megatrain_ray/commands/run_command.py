@@ -28,11 +28,9 @@ def train(options: Namespace) -> int:
         from megatrain_ray.trainer import Trainer
 
     output, train = Trainer(args=config).train(), config.train
-    if output.first_step is None:
-        length = f" of {train.steps}" if train.steps is not None else f", the end of train.epochs: {train.epochs:g}"
-        show(f"already at step {output.global_step}{length}: nothing to do ({output.run_dir})")
+    if output.first_step is None:  # there was nothing to do, as the Trainer has printed
         return 0
-    rows = [row for row in output.rows if row["step"] > (output.first_step or 0)]
+    rows = [row for row in output.rows if row["step"] > output.first_step]
     loss = f", loss {rows[-1]['loss']:.4f}" if rows and rows[-1]["loss"] is not None else ""
     show(f"done: step {output.global_step}{loss} ({output.run_dir})")
     files = RunFiles(output.run_dir)

@@ -61,13 +61,13 @@ def inspect_run(path: Path, *, with_config: bool = False, verify_saves: bool = F
     config = files.read_config()
     rows, evaluations = sound(files.rows()), sound(files.evaluations())
     problems = _problems(files.saves) if verify_saves else {}
-    steps = list_saves(files.saves)
+    best = files.best_save  # it has the least eval_loss
     saves = [
-        f"step {step:<8} {_save(files.saves, step)}{', the least eval_loss' if step == files.best_save else ''}"
-        for step in steps
+        f"step {f'{step}, best' if step == best else step:<12} {_save(files.saves, step)}"
+        for step in list_saves(files.saves)
     ]
     saves += [
-        f"{path.name:<18} {format_bytes(_size(path))}, set aside: nothing reads or deletes it"
+        f"{path.name:<17} {format_bytes(_size(path))}, set aside: nothing reads or deletes it"
         for path in list_set_aside(files.saves)
     ]
     newest = rows[-NUM_ROWS:]
@@ -112,7 +112,7 @@ def _save(saves: Path, step: int) -> str:
     with suppress(MegatrainError):  # `_verdict` reports the problem
         if timing := load_manifest(saves, step).timing:
             return (
-                f"{size}, written in {timing.write_s:.1f} s, updates waited {timing.stall_s:.1f} s "
+                f"{size} in {timing.write_s:.1f} s, updates waited {timing.stall_s:.1f} s "
                 f"({timing.predicted_stall_s:.1f} s predicted)"
             )
     return size

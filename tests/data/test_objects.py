@@ -120,7 +120,9 @@ def test_a_run_on_objects_is_that_on_files_and_goes_on(
     assert output.training_loss == output.metrics["train_loss"] == np.mean(losses(tmp_path / "run"))
     assert output.metrics["eval_loss"] == output.evaluations[-1]["eval_loss"]
     assert (tmp_path / "run" / "inputs" / "train.jsonl").stat() == written
+    capsys.readouterr()
     assert run(second) == replace(output, first_step=None), "a finished run"
+    assert capsys.readouterr().out == f"already at step 5 of 5: nothing to do ({tmp_path / 'run'})\n"
     with actors():
         alone, others = second.evaluate(step=5), second.evaluate(RECORDS[4:6])
     assert alone["eval_loss"] == output.metrics["eval_loss"]

@@ -190,7 +190,7 @@ def test_the_best_save_is_kept_and_a_run_without_a_better_one_ends_early(tmp_pat
     assert (refused.returncode, refused.stderr.splitlines(keepends=True)[-1]) == (2, message)
 
     saves = cli_here("inspect", str(run_dir)).stdout.partition("saves\n")[2].splitlines()[:2]
-    assert ["least eval_loss" in line for line in saves] == [True, False]
+    assert [", best " in line for line in saves] == [True, False]
 
     again = train(str(path))
     assert (again.returncode, f"already at step {last} of 40" in again.stdout) == (0, True)

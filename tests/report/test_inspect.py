@@ -88,7 +88,8 @@ def test_saves_with_their_size_and_cost_and_a_verdict_on_each(run: Path, capsys:
     assert lines[first].startswith("  step 9 ")
     assert lines[first].endswith(" KiB")
     assert lines[first + 1].startswith("  step 10 ")
-    assert lines[first + 1].endswith(" KiB, written in 12.2 s, updates waited 0.8 s (0.5 s predicted)")
+    assert len(lines[first + 1]) <= 80
+    assert lines[first + 1].endswith(" KiB in 12.2 s, updates waited 0.8 s (0.5 s predicted)")
     assert out.endswith("checksums\n  step 10: good\n  step 9: good\n")
 
 
@@ -157,11 +158,13 @@ def test_evaluations_are_drawn_and_listed(run: Path, capsys: pytest.CaptureFixtu
     with RunDir.open(config(run_dir=str(run))) as opened:
         for step in (0, 2, 3):
             opened.append_evaluation(evaluation(step, 5.5 - step))
+    save(run / "saves", 3)
     assert main(["inspect", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     chart = lines[lines.index(next(line for line in lines if line.strip() == "held-out loss")) :][:11]
     assert chart[-1].split()[0] == "0"
     assert "5.50" in chart[2]
+    assert lines[lines.index("saves") + 1].startswith("  step 3, best  ")
     first = lines.index("last evaluations") + 1
     assert lines[first] == "  after step 0  eval_loss 5.5000  perplexity 5.5  1.00k tokens in 2s"
     assert lines[first + 3 :] == []
