@@ -5,6 +5,7 @@ Picklable.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -202,7 +203,7 @@ def checked(source: ModelSource) -> ModelSource:
     is_here = all((folder / file).exists() for file in weight_files(folder))  # a plan needs no weights
     if not is_here or not source._differs_from_tied():
         return source
-    config = dict(source.config)
+    config = copy.deepcopy(dict(source.config))
     for settings in (config, config.get("text_config", {})):
         settings["tie_word_embeddings"] = False
     return _with_names(replace(source, config=config))
