@@ -306,11 +306,14 @@ def _check_names(config: Mapping[str, Any]) -> None:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(config["model_type"])
-    known = {**default.to_dict(), **default.attribute_map}
-    for name in config.keys() - known.keys():
+    known = {*default.to_dict(), *default.attribute_map, "bos_token_id", "eos_token_id", "pad_token_id"}
+    for name in config.keys() - known:
         close = get_close_matches(name, known, n=1, cutoff=0.85)
         if close and not name.startswith("_"):
-            raise ConfigError(f"the model's configuration has no {name}; did you mean {close[0]}?")
+            raise ConfigError(
+                f"the model's configuration has no {name}; did you mean {close[0]}? If its maker wrote it so, give the "
+                "file: model.config: FOLDER/config.json"
+            )
 
 
 def _check(source: ModelSource) -> None:
