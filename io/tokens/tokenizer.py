@@ -22,8 +22,8 @@ from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
 BATCH_CHARS = 4 << 20  # characters encoded at a time; each takes about 30 bytes until the ids are extracted
 EMPTY_CHARS = 64  # memory of a text in addition to its characters, in characters
 
-# Only tokenizer.json is read here, and the eos token of the next two. The rest is copied into exports: AutoTokenizer
-# and AutoProcessor read some of them as well, and llama.cpp, vLLM and older Transformers read others instead.
+# Read here are tokenizer.json and the tokens that the next three add or name. The rest is copied into exports:
+# AutoTokenizer and AutoProcessor read some of them, and llama.cpp, vLLM and older Transformers read others instead.
 FILE_NAMES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "processor_config.json", "preprocessor_config.json",
@@ -76,7 +76,9 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """Encodes with the tokenizer.json of a local Hugging Face folder, read as data: no code of the folder runs.
+    """Encodes with the tokenizer.json of a local Hugging Face folder, and the tokens that its settings add to that.
+
+    The files are read as data: no code of the folder runs.
 
     Its methods are those of ByteTokenizer. `encode_all` uses all cores.
     """
