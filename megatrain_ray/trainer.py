@@ -122,9 +122,8 @@ class Trainer:
             check_there(run.config)
             data = read_data(run.config, source.written_vocab_size, run.path, startup)
             run.config = run.config.with_steps(data.counts.num_rows)
-            if output := _output_if_done(
-                run, manifest, self.config
-            ):  # known only now if the configuration counts epochs
+            # Known only now if the configuration counts epochs.
+            if output := _output_if_done(run, manifest, self.config):
                 return output
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
