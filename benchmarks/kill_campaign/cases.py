@@ -101,7 +101,7 @@ SHARD_0, SHARD_1 = Actor(Role.SHARD, 0), Actor(Role.SHARD, 1)
 NEW_SHARD, OWNER, GPU, DATA = Actor(Role.SHARD), Actor(Role.OWNER), Actor(Role.GPU), Actor(Role.DATA)
 DRIVER, GCS, RAYLET = Actor(Role.DRIVER), Actor(Role.GCS), Actor(Role.RAYLET)
 DASHBOARD_AGENT, RUNTIME_ENV_AGENT = Actor(Role.DASHBOARD_AGENT), Actor(Role.RUNTIME_ENV_AGENT)
-DASHBOARD, LOG_MONITOR, AUTOSCALER = Actor(Role.DASHBOARD), Actor(Role.LOG_MONITOR), Actor(Role.AUTOSCALER)
+LOG_MONITOR = Actor(Role.LOG_MONITOR)
 
 IN_STEP = by_title("in a step", "GpuActor.step", GPU, early=False)
 BACKWARD = by_words("backward, some gradients landed", lambda m: 0 < m.num_landed < len(m.landed))
@@ -166,11 +166,11 @@ def _of_ray(case: Callable[..., Case]) -> Iterator[Case]:
     before one that ends it, since the next start has those processes again.
     """
     for phase in (BACKWARD, SAVING):
-        yield case(DASHBOARD, LOG_MONITOR, AUTOSCALER, at=phase)
+        yield case(LOG_MONITOR, at=phase)
         for actor in (DASHBOARD_AGENT, RUNTIME_ENV_AGENT):
             yield case(actor, at=phase)
     for phase in (SHARDS_ATTACHING, RESTORING):
-        yield case(DASHBOARD, LOG_MONITOR, AUTOSCALER, at=phase, needs=Needs.A_SAVE)
+        yield case(LOG_MONITOR, at=phase, needs=Needs.A_SAVE)
         for actor in (GCS, RAYLET, DASHBOARD_AGENT, RUNTIME_ENV_AGENT):
             yield case(actor, at=phase, needs=Needs.A_SAVE)
 

@@ -31,9 +31,7 @@ class Role(Enum):
     RAYLET = "raylet"
     DASHBOARD_AGENT = "dashboard agent"
     RUNTIME_ENV_AGENT = "runtime env agent"
-    DASHBOARD = "dashboard"
     LOG_MONITOR = "log monitor"
-    AUTOSCALER = "autoscaler"
 
 
 TITLES = {
@@ -47,9 +45,7 @@ RAYLET_ENDS_WITH = {
     Role.RUNTIME_ENV_AGENT: "ray::RuntimeEnvAgent",
 }
 SCRIPTS = {  # scripts of those of Ray's processes without which a run goes on
-    Role.DASHBOARD: "/ray/dashboard/dashboard.py",
     Role.LOG_MONITOR: "/ray/_private/log_monitor.py",
-    Role.AUTOSCALER: "/ray/autoscaler/_private/monitor.py",
 }
 
 
