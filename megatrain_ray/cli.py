@@ -65,7 +65,10 @@ def _answer(argv: Sequence[str] | None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
-    # argparse does not recognize the overrides of `plan CONFIG --json key=value`.
+    # argparse does not recognize the overrides of `plan CONFIG --json key=value`, nor the prompt of
+    # `generate RUN --chat PROMPT`.
+    if rest and getattr(options, "prompt", "") is None and not rest[0].startswith("-"):
+        options.prompt = rest.pop(0)
     strangers = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if strangers:
         hint = _as_setting(strangers[0], argv or sys.argv[1:]) if "overrides" in options else ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.units import format_bytes, format_count, format_duration, parse_size
+from megatrain_ray.units import counted, format_bytes, format_count, format_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,7 @@ def test_durations(seconds: float, text: str) -> None:
 )
 def test_counts(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+def test_one_thing_has_no_plural_ending() -> None:
+    assert [counted(1, "row"), counted(0, "row"), counted(2, "micro-batch")] == ["1 row", "0 rows", "2 micro-batches"]

@@ -94,5 +94,5 @@ def _stream(model: LoadedModel, prompt: list[int], sampling: Sampling) -> str:
     [answer] = generate(model, [prompt], sampling, streamer)
     print(flush=True)
     if not answer.ended:
-        show("(cut: it may go on; --max-new-tokens N lets it)", sys.stderr)
+        show(f"(stopped after {sampling.max_new_tokens} tokens; --max-new-tokens allows more)", sys.stderr)
     return answer.text

@@ -65,8 +65,8 @@ def _card_of_memory(config: TrainConfig, machine: Machine) -> Iterator[str]:
     if machine.card is None or machine.profile is not None or config.hardware.profile in cards():
         return
     yield (
-        f"rates are those of a {machine.card.machine.gpu}, by the size of GPU memory; hardware.profile=NAME plans for "
-        f"another card: {', '.join(cards())}"
+        f"rates are those of the {machine.card.machine.gpu}, by the size of GPU memory; hardware.profile=NAME plans "
+        f"for another card: {', '.join(cards())}"
     )
 
 

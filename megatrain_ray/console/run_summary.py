@@ -33,7 +33,7 @@ def summarize(
     if evaluations:
         yield from _describe_evaluations(evaluations)
     if rows or evaluations:
-        yield f'next      megatrain generate {run_dir} "PROMPT", megatrain export {run_dir} OUT_DIR'
+        yield f'next      megatrain generate {run_dir} "PROMPT" (--chat), megatrain export {run_dir} OUT_DIR'
     if evaluations and best_save not in (None, evaluations[-1]["step"]):
         yield f"          with --best: the save of step {best_save}, the least eval_loss of those that are saved"
 

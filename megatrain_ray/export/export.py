@@ -324,6 +324,6 @@ def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
         return
     has_tokenizer = any(name in names for name in TOKENIZER_FILES)
     tokenizer = "AutoTokenizer as well" if has_tokenizer else "no tokenizer: the run had none but ids"
-    yield f'next  megatrain generate {out_dir} "PROMPT" for a look'
+    yield f'next  megatrain generate {out_dir} "PROMPT" for a look; with --chat if it learned chats'
     yield f'      AutoModelForCausalLM.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
     yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

@@ -45,7 +45,7 @@ def _encode(model: LoadedModel, record: object, *, chat: bool) -> list[int]:
     if isinstance(prompt, str):
         return encode_chat(model, [{"role": "user", "content": prompt}]) if chat else encode_text(model, prompt)
     if not chat:
-        raise missing_key(fields, "prompt")
+        raise missing_key(fields, "prompt", " (chats need --chat)")
     conversation = read_conversation(record, LAYOUTS["auto"])
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":

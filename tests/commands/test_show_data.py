@@ -62,10 +62,10 @@ def test_chats_are_shown_with_their_answers_marked(
     assert lines[5].startswith("1 too long, cut inside an answer (")
     assert "tokens each: 65 to 1501, mean 544" in lines
     assert f"65–127  {'█' * 40} 2" in lines
-    assert "2 rows of 1500 inputs, 54% of them filled" in lines
+    assert "2 rows of 1500 inputs, 54% filled" in lines
     assert "an epoch is 2 rows, 0.5 steps of 4 rows" in lines
     assert f"data.eval_path: {held}" in lines
-    assert lines[-1] == "1 rows of 1500 inputs, 4% of them filled"
+    assert lines[-1] == "1 row of 1500 inputs, 4% filled"
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     assert "\n\x1b[1;32m4<|im_end|>\x1b[0m\n" in shown(folder, capsys, **sft, data__bad_records="skip")
@@ -82,5 +82,5 @@ def test_weights_of_tokens_and_texts_of_several_sources_are_shown(
     sources = [{"path": write(folder, f"{k}.jsonl", {"text": f"text {k} " * 9}), "weight": 1} for k in range(2)]
     text = shown(folder, capsys, data__path=[*sources, sources[0]], data__packing=False)
     assert f"── text 1 of 1 of data.path[1], {sources[1]['path']}: 63 tokens ──\ntext 1 text 1 " in text
-    assert text.count("1 texts, 63 tokens") == 3
+    assert text.count("1 text, 63 tokens") == 3
     assert "«" not in text

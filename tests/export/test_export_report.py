@@ -27,7 +27,7 @@ def test_weights_files_and_what_comes_next(tmp_path: Path) -> None:
     assert [line.split()[0] for line in files] == sorted(file.name for file in out.iterdir())
     assert len(files) == 5
     assert files[0].split(maxsplit=1)[1] == f"{(out / 'config.json').stat().st_size} B"
-    assert look == f'next  megatrain generate {out} "PROMPT" for a look'
+    assert look == f'next  megatrain generate {out} "PROMPT" for a look; with --chat if it learned chats'
     assert load == f'      AutoModelForCausalLM.from_pretrained("{out}") in Transformers; AutoTokenizer as well'
     assert f"model.path: {out} in" in train
     (out / "tokenizer.json").unlink()

@@ -68,9 +68,9 @@ def test_an_answer_comes_in_words_and_ends_at_the_templates_end(model: str) -> N
 
 
 def test_what_was_cut_is_told(model: str) -> None:
-    done = cli_here("generate", model, "Is it?", "--chat", "--max-new-tokens", "3")
+    done = cli_here("generate", model, "--chat", "Is it?", "--max-new-tokens", "3")
     assert (done.returncode, done.stdout) == (0, "yes\n")
-    assert done.stderr == "(cut: it may go on; --max-new-tokens N lets it)\n"
+    assert done.stderr == "(stopped after 3 tokens; --max-new-tokens allows more)\n"
 
 
 def test_a_seed_gives_the_same_text_again(model: str) -> None:

@@ -153,7 +153,7 @@ def test_a_plan_for_a_card_by_its_name(path: Path, capsys: pytest.CaptureFixture
     assert main(["plan", str(path), "hardware.hbm_limit=24GiB"]) == 0
     limited = capsys.readouterr()
     assert "GeForce RTX 4090" in limited.out
-    assert "note: rates are those of a GeForce RTX 4090, by the size of GPU memory; hardware.profile=" in limited.err
+    assert "note: rates are those of the GeForce RTX 4090, by the size of GPU memory; hardware.profile=" in limited.err
     assert main(["plan", str(path), "hardware.profile=rtx4080"]) == 2
     assert "or a card: rtx4090, " in capsys.readouterr().err
 

@@ -59,7 +59,7 @@ def test_a_run_without_saves(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["inspect", str(run), "--verify", "--config"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[: lines.index("state")] == [
-        "run", "  model   model", "  data    pretrain, text.txt", "  step    1 rows of 8 tokens",
+        "run", "  model   model", "  data    pretrain, text.txt", "  step    1 row of 8 tokens",
     ]  # fmt: skip
     assert lines[lines.index("saves") :] == [
         "saves",

@@ -75,7 +75,7 @@ def test_everything_is_on_the_page_whatever_the_length(tmp_path: Path, num_rows:
     assert "max_failures" not in text, "it is the default"
     for told in (
         "pretrain, text.txt",
-        "1 rows of 8 tokens",
+        "1 row of 8 tokens",
         "A <processor>",
         "best held-out loss",
         "first → last step",

@@ -109,7 +109,7 @@ def test_a_plan_for_a_gpu_needs_neither_that_nor_data(tmp_path: Path, capsys: py
         shown = capsys.readouterr()
         assert "CUDA context" in shown.out
         here = f"(relative paths start at {Path.cwd()}); a plan does without data, training does not"
-        assert [line for line in shown.err.splitlines() if not line.startswith("note: rates are those of a ")] == [
+        assert [line for line in shown.err.splitlines() if not line.startswith("note: rates are those of the ")] == [
             f"note: data.path: no such file: /nowhere.txt {here}",
             f"note: data.eval_path: no such file: /held_out.txt {here}",
         ]

@@ -136,7 +136,7 @@ def test_what_cannot_be_learned_is_dropped_and_counted(tmp_path: Path) -> None:
     path, tally = write(tmp_path, chat("q"), chat("q", "x", "r"), chat("q", "y"), context), RecordTally()
     assert [shown(s) for s in read(path, tally, template=tagged, learn="last")] == [".X."]
     assert tally.lines() == [
-        "4 records: 1 sequences, 3 tokens, 1 of them learned",
+        "4 records: 1 sequence, 3 tokens, 1 of them learned",
         f"1 without an assistant turn, dropped ({path}, line 1)",
         f"1 without a token that its template marks as the assistant's, dropped ({path}, line 3)",
         f"1 without a token to learn, dropped ({path}, line 4)",
@@ -175,7 +175,7 @@ def test_a_template_that_rewrites_earlier_answers_gives_a_sequence_for_each(tmp_
 
 
 def test_nothing_to_learn_is_an_error_that_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)nothing to learn.1 records: 0 .*1 without an assistant turn, dropped"):
+    with pytest.raises(ConfigError, match=r"(?s)nothing to learn.1 record: 0 .*1 without an assistant turn, dropped"):
         read(write(tmp_path, chat("q")))
     with pytest.raises(ConfigError, match=r"(?s)nothing to learn.0 records"):
         read(write(tmp_path))
