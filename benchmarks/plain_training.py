@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.initialization import no_init_weights
 
-from megatrain_ray.config.groups import OptimizationConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.split_master import to_working

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megatrain_ray.config.groups import DataConfig, NodeConfig, OptimizationConfig, Settings
+from megatrain_ray.config.groups import DataConfig, NodeConfig, Settings
 from megatrain_ray.config.other_tools import key_for, reason_for
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.units import format_ranges, parse_ranges
 
 # Keys of `data` that are valid for some kinds of data only, and these kinds.

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from megatrain_ray.config.groups import LoraConfig, ModelConfig
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.train_groups import LoraConfig
 from megatrain_ray.engine.model.lora import A_END, B_END, is_adapter, is_transposed, module_of
 from megatrain_ray.engine.weights.export_save import export_tensors, owned, whole
 from megatrain_ray.engine.weights.frozen_checksums import source_checksums

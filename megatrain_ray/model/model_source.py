@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megatrain_ray.config.groups import LoraConfig, ModelConfig
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.train_groups import LoraConfig
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
 from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.expert_groups import GroupedFactory

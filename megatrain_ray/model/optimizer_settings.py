@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatrain_ray.config.groups import OptimizationConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from megatrain_ray.config.groups import LoraConfig
+from megatrain_ray.config.train_groups import LoraConfig
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import LoraRules

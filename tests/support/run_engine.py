@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatrain_ray.config.groups import LoraConfig, ModelConfig
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.train_groups import LoraConfig
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.discovery.discover import discover

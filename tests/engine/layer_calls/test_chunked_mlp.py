@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from megatrain_ray.config.groups import LoraConfig
+from megatrain_ray.config.train_groups import LoraConfig
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layer_calls.chunked_mlp import ChunkedMlp, installed

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from megatrain_ray.cli import main
-from megatrain_ray.config.groups import LoraConfig, ModelConfig
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import LoraConfig
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layer_calls.template import structure

@@ -1,0 +1,138 @@
+"""Defines the settings of the updates: of `train` and `lora`."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatrain_ray.config.values import (
+    Count,
+    Group,
+    NotNegative,
+    Patterns,
+    Positive,
+    Rate,
+    Seed,
+    Text,
+    WarmUp,
+    exact,
+)  # fmt: skip
+
+
+class ParameterGroupConfig(Group):
+    """Gives a group of parameters their own learning rate, decay or optimizer."""
+
+    match: Annotated[Patterns, Field(min_length=1)]
+    """A pattern of parameter names, or a list of them."""
+    lr: Positive | None = None
+    """Their peak learning rate; it follows the schedule in proportion. Unset: train.lr."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Of all that match, norms and biases too. Unset: train.weight_decay for matrices."""
+    optimizer: Literal["adamw", "muon"] | None = None
+    """With train.optimizer: muon, what trains them. Unset: Muon the matrices of the layers, AdamW the rest."""
+
+
+class MuonConfig(Group):
+    """Holds Muon's own settings; learning rate and decay are those of `train`."""
+
+    momentum: Rate = 0.95
+    """Weight of the old momentum in the new one."""
+    nesterov: bool = True
+    """Orthogonalise the momentum with the gradient mixed in once more."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz steps that orthogonalise a matrix, in bf16."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of a matrix's learning rate. match_rms_adamw: 0.2·√max(rows, columns), which suits AdamW's learning rate
+    and decay; original: √max(1, rows/columns)."""
+
+
+class OptimizationConfig(Group):
+    steps: NotNegative | None = None
+    """Updates in total, those before a resume included; 0: only evaluate. Set exactly one of train.steps and
+    train.epochs."""
+    epochs: Positive | None = None
+    """Passes over the training data: steps = epochs × rows ÷ batch_size, rounded up, once the data are tokenised."""
+    batch_size: Count | None = None
+    """Sequences of an update = micro_batch_size × accumulate × num_gpus; null: from these, 1 each if unset."""
+    micro_batch_size: Count | None = None
+    """Sequences of one forward; the plan chooses if only batch_size is set."""
+    accumulate: Count | None = None
+    """Micro-batches of an update."""
+    lr: Positive = 1e-4
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the schedule's end."""
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    """Course of the learning rate from its peak to min_lr, after a linear warm-up."""
+    warmup_steps: WarmUp = 0
+    """Updates until the learning rate reaches its peak; a number below 1 is their share of all steps."""
+    warmup_from_zero: bool = False
+    """Warm up as Transformers does: step 1 has a rate of zero, and the step after warmup_steps the peak."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay, times the learning rate; none on norms and biases."""
+    trainable: Patterns = ()
+    """Patterns (regular expressions) of parameter names; what none matches is frozen. Empty: all are trained."""
+    freeze: Patterns = ()
+    """Patterns of parameters to freeze, out of the trainable ones."""
+    groups: Annotated[tuple[ParameterGroupConfig, ...], Field(strict=False)] = ()
+    """Parameters with their own rates: {match, lr, weight_decay, optimizer}; the first match counts."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon trains the layers' matrices, AdamW all else."""
+    muon: MuonConfig = MuonConfig()
+    """Muon's own numbers."""
+    betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
+    """Decay of AdamW's two moments per update."""
+    eps: Positive = 1e-8
+    """Added to the root of AdamW's second moment."""
+    clip: Positive | None = 1.0
+    """Largest global gradient norm; null: no clipping, so updates start during the backward."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Adds this × logsumexp(logits)² to each supervised token's loss; PaLM used 1e-4."""
+    label_smoothing: Rate = 0.0
+    """Share of a target's probability spread over the vocabulary."""
+    seed: Seed = 0
+    """Seed of dropout and of the rounding of bf16 moments."""
+    precision: Literal["bf16", "fp32", "tf32"] = "bf16"
+    """Number format of the compute; masters are always FP32."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """bf16: AdamW's moments take half the room, stochastically rounded, so results differ from plain PyTorch."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16: sums over micro-batches are rounded once before they leave the device."""
+    deterministic: bool = False
+    """Use kernels that give the same bits on every run."""
+
+    @property
+    def num_steps(self) -> int:
+        """Return train.steps, which TrainConfig.with_steps has set by then if the configuration gives train.epochs."""
+        assert self.steps is not None
+        return self.steps
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Return the updates of the warm-up. A share is rounded up, as in Transformers."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(exact(self.warmup_steps) * self.num_steps)
+
+    @property
+    def split_is_free(self) -> bool:
+        """Return whether the plan may choose micro-batch size and accumulation."""
+        return self.micro_batch_size is None and self.accumulate is None
+
+
+class LoraConfig(Group):
+    """Configures low-rank adapters: pairs of thin trained matrices added to frozen linear layers."""
+
+    match: Annotated[Patterns, Field(min_length=1)]
+    """Patterns (regular expressions) over the paths of linear modules that get a pair. All else is frozen, except what
+    train.trainable matches."""
+    rank: Count = 16
+    """Smaller side of a pair's two matrices."""
+    alpha: Positive = 32.0
+    """A pair's product is scaled by alpha ÷ rank."""
+    dropout: Rate = 0.0
+    """Dropout on a pair's input."""
+    path: Text | None = None
+    """Folder or hub id of an adapter (peft's format) to continue; null: a new one."""
