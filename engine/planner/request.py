@@ -57,10 +57,10 @@ class Machine:
     ram_bytes: int
     hbm_bytes: int | None
     profile: HardwareProfile | None = None
-    card: HardwareProfile | None = None
     spill: SpillSpace | None = None  # None: nothing is spilled
     nodes: tuple[NumaNode, ...] = ()  # NUMA nodes, if there are several; empty: nothing is bound to a node
     gpus: tuple[Gpu, ...] = ()  # of each host, in torch's order
+    card: HardwareProfile | None = None
 
     def shards(self, asked: int | None) -> int:
         """Return the number of optimizer shards.
