@@ -25,6 +25,8 @@ def evaluate(options: Namespace) -> str:
             f"{source} is no run directory: give --config FILE, a configuration whose data.eval_path is evaluated"
         )
     config = load_config(file or files.config_file, options.overrides)
+    if file is None:
+        config = config.as_begun()  # else texts of an earlier release's run would begin with a bos token
     step = choose_save(files, options.step) if files.holds_run else options.step
     with redirect_stdout(sys.stderr):
         row = evaluate_model(source, config, step)

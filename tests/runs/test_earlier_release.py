@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatrain_ray.commands import evaluate
+from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder, verify
 from megatrain_ray.run.run_files import RunFiles
 from tests.support.in_process import Train
@@ -24,6 +26,14 @@ def test_its_files_are_read() -> None:
     assert (manifest.step, manifest.run, files.read_token()) == (4, None, None)
     assert [problem for step in (2, 4) for problem in verify(save_folder(files.saves, step))] == []
     assert len(files.rows()) == 4
+
+
+def test_its_texts_begin_as_they_did_where_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bos token, which a run that begins now puts before each text if Transformers does."""
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr(evaluate, "evaluate_model", lambda source, config, step: seen.append(config) or {"step": step})
+    cli_here("eval", str(RUN), "--json", "data.eval_path=tests/data/text.txt")
+    assert [config.data.add_bos for config in seen] == [False]
 
 
 def test_its_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train) -> None:
