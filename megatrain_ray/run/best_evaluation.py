@@ -1,7 +1,7 @@
 """Finds the least held-out loss of a run in its evaluations, and whether the run ended early because of it.
 
 Everything is read from evaluations.jsonl, so a kill or a resume changes nothing. The evaluation before the first update
-does not count: no save holds its weights.
+does not count: no save holds its weights. Nor do those of other held-out data, which a resume may have replaced.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ def num_without_better(rows: Sequence[Row]) -> int:
 
 
 def counted(rows: Sequence[Row]) -> list[Row]:
-    """Return the evaluations of weights that a save may hold."""
-    return [row for row in rows if row["step"] >= 1]
+    """Return the evaluations of weights that a save may hold, on the held-out data of the newest one.
+
+    Other data are known by another number of tokens.
+    """
+    of_saves = [row for row in rows if row["step"] >= 1]
+    return [row for row in of_saves if row.get("eval_tokens") == of_saves[-1].get("eval_tokens")]
 
 
 def why_ended_early(rows: Sequence[Row], patience: int | None) -> str | None:

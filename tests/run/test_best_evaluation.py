@@ -35,3 +35,11 @@ def test_a_run_ends_early_when_patience_is_lost() -> None:
     assert why_ended_early(losing, 3) is None
     assert why_ended_early(losing, None) is None
     assert "no eval_loss of the last 1 evaluations was finite" in str(why_ended_early(rows(1.0, None), 1))
+
+
+def test_evaluations_of_other_held_out_data_are_not_compared() -> None:
+    """A resume with another data.eval_path."""
+    before, after = ([row | {"eval_tokens": tokens} for row in rows(0.5, 1.0, 2.0)] for tokens in (100, 300))
+    moved = [*before, *({**row, "step": row["step"] + 20, "eval_loss": row["eval_loss"] + 4} for row in after[1:])]
+    assert best_evaluation(moved) == moved[-2]
+    assert num_without_better(moved) == 1
