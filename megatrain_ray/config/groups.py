@@ -25,6 +25,7 @@ from megatrain_ray.config.values import (
     StepsOrEpochs,
     StepsOrSeconds,
     Switch,
+    TemplateArguments,
     Text,
     wandb_project,
 )  # fmt: skip
@@ -69,7 +70,7 @@ class DataConfig(Group):
     """sft: format of the records; auto: by each record's keys."""
     chat_template: Text | None = None
     """sft: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain one."""
-    chat_template_args: dict[str, Any] = {}  # noqa: RUF012, pydantic copies it
+    chat_template_args: TemplateArguments = {}  # noqa: RUF012, pydantic copies it
     """sft: variables of the template, such as {enable_thinking: false}."""
     learn: Literal["all", "last"] = "all"
     """sft: answers of a chat that are learned: all, or only the last."""

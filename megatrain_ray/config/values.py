@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import re
 from fractions import Fraction
 from functools import partial
@@ -201,6 +203,21 @@ def model_settings(value: Any) -> dict[str, Any] | str:
     raise ValueError(f"expected a mapping of the model's settings, or the path of a config.json; got {value!r}")
 
 
+def template_arguments(value: Any) -> Any:
+    """Return variables of a template with dates as texts: YAML reads 2024-07-26 as a date, which no template writes.
+
+    Raises ValueError for what JSON cannot hold.
+    """
+    if not isinstance(value, dict):
+        return value
+    found = {key: part.isoformat() if isinstance(part, datetime.date) else part for key, part in value.items()}
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected texts, numbers, true, false, null, and lists and mappings of these: {error}") from None
+    return found
+
+
 def number_ranges(expected: str, value: Any) -> str:
     """Return a list of numbers as the kernel writes it: `0-15,32-47`. Raises ValueError if it is not one."""
     numbers = parse_ranges(value) if isinstance(value, str) else (value,) if type(value) is int and value >= 0 else ()
@@ -223,6 +240,7 @@ StepsOrSeconds = Annotated[int | str, BeforeValidator(steps_or_seconds)]
 Sources = Annotated[str | tuple[Source, ...], BeforeValidator(sources_of_data)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(name_patterns)]
+TemplateArguments = Annotated[dict[str, Any], BeforeValidator(template_arguments)]
 ModelSettings = Annotated[dict[str, Any] | Text, BeforeValidator(model_settings)]
 CpuList = Annotated[str, BeforeValidator(partial(number_ranges, "CPUs, as in 0-15,32-47"))]
 GpuList = Annotated[str, BeforeValidator(partial(number_ranges, "GPUs, as in 0-3"))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
 from typing import Any
 
@@ -507,6 +508,10 @@ def test_keys_of_chats() -> None:
     data = {"data__kind": "sft", "data__dataset": ["a", "b"], "data__chat_template_args": {"enable_thinking": False}}
     assert config(**data, data__text_field="text").data.dataset == ("a", "b")
     assert config(**data | {"data__dataset": "a"}).data.chat_template_args == {"enable_thinking": False}
+    dated = config(**data | {"data__chat_template_args": {"date_string": datetime.date(2024, 7, 26)}})
+    assert dated.data.chat_template_args == {"date_string": "2024-07-26"}
+    with pytest.raises(ConfigError, match="data.chat_template_args: expected texts, numbers, true"):
+        config(**data | {"data__chat_template_args": {"x": b"1"}})
     assert refusal(**data, data__chat_format="parquet").startswith("data.chat_format: expected 'auto', 'alpaca'")
     assert refusal(**data | {"data__dataset": [1]}) == "data.dataset: expected a name or a list of names, got [1]"
 
