@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -21,6 +20,7 @@ REFUSED_KEYS = ("chosen", "rejected", "kto_tag", "image", "images", "video", "vi
 # Keys that a turn may have in addition to role and content; templates read these names.
 MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", *THOUGHT_KEYS})
 LEARN_KEYS = ("train", "weight")  # that say how much a turn is learned
+LARGEST_WEIGHT = 3.4e38  # of FP32, about
 MESSAGE_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES = {
     "system": "system",
@@ -241,7 +241,7 @@ def _loss_weight(turn: Mapping[str, Any], role: str) -> float:
     train, weight = turn.get("train", True), turn.get("weight", 1)
     if not isinstance(train, bool):
         raise RecordError(f"train: expected true or false, got {train!r:.60}")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RecordError(f"weight: expected a number of 0 and more, got {weight!r:.60}")
     if role != "assistant":
         for key in LEARN_KEYS:

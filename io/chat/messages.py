@@ -60,7 +60,10 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
         tools = [_parsed(tool, "tools") if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RecordError(f"tools: expected a list of JSON schemas, got {value!r:.60}")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+    found = tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+    if wrong := [tool for tool in found if not isinstance(tool["function"], dict)]:
+        raise RecordError(f"tools: expected a JSON schema under 'function', got {wrong[0]['function']!r:.60}")
+    return found
 
 
 def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
