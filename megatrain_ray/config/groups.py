@@ -60,8 +60,8 @@ class DataConfig(Group):
     """In place of data.eval_path: share of the records of data.path that are held out. A hash of each decides, so
     records that are added later change nothing for the others."""
     max_records: Count | None = None
-    """Only the first records of each source, or of each data set of data.dataset, are used, held-out ones as well;
-    null: all."""
+    """Only the first records of each source (a list without weights is one), or of each data set of data.dataset, are
+    used, held-out ones as well; null: all."""
     dataset: Names | None = None
     """sft: names in the dataset_info.json that data.path is."""
     eval_dataset: Names | None = None

@@ -108,6 +108,9 @@ def llama_factory_data(tree: Mapping[str, Any], found: Findings) -> None:
         raise RefusedError(
             f"dataset_dir: {folder}: download that folder (`hf download --repo-type dataset`), and name it"
         )
+    of_files = str(folder) == "ONLINE" or tree.get("stage") == "pt"  # data.path then lists several as one source
+    if of_files and len(chosen) > 1 and tree.get("max_samples"):
+        raise RefusedError("max_samples: is of each data set there, and data.max_records of all in data.path together")
     if str(folder) == "ONLINE" and tree.get("stage", "sft") == "sft":
         found.settings |= {"data.path": [{"hub": name} for name in chosen], "data.chat_format": "alpaca"}
         return

@@ -445,6 +445,11 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"stage": "dpo", "pref_beta": 0.1},
         "stage: dpo: there is no training",
     ),
+    "a limit of each of several": (
+        LLAMA_FACTORY,
+        {"dataset_dir": "ONLINE", "dataset": "a/b,c/d", "max_samples": 9},
+        "max_samples: is of each data set there, and data.max_records of all in data.path together",
+    ),
     "split off": (LLAMA_FACTORY, {"val_size": 100}, "val_size: 100: expected a share below 1"),
     "media": (LLAMA_FACTORY, {"image_max_pixels": 262144}, "image_max_pixels: only texts are trained on"),
     "best": (
