@@ -16,6 +16,9 @@ from megatrain_ray.errors import InterruptedRunError
 
 log = logging.getLogger(__name__)
 
+# Control characters as escapes: messages quote names from data and from the hub, and a terminal would obey those.
+ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
 
 class _FileLog(logging.FileHandler):
     """Writes log records to a file and drops those that cannot be written."""
@@ -68,16 +71,20 @@ def _log_thread(ended: threading.ExceptHookArgs) -> None:
 
 
 def say(message: str) -> None:
-    """Print a message on standard error and log it."""
+    """Print a message on standard error and log it, with control characters as escapes."""
+    message = message.translate(ESCAPES)
     log.info(message)  # a warning would be printed twice while no log file is open yet
     show(message, sys.stderr)
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print a line on `stream`, by default standard output. If that fails, nothing more is printed there."""
+    """Print a line on `stream`, by default standard output, with control characters as escapes.
+
+    If that fails, nothing more is printed there.
+    """
     stream = stream or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        print(text.translate(ESCAPES), file=stream, flush=True)
     except OSError:
         silence(stream)
 
