@@ -214,7 +214,9 @@ def template_arguments(value: Any) -> Any:
     try:
         json.dumps(found)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"expected texts, numbers, true, false, null, and lists and mappings of these: {error}") from None
+        raise ValueError(
+            f"expected texts, numbers, true, false, null, and lists and mappings of these: {error}"
+        ) from None
     return found
 
 

@@ -200,7 +200,11 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
     "tools": (turns(USER, ANSWER, tools="{"), "auto", "tools: not valid JSON"),
     "weight beyond FP32": (turns(USER, ANSWER | {"weight": 1e39}), "auto", "weight: expected a number of 0 and more"),
     "weight beyond floats": (turns(USER, ANSWER | {"weight": 10**400}), "auto", "weight: expected a number of 0 and"),
-    "tool without a schema": (turns(USER, ANSWER, tools=[{"function": "x"}]), "auto", "tools: expected a JSON schema under"),
+    "tool without a schema": (
+        turns(USER, ANSWER, tools=[{"function": "x"}]),
+        "auto",
+        "tools: expected a JSON schema under",
+    ),
     "tools as number": (turns(USER, ANSWER, tools=3), "auto", "tools: expected a list of JSON schemas, got 3"),
     "call of a user": (turns(USER | {"tool_calls": [CALL]}), "auto", "turn 1 (user): tool_calls: only the assistant"),
     "call without a name": (
