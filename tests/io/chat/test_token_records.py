@@ -150,5 +150,5 @@ def test_bad_records_and_ids_beyond_the_vocabulary_are_named(tmp_path: Path) -> 
         tokens_of(data(file), tmp_path, 64)
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 3 has token id 70, but the model's vocab_size is 64"):
         tokens_of(data(file, bad_records="skip"), tmp_path, 64)
-    with pytest.raises(ConfigError, match=r"data\.path: nothing to learn\n1 records: 0 sequences"):
+    with pytest.raises(ConfigError, match=r"data\.path: nothing to learn\n1 record: 0 sequences"):
         tokens_of(data(write(tmp_path / "b.jsonl", [{"input_ids": [3]}])), tmp_path, 64)
