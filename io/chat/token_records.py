@@ -44,6 +44,7 @@ class PretokenizedRecipe:
     def settings(self) -> dict[str, Any]:
         return {
             "kind": "tokens",
+            "weights": True,  # are read; an earlier release did not
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,

@@ -84,8 +84,11 @@ class TextRecipe:
     has_weights: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Any]:
-        added = {"add_bos": True} if self.add_bos else {}  # tokens of texts without one keep the key that they had
-        return {"text_field": self.text_field, "bad_records": self.bad_records, **added, **self.choice.settings()}
+        # What an earlier release would have made as well keeps the key that it had.
+        added = {"add_bos": True} if self.add_bos else {}
+        extended = {"extended": True} if load_tokenizer(self.tokenizer).is_extended else {}
+        fields = {"text_field": self.text_field, "bad_records": self.bad_records}
+        return {**fields, **added, **extended, **self.choice.settings()}
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
         assert tokenizer is not None

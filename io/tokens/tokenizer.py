@@ -51,6 +51,7 @@ class ByteTokenizer:
     num_ids = 256  # a number greater than every id of a text
     bos = None  # the id of the token that begins a text; None: there is none
     adds_bos = False  # whether Transformers begins a text with it
+    is_extended = False  # whether settings add tokens to those of tokenizer.json, which earlier releases did not read
     end_of_document = 256  # the id to put between two documents
 
     def encode(self, text: str) -> TokenArray:
@@ -87,11 +88,13 @@ class FolderTokenizer:
         """Read the tokenizer of `folder`. Raises ConfigError if the folder or its tokenizer.json is missing or bad."""
         self._tokenizer = _read(folder)
         try:
-            self._tokenizer.add_tokens(_tokens_to_add(self._tokenizer, folder))
+            to_add = _tokens_to_add(self._tokenizer, folder)
+            self._tokenizer.add_tokens(to_add)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"data.tokenizer: cannot read the tokens that settings in {folder} add: {error}"
             ) from None
+        self.is_extended = bool(to_add)
         self._tokenizer.no_truncation()  # a stored limit would silently truncate a document
         self._tokenizer.no_padding()
         names = named_tokens(folder)

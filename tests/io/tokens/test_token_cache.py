@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.records.read_records import RecordLocation
 from megatrain_ray.io.tokens.token_cache import TextRecipe, find_tokens, key_of, make_tokens, provenance_of
 from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, open_corpus, read_meta
@@ -275,3 +276,12 @@ def test_the_writer_cuts_documents_anywhere(
     assert (writer.highest_id, writer.highest_file) == (max(highest) if expected else -1, first)
     assert [location.number for location in seen] == sorted(location.number for location in seen)
     assert seen[-1].number == len(documents)
+
+
+def test_tokens_of_an_earlier_release_that_read_less_are_not_found(tmp_path: Path, recipe: TextRecipe) -> None:
+    """It read tokenizer.json alone, and no weights of tokens."""
+    plain = replace(recipe, tokenizer=word_tokenizer(tmp_path / "plain", 3))
+    assert plain.settings() == {"text_field": "text", "bad_records": "error"}
+    (tmp_path / "plain" / "added_tokens.json").write_text('{"<|a|>": 3}')
+    assert plain.settings() == {"text_field": "text", "bad_records": "error", "extended": True}
+    assert PretokenizedRecipe((), "turn", 8, "error").settings()["weights"]
