@@ -175,7 +175,7 @@ def test_evaluations_are_drawn_and_listed(run: Path, capsys: pytest.CaptureFixtu
 def test_the_last_and_the_best_evaluation_are_named_at_the_end() -> None:
     rows = [evaluation(0, 5.0), evaluation(2, 2.0), evaluation(4, 3.0)]
     last = "held out  after step 4  eval_loss 3.0000  perplexity 3  1.00k tokens in 2s"
-    following = 'next      megatrain generate runs/x "PROMPT", megatrain export runs/x OUT_DIR'
+    following = 'next      megatrain generate runs/x "PROMPT" (--chat), megatrain export runs/x OUT_DIR'
     assert list(summarize([], Path("runs/x"), rows)) == [
         last, "          best: eval_loss 2.0000 after step 2", following
     ]  # fmt: skip
@@ -198,7 +198,7 @@ def test_what_is_said_at_the_end() -> None:
         "waited    optimizer 37.5%, data 7.5% of the time",
         "memory    4.00 GiB of the device at most, 1.00 MiB of shared host memory",
         "skipped   1 updates whose gradient was not finite",
-        'next      megatrain generate runs/x "PROMPT", megatrain export runs/x OUT_DIR',
+        'next      megatrain generate runs/x "PROMPT" (--chat), megatrain export runs/x OUT_DIR',
     ]
     assert list(summarize([], Path("runs/x"))) == []
     idle = [row | {"exposed_s": {"h2d": 0.0}} for row in rows]
