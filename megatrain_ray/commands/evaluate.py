@@ -24,7 +24,10 @@ def evaluate(options: Namespace) -> str:
         raise ConfigError(
             f"{source} is no run directory: give --config FILE, a configuration whose data.eval_path is evaluated"
         )
-    config = load_config(file or files.config_file, options.overrides)
+    overrides = list(options.overrides)
+    if any(text.startswith("data.eval_path=") for text in overrides):  # in place of a share of the training records
+        overrides.insert(0, "data.eval_fraction=null")
+    config = load_config(file or files.config_file, overrides)
     if file is None:
         config = config.as_begun()  # else texts of an earlier release's run would begin with a bos token
     step = choose_save(files, options.step) if files.holds_run else options.step

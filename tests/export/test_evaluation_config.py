@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.commands import evaluate
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.export.evaluation_config import evaluation_config
 from megatrain_ray.planning.run_spec import planning_problem
@@ -52,3 +53,15 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, arguments: list[str
     done = cli_here("eval", *(text.format(**names) for text in arguments))
     assert (done.returncode, done.stdout) == (2, "")
     assert message.format(**names) in done.stderr
+
+
+def test_other_data_stand_in_for_a_share_of_the_training_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr(evaluate, "evaluate_model", lambda source, config, step: seen.append(config) or {})
+    tree = config(tmp_path / "run", {"model_type": "gpt2"}, data__eval_fraction=0.1)
+    file = write_config(tmp_path / "config.yaml", tree)
+    done = cli_here("eval", "model", "--config", str(file), "data.eval_path=other.jsonl", "--json")
+    assert done.returncode == 0, done.stderr
+    assert (seen[0].data.eval_path, seen[0].data.eval_fraction) == ("other.jsonl", None)
