@@ -59,7 +59,12 @@ def test_other_data_stand_in_for_a_share_of_the_training_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(evaluate, "evaluate_model", lambda source, config, step: seen.append(config) or {})
+
+    def evaluated(source: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
+        seen.append(config)
+        return {}
+
+    monkeypatch.setattr(evaluate, "evaluate_model", evaluated)
     tree = config(tmp_path / "run", {"model_type": "gpt2"}, data__eval_fraction=0.1)
     file = write_config(tmp_path / "config.yaml", tree)
     done = cli_here("eval", "model", "--config", str(file), "data.eval_path=other.jsonl", "--json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,12 @@ def test_its_files_are_read() -> None:
 def test_its_texts_begin_as_they_did_where_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a bos token, which a run that begins now puts before each text if Transformers does."""
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(evaluate, "evaluate_model", lambda source, config, step: seen.append(config) or {"step": step})
+
+    def evaluated(source: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
+        seen.append(config)
+        return {}
+
+    monkeypatch.setattr(evaluate, "evaluate_model", evaluated)
     cli_here("eval", str(RUN), "--json", "data.eval_path=tests/data/text.txt")
     assert [config.data.add_bos for config in seen] == [False]
 
