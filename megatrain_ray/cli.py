@@ -149,7 +149,9 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", default=[], metavar="key=value", help="as in data.eval_path=held_out.jsonl"
     )
     parser.add_argument("--json", action="store_true", help="the numbers as a line of evaluations.jsonl")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="whose data.eval_path is evaluated (the run's own)")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration whose held-out data are evaluated (the run's own)"
+    )
     _add_step(parser)
 
 

@@ -259,6 +259,8 @@ def _output_if_done(run: RunDir, manifest: Manifest | None, config: TrainConfig)
     epochs = config.train.epochs
     length = f" of {config.train.steps}" if epochs is None else f", the end of train.epochs: {epochs:g}"
     show(f"already at step {manifest.step}{length}: nothing to do ({run.path})")
+    key = "train.steps" if epochs is None else "train.epochs"
+    say(f"to go on, also with changed rates, give a larger {key}; to train anew, another run_dir")
     return TrainOutput.of(run, manifest.step, None)
 
 

@@ -199,7 +199,8 @@ def render_prompt(template: ChatTemplate, conversation: Conversation) -> str:
 def _leaves_out(template: ChatTemplate, what: str, index: int | None = None) -> RecordError:
     turn = "" if index is None else f"turn {index + 1}: "
     return RecordError(
-        f"{turn}the chat template ({template.name}) leaves out {what}; set data.chat_template to one that writes it"
+        f"{turn}the chat template ({template.name}) leaves out {what}; set data.chat_template to one that writes "
+        "it (of the named ones, qwen and llama3 write calls)"
     )
 
 

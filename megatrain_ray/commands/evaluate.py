@@ -22,7 +22,8 @@ def evaluate(options: Namespace) -> str:
     files = RunFiles(Path(source).absolute())
     if file is None and not files.holds_run:
         raise ConfigError(
-            f"{source} is no run directory: give --config FILE, a configuration whose data.eval_path is evaluated"
+            f"{source} is no run directory: give --config FILE, a configuration with data.eval_path or "
+            "data.eval_fraction, whose held-out data are evaluated"
         )
     overrides = list(options.overrides)
     if any(text.startswith("data.eval_path=") for text in overrides):  # in place of a share of the training records

@@ -37,7 +37,8 @@ def generate_text(options: Namespace) -> None:
             for record in records:
                 print(json.dumps(record, ensure_ascii=False))
         elif options.chat:
-            _chat(model, sampling, options.system, iter([prompt]) if prompt is not None else _typed(options.source))
+            turns = iter([prompt]) if prompt is not None else _typed(options.source)
+            _chat(model, sampling, options.system, turns, is_typed=prompt is None)
         else:
             _stream(model, encode_text(model, prompt or ""), sampling)
 
@@ -77,13 +78,21 @@ def _typed(source: str) -> Iterator[str]:
             yield text
 
 
-def _chat(model: LoadedModel, sampling: Sampling, system: str | None, turns: Iterator[str]) -> None:
+def _chat(model: LoadedModel, sampling: Sampling, system: str | None, turns: Iterator[str], *, is_typed: bool) -> None:
+    """Answer the user's turns. Ctrl-C ends the answer to a typed one, and else the command."""
     from megatrain_ray.generate.answer import encode_chat
 
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     for text in turns:
-        messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": _stream(model, encode_chat(model, messages), sampling)})
+        asked: list[Message] = [*messages, {"role": "user", "content": text}]
+        try:
+            answer = _stream(model, encode_chat(model, asked), sampling)
+        except KeyboardInterrupt:
+            if not is_typed:
+                raise
+            show("\n(interrupted: this question and its answer are left out; /exit ends the chat)", sys.stderr)
+        else:
+            messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _stream(model: LoadedModel, prompt: list[int], sampling: Sampling) -> str:
@@ -94,5 +103,9 @@ def _stream(model: LoadedModel, prompt: list[int], sampling: Sampling) -> str:
     [answer] = generate(model, [prompt], sampling, streamer)
     print(flush=True)
     if not answer.ended:
-        show(f"(stopped after {sampling.max_new_tokens} tokens; --max-new-tokens allows more)", sys.stderr)
+        show(
+            f"(stopped after {sampling.max_new_tokens} tokens; --max-new-tokens allows more, and "
+            "--temperature 0.7 helps against repetition)",
+            sys.stderr,
+        )
     return answer.text

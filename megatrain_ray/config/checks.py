@@ -265,7 +265,7 @@ def _unknown(key: str, root: type[BaseModel]) -> str:
     near = key_of(name, root) or _nearest(name, siblings, cutoff=0.85)
     if near is None and (reason := reason_for(name)):
         return f"{key}: unknown key; {reason}"
-    near = near or _nearest(name, siblings) or _nearest(name, keys)
+    near = near or _nearest(name, siblings) or _nearest(name, keys, cutoff=0.8)
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
     return f"{key}: unknown key; {hint}"
 

@@ -17,7 +17,7 @@ from typing import Any
 STDERR = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN_S = 0.02  # seconds after which a signal is sent again that came where no exception can be raised
-MESSAGE = "interrupted: {}stopping (once more: stop at once)\n"
+MESSAGE = "interrupted: {} (once more: stop at once{})\n"
 
 
 class Interrupts:
@@ -29,7 +29,9 @@ class Interrupts:
     def __init__(self, *, saves: bool = True) -> None:
         """Prepare the handlers. `saves`: the message about a deferred signal says that the run saves first."""
         self.requested = False  # set by a deferred signal
-        self._message = MESSAGE.format("saving, then " if saves else "").encode()
+        self._message = MESSAGE.format(
+            *(("saving, then stopping, after the steps under way", ", without a save") if saves else ("stopping", ""))
+        ).encode()
         self._puts_off = self._raised = False
         self._before: dict[signal.Signals, Any] = {}
 

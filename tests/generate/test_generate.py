@@ -70,7 +70,10 @@ def test_an_answer_comes_in_words_and_ends_at_the_templates_end(model: str) -> N
 def test_what_was_cut_is_told(model: str) -> None:
     done = cli_here("generate", model, "--chat", "Is it?", "--max-new-tokens", "3")
     assert (done.returncode, done.stdout) == (0, "yes\n")
-    assert done.stderr == "(stopped after 3 tokens; --max-new-tokens allows more)\n"
+    assert (
+        done.stderr
+        == "(stopped after 3 tokens; --max-new-tokens allows more, and --temperature 0.7 helps against repetition)\n"
+    )
 
 
 def test_a_seed_gives_the_same_text_again(model: str) -> None:
@@ -128,6 +131,23 @@ def test_a_chat_in_a_terminal_keeps_its_history(
     assert done.returncode == 0
     assert done.stdout.split() == [*ANSWER.split(), *ANSWER.split()]
     assert bytes(prompts[1]).decode() == f"u>a?\na>{ANSWER}#~\nu>b?\na="
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, asked = answer.generate, []
+
+    def interrupted_once(*arguments: Any) -> Any:
+        asked.append(bytes(arguments[1][0]).decode())
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return generate(*arguments)
+
+    monkeypatch.setattr(answer, "generate", interrupted_once)
+    typed(monkeypatch, "a?", "b?")
+    done = cli_here("generate", model, "--chat")
+    assert (done.returncode, done.stdout.split()) == (0, ANSWER.split())
+    assert asked[1] == "u>b?\na="
+    assert "this question and its answer are left out" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
     ),
     "nothing to learn": (
         lambda f, t: t["data"].update(path=line(f / "a.jsonl", {"messages": TURNS[:1]})),
-        "data.path: nothing to learn\n1 records: 0 sequences",
+        "data.path: nothing to learn\n1 record: 0 sequences",
     ),
     "variables of the renderer's own": (
         lambda f, t: t["data"].update(chat_template_args={"tools": []}),
