@@ -231,6 +231,7 @@ def _described(entry: Mapping[str, Any], names: Sequence[str]) -> Splits:
 
 def _regex(pattern: str) -> str:
     """Return a glob of a README as a regular expression: `**` reaches into folders, `*` and `?` do not."""
+    pattern = re.sub(r"(\*\*/)+", "**/", re.sub(r"\*{3,}", "**", pattern))  # repeated ones would be tried in every way
     meanings = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(meanings.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", pattern))
 

@@ -35,7 +35,7 @@ def generate_text(options: Namespace) -> None:
         if options.prompts is not None:
             records = answer_file(model, options.prompts, sampling, chat=options.chat, batch_size=options.batch_size)
             for record in records:
-                print(json.dumps(record, ensure_ascii=False))
+                print(json.dumps(record, ensure_ascii=False, default=str))  # a table may hold times
         elif options.chat:
             turns = iter([prompt]) if prompt is not None else _typed(options.source)
             _chat(model, sampling, options.system, turns, is_typed=prompt is None)

@@ -85,8 +85,8 @@ def _length_disagreements(config: Settings) -> Iterator[str]:
         yield "train.steps or train.epochs is required: how long to train, in updates or in passes over the data"
     if train.steps is not None and train.epochs is not None:
         yield f"train.steps: {train.steps} and train.epochs: {train.epochs:g} are both set; set one of them to null"
-    if train.steps == 0 and not config.eval_every:
-        yield "train.steps: 0 makes no update and eval_every: 0 no evaluation; set one of them"
+    if train.steps == 0 and not config.evaluates:
+        yield "train.steps: 0 makes no update, and no held-out data are evaluated; set train.steps or data.eval_path"
     if train.steps is not None and train.warmup_steps > train.steps:
         remedy = f"set train.warmup_steps to {train.steps} or fewer, or train.steps to {train.warmup_steps} or more"
         yield f"train.warmup_steps: {train.warmup_steps} is more than train.steps: {train.steps}; {remedy}"

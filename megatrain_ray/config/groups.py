@@ -292,7 +292,7 @@ class Settings(Group):
         assert not isinstance(self.eval_every, str)
         if not self.evaluates:
             return 0
-        return self.train.num_steps if self.eval_every is None else self.eval_every
+        return max(1, self.train.num_steps) if self.eval_every is None else self.eval_every
 
     @property
     def counts_epochs(self) -> bool:
