@@ -36,7 +36,7 @@ def test_nothing_is_updated_saved_or_left_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{model}"], "{model} is no run directory: give --config FILE, a configuration whose data.eval_path is"),
+        (["{model}"], "{model} is no run directory: give --config FILE, a configuration with data.eval_path or"),
         (["{model}", "--config", "{file}"], "data.eval_path is required: files to evaluate on"),
         (["{model}", "--config", "{file}", "data.eval_path={file}", "--step", "3"], "{model} is no run directory"),
         (["{here}/gone", "--config", "{file}", "data.eval_path={file}"], "{here}/gone is no folder, nor can it be a"),
