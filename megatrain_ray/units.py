@@ -71,7 +71,7 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_quantity(number: int, noun: str) -> str:
     """Format a number of things as `1 row`, `2 rows`, `2 batches`."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number} {noun}{ending}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatrain_ray.units import counted, format_bytes, format_count, format_duration, parse_size
+from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity, parse_size
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,8 @@ def test_counts(count: float, text: str) -> None:
 
 
 def test_one_thing_has_no_plural_ending() -> None:
-    assert [counted(1, "row"), counted(0, "row"), counted(2, "micro-batch")] == ["1 row", "0 rows", "2 micro-batches"]
+    assert [format_quantity(1, "row"), format_quantity(0, "row"), format_quantity(2, "micro-batch")] == [
+        "1 row",
+        "0 rows",
+        "2 micro-batches",
+    ]

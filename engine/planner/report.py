@@ -16,7 +16,7 @@ from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.limits import beyond_device, beyond_disk, host_bytes, spare_ram
 from megatrain_ray.engine.planner.request import ANY_ROOM
 from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay
-from megatrain_ray.units import counted, format_bytes, format_count, format_ranges, format_seconds
+from megatrain_ray.units import format_bytes, format_count, format_quantity, format_ranges, format_seconds
 
 NUM_NAMED = 4  # a list of more layers than this is shortened
 
@@ -30,8 +30,8 @@ def describe(plan: Plan) -> str:
         *_frozen_lines(plan),
         *_tier_lines(plan),
         "",
-        f"step      {counted(step.num_micro_batches, 'micro-batch')} of {step.micro_batch_size} × {step.seq_len} "
-        f"tokens, {step.order.value.replace('_', ' ')}{_gpus(plan)}",
+        f"step      {format_quantity(step.num_micro_batches, 'micro-batch')} of {step.micro_batch_size} × "
+        f"{step.seq_len} tokens, {step.order.value.replace('_', ' ')}{_gpus(plan)}",
         f"weights   stream from {_where_weights_are(plan)}, {plan.slots.num_uploads} uploads a step through "
         f"{len(plan.slots.weights)} slots{_gathered(plan)}",
         _keeping(plan),

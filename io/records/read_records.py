@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.file_formats import JSON, open_bytes, suffix_of
 from megatrain_ray.io.records.read_tables import DELIMITERS, TABLES, read_rows
-from megatrain_ray.units import counted
+from megatrain_ray.units import format_quantity
 
 BadRecords = Literal["error", "skip"]
 REMEMBERED = 5  # locations kept of each outcome
@@ -232,8 +232,8 @@ class RecordTally:
     def lines(self) -> list[str]:
         """Return a line with the totals, and a line for each outcome that occurred with its first locations."""
         lines = [
-            f"{counted(self.num_records, 'record')}: {counted(self.num_sequences, 'sequence')}, {self.num_tokens} "
-            f"tokens, {self.num_supervised} of them learned"
+            f"{format_quantity(self.num_records, 'record')}: {format_quantity(self.num_sequences, 'sequence')}, "
+            f"{self.num_tokens} tokens, {self.num_supervised} of them learned"
         ]
         for outcome in RecordOutcome:
             if count := self.counts[outcome]:

@@ -26,7 +26,7 @@ from megatrain_ray.io.tokens.token_files import Corpus, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 from megatrain_ray.model.model_source import read_model
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.units import counted
+from megatrain_ray.units import format_quantity
 
 LEARNED_STYLE = "bold green"
 OPEN, CLOSE = "«", "»"  # around what is learned, where there are no colours
@@ -180,8 +180,8 @@ def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
     if not isinstance(part.data, HeldOutConfig):
         num_rows = sum(windows.num_windows for windows in part.windows)
         batch_size = config.train.batch_size or config.hardware.num_gpus
-        steps = f"{num_rows / batch_size:.3g} steps of {counted(batch_size, 'row')}"
-        yield f"an epoch is {counted(num_rows, 'row')}, {steps}"
+        steps = f"{num_rows / batch_size:.3g} steps of {format_quantity(batch_size, 'row')}"
+        yield f"an epoch is {format_quantity(num_rows, 'row')}, {steps}"
 
 
 def _records(folder: Path, corpus: Corpus) -> Iterator[str]:
@@ -192,7 +192,7 @@ def _records(folder: Path, corpus: Corpus) -> Iterator[str]:
     if not meta.report:
         skipped = [(meta.num_empty, "empty"), (meta.num_bad, "bad")]
         more = "".join(f", {count} {what} ones skipped" for count, what in skipped if count)
-        yield f"{counted(meta.num_documents, 'text')}, {meta.num_tokens} tokens{more}"
+        yield f"{format_quantity(meta.num_documents, 'text')}, {meta.num_tokens} tokens{more}"
         yield from (f"  {place}" for place in meta.places)
     if corpus.weighted and corpus.loss_weights is not None:
         weights = np.asarray(corpus.loss_weights)
@@ -220,7 +220,7 @@ def _lengths(corpus: Corpus) -> Iterator[str]:
 def _rows(windows: Windows, seq_len: int) -> Iterator[str]:
     room = windows.num_windows * (seq_len + 1)
     used = int(windows.lengths.sum()) if isinstance(windows, SpanWindows) else min(room, windows.num_joined)
-    yield f"{counted(windows.num_windows, 'row')} of {seq_len} inputs, {used / room:.0%} filled"
+    yield f"{format_quantity(windows.num_windows, 'row')} of {seq_len} inputs, {used / room:.0%} filled"
     left = windows.corpus.tokens.size - used
     if isinstance(windows, SpanWindows) and left > 0:
         yield f"{left} tokens are in no row: short ends of texts"

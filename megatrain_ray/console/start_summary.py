@@ -8,7 +8,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.batching.data_counts import DataCounts
-from megatrain_ray.units import counted, format_bytes, format_count, format_duration
+from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity
 
 
 def describe_start(
@@ -34,16 +34,17 @@ def describe_start(
     if not steps:
         yield f"memory    {', '.join(_memory(plan))}"
         return
-    held_out = f"; {counted(num_held_out, 'record')} held out" if num_held_out else ""
+    held_out = f"; {format_quantity(num_held_out, 'record')} held out" if num_held_out else ""
     yield (
-        f"data      {', '.join(_amounts(counts))} of {plan.step.seq_len} tokens; {counted(steps, 'step')} of "
-        f"{counted(plan.batch_size, 'row')} are {steps * plan.batch_size / counts.num_rows:.3g} epochs{held_out}"
+        f"data      {', '.join(_amounts(counts))} of {plan.step.seq_len} tokens; {format_quantity(steps, 'step')} of "
+        f"{format_quantity(plan.batch_size, 'row')} are {steps * plan.batch_size / counts.num_rows:.3g} epochs"
+        f"{held_out}"
     )
-    warmed_up = f" after {counted(train.num_warmup_steps, 'step')} of warm-up" if train.warmup_steps else ""
+    warmed_up = f" after {format_quantity(train.num_warmup_steps, 'step')} of warm-up" if train.warmup_steps else ""
     rate = f"{train.lr:g}" if train.schedule == "constant" else f"{train.lr:g}, {train.schedule} to {train.min_lr:g}"
     yield (
         f"step      {plan.batch_size} × {plan.step.seq_len} tokens, "
-        f"{counted(plan.step.num_micro_batches, 'micro-batch')} of {plan.step.micro_batch_size}{_gpus(plan)}; "
+        f"{format_quantity(plan.step.num_micro_batches, 'micro-batch')} of {plan.step.micro_batch_size}{_gpus(plan)}; "
         f"learning rate {rate}{warmed_up}"
     )
     yield f"memory    {', '.join(_memory(plan))}"
@@ -52,7 +53,7 @@ def describe_start(
         speed = format_count(plan.batch_size * plan.step.seq_len / step_s)
         yield (
             f"time      predicted {step_s:.3g} s a step, {speed} tokens/s, {format_duration(step_s * to_come)} for "
-            f"{counted(to_come, 'step')}"
+            f"{format_quantity(to_come, 'step')}"
         )
 
 
@@ -61,9 +62,9 @@ def _amounts(counts: DataCounts) -> Iterator[str]:
     if counts.num_records is not None:
         fates = ((counts.num_cut, "cut"), (counts.num_dropped, "dropped"))
         named = ", ".join(f"{number} {fate}" for number, fate in fates if number)
-        yield f"{counted(counts.num_records, 'record')}{f' ({named})' if named else ''}"
+        yield f"{format_quantity(counts.num_records, 'record')}{f' ({named})' if named else ''}"
     yield f"{format_count(counts.num_tokens)} tokens"
-    yield counted(counts.num_rows, "row")
+    yield format_quantity(counts.num_rows, "row")
 
 
 def _gpus(plan: Plan) -> str:

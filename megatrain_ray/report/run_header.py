@@ -13,7 +13,7 @@ from megatrain_ray.run.best_evaluation import best_evaluation
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import What
 from megatrain_ray.run.run_model import model_type
-from megatrain_ray.units import counted, format_bytes, format_count, format_duration
+from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -27,7 +27,7 @@ def describe_run(files: RunFiles, config: TrainConfig, plan: Plan | None, histor
     if device := _device(config, plan, history):
         described["device"] = device
     described["data"] = f"{config.data.kind}, {_sources(config.data.path)}"
-    described["step"] = f"{counted(config.train.batch_size or 1, 'row')} of {config.data.seq_len} tokens"
+    described["step"] = f"{format_quantity(config.train.batch_size or 1, 'row')} of {config.data.seq_len} tokens"
     return described
 
 
