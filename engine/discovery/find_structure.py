@@ -14,6 +14,7 @@ from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup, ParameterSpec
 from megatrain_ray.engine.model.lora import is_adapter, module_of
 from megatrain_ray.engine.model.output_recorder import is_recorded
+from megatrain_ray.engine.model.parameter_rules import decays
 from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, Mlp, ModelStructure, kept_in_fp32
 from megatrain_ray.errors import ConfigError
 
@@ -152,8 +153,7 @@ class StructureFinder:
             for local, parameter in self._model.get_submodule(path).named_parameters():
                 full = f"{path}.{local}"
                 owner = self._owners.setdefault(id(parameter), full)
-                # Decoupled weight decay applies to matrices only: norms and biases have one dimension.
-                decay, tied_to = parameter.dim() > 1, None if owner == full else owner
+                decay, tied_to = decays(self._model, full), None if owner == full else owner
                 shape, group = tuple(parameter.shape), self._groups[full]
                 parameters.append(ParameterSpec(full, local, shape, decay, tied_to, group))
         return LayerSpec(name, kind, tuple(modules), tuple(parameters))

@@ -87,6 +87,16 @@ class ParameterRules:
 ALL_ALIKE = ParameterRules()
 
 
+def decays(model: nn.Module, name: str) -> bool:
+    """Return whether weight decay applies to a parameter: to matrices, but neither to norms nor to biases.
+
+    Those mostly have one dimension. Norms of single heads (Cohere) and biases of stacked experts (GPT-OSS) have two.
+    """
+    path, _, local = name.rpartition(".")
+    is_norm = "norm" in type(model.get_submodule(path)).__name__.lower()
+    return model.get_parameter(name).dim() > 1 and not is_norm and not local.endswith("bias")
+
+
 def with_muon(structure: ModelStructure, model: nn.Module) -> ModelStructure:
     """Return the structure with those parameters marked that Muon trains.
 
@@ -115,10 +125,9 @@ def _is_for_muon(p: ParameterSpec, structure: ModelStructure, model: nn.Module, 
         )
     if p.group.muon is not None:
         return p.group.muon
-    path, _, local = p.name.rpartition(".")
-    # Neither tables whose rows are looked up, nor convolutions, nor stacks of biases count as matrices.
-    is_table = p.name in structure.looked_up or isinstance(model.get_submodule(path), _ConvNd)
-    return in_block and len(p.shape) in MUON_DIMENSIONS and not is_table and not local.endswith("bias")
+    # Neither tables whose rows are looked up, nor convolutions, nor what does not decay count as matrices.
+    is_table = p.name in structure.looked_up or isinstance(model.get_submodule(p.name.rpartition(".")[0]), _ConvNd)
+    return in_block and len(p.shape) in MUON_DIMENSIONS and not is_table and p.decay
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:

@@ -27,6 +27,8 @@ from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import dropout_seed
 from tests.support.rounded_moments import round_moments
 
+UNDECAYED = re.compile(r"bias$|norm\w*\.weight$")  # names of biases, and of norms, of which some have two dimensions
+
 Named = dict[str, Tensor]
 Weighted = tuple[Tensor, Tensor | None]  # targets and their loss weights
 
@@ -408,15 +410,15 @@ def _layer_list(model: Any, unreached: tuple[str, ...]) -> nn.ModuleList:
 def _matrices(model: Any, recipe: Recipe, unreached: tuple[str, ...]) -> list[str]:
     """Return the names of the parameters that Muon trains.
 
-    These are matrices, and stacks of them, of the decoder layers, unless the pattern's group says otherwise. Biases,
-    tables and convolutions are not among them.
+    These are matrices, and stacks of them, of the decoder layers, unless the pattern's group says otherwise. Norms,
+    biases, tables and convolutions are not among them.
     """
     if recipe.muon is None:
         return []
     layers = _layer_list(model, unreached)
     tables = [m for m in layers.modules() if isinstance(m, nn.Embedding | nn.Conv1d)]
     inside = {id(p) for p in layers.parameters()} - {id(m.weight) for m in tables}
-    by_rule = {n for n, p in _trained(model) if id(p) in inside and p.dim() > 1 and not n.endswith("bias")}
+    by_rule = {n for n, p in _trained(model) if id(p) in inside and p.dim() > 1 and not UNDECAYED.search(n)}
     own = {name: _own(name, recipe).muon for name, _ in _trained(model)}
     return [name for name, muon in own.items() if (name in by_rule if muon is None else muon)]
 
@@ -470,7 +472,7 @@ class _Optimizer:
 
     def _group(self, name: str, recipe: Recipe) -> dict[str, Any]:
         own, p = _own(name, recipe), self._masters[name]
-        decay = recipe.weight_decay if p.dim() > 1 else 0.0
+        decay = recipe.weight_decay if p.dim() > 1 and not UNDECAYED.search(name) else 0.0
         decay = decay if own.weight_decay is None else own.weight_decay
         lr_scale = 1.0 if own.lr is None else own.lr / recipe.lr
         return {"params": [p], "weight_decay": decay, "lr_scale": lr_scale, "name": name}

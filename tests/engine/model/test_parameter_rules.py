@@ -8,7 +8,7 @@ from torch import nn
 
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.flat_layout import COMMON, FROZEN, ParameterGroup
-from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
+from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules, decays
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
 from tests.support.families import FAMILIES
@@ -88,6 +88,16 @@ def test_what_the_model_froze_stays_so() -> None:
     assert groups["layers.0.up.weight"] is FROZEN
     with pytest.raises(ConfigError, match="leave no parameter to train"):
         ParameterRules(trainable=(r"layers\.0\.",)).assign(model)
+
+
+def test_neither_norms_nor_biases_decay_whatever_their_shape() -> None:
+    """Cohere has a norm for each head, and GPT-OSS biases for each expert: matrices in shape only."""
+    model = Toy()
+    model.q_norm = nn.LayerNorm((4, 8))
+    model.experts = nn.ParameterDict({"up_proj": torch.zeros(4, 3, 2), "up_proj_bias": torch.zeros(4, 3)})
+    left = [name for name, p in model.named_parameters() if p.dim() > 1 and not decays(model, name)]
+    assert left == ["q_norm.weight", "q_norm.bias", "experts.up_proj_bias"]
+    assert not decays(model, "layers.0.down.bias")
 
 
 def test_parameters_that_a_text_never_reaches() -> None:
