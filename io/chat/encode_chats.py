@@ -17,12 +17,14 @@ from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.mark_turns import MarkedText, TurnMarker
 from megatrain_ray.io.chat.process_map import map_in_order
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
+from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
 from megatrain_ray.io.records.read_records import (
     BadRecords,
     RecordError,
     RecordLocation,
     RecordOutcome,
     RecordTally,
+    as_written,
     check_unicode,
     read_records,
 )
@@ -63,6 +65,7 @@ class ChatRecipe:
             **({"datasets": [source.dataset for source in self.sources]} if self.choice.max_records else {}),
             **self.choice.settings(),
             "learn": [self.learn, self.learn_reasoning],
+            **({"nulls": False} if any(suffix_of(file) in (PARQUET, ARROW) for file in self.files) else {}),
         }
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
@@ -85,7 +88,7 @@ class ChatRecipe:
                 chooser.restart()
             dataset = source.dataset
             for location, record in chooser.of(read_records(source.file)):
-                yield location, (number, record)
+                yield location, (number, as_written(location, record))
         chooser.check()
 
 

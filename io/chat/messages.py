@@ -27,9 +27,13 @@ def text_of(content: Any, where: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+    if isinstance(content, list) and all(map(_is_text, content)):
         return "".join(part["text"] for part in content)
     raise RecordError(f"{where}: expected a text or a list of text parts, got {content!r:.60}")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
 
 
 def new_message(role: str, text: str, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,6 +99,8 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         arguments = _parsed(arguments, "arguments of a tool call")
+    if not isinstance(arguments, dict):
+        raise RecordError(f"arguments of a tool call: expected a mapping, or its JSON text, got {arguments!r:.60}")
     envelope = {key: value for key, value in call.items() if key in ("id", "type") and value is not None}
     return {"type": "function", **envelope, "function": {**function, "arguments": arguments}}
 

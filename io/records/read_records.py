@@ -77,6 +77,27 @@ def unreadable(file: Path, error: Exception, where: str = "") -> ConfigError:
     )
 
 
+def as_written(location: RecordLocation, record: Any) -> Any:
+    """Return a record as it was before a table stored it, if it is of one. `location`: of the record."""
+    return without_nulls(record) if location.unit == "row" else record
+
+
+def without_nulls(record: Any) -> Any:
+    """Return a record without keys that are null inside its values.
+
+    Arrow gives all mappings of a column the same keys, those of other records with null. So does the datasets library.
+    """
+    if not isinstance(record, dict):
+        return record
+    return {key: _without_null_keys(value) for key, value in record.items()}
+
+
+def _without_null_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null_keys(part) for key, part in value.items() if part is not None}
+    return [_without_null_keys(part) for part in value] if isinstance(value, list) else value
+
+
 def as_mapping(record: Any) -> Mapping[str, Any]:
     """Return a record of `read_records`. Raises RecordError if it could not be decoded or is no mapping."""
     if isinstance(record, RecordError):

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatrain_ray.io.chat.token_records import ATTENDED, IDS, LABELS, LOSS_MASK
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent
+from megatrain_ray.io.records.read_records import without_nulls
 from megatrain_ray.model.model_source import GENERATION_NAME
 from megatrain_ray.run.run_dir import RunDir
 
@@ -241,16 +243,17 @@ def _write_records(name: str, dataset: Any, file: Path, data: Any) -> None:
     An unchanged file keeps its modification time, by which its tokens are found again. Raises ConfigError if training
     records differ from those of the file.
     """
+    lines = partial(_lines, name, dataset, data.kind, data.text_field)
     if file.exists():
-        number = _first_difference(file, _lines(name, dataset, data.kind, data.text_field))
-        if number is None:
+        number = _first_difference(file, lines())
+        if number is None or _first_difference(file, lines(as_given=True)) is None:  # an earlier release wrote them so
             return
         if name == "train_dataset":
             raise ConfigError(
                 f"{name}: record {number} is not that which the run began with ({file}); give the same records in the "
                 "same order, or another run_dir"
             )
-    write_atomically(file, _lines(name, dataset, data.kind, data.text_field))
+    write_atomically(file, lines())
 
 
 def _first_difference(file: Path, lines: Iterator[str]) -> int | None:
@@ -260,11 +263,16 @@ def _first_difference(file: Path, lines: Iterator[str]) -> int | None:
         return next((number for number, (there, here) in pairs if there != here), None)
 
 
-def _lines(name: str, dataset: Any, kind: str, text_field: str) -> Iterator[str]:
-    """Yield a line of JSON for each record, with only the keys that the run reads."""
+def _lines(name: str, dataset: Any, kind: str, text_field: str, *, as_given: bool = False) -> Iterator[str]:
+    """Yield a line of JSON for each record, with only the keys that the run reads.
+
+    as_given: leave keys that the datasets library has filled with null in chats.
+    """
     keys = {"pretrain": (text_field,), "tokens": TOKEN_KEYS}.get(kind)
+    is_filled = hasattr(dataset, "features") and not as_given
     for number, record in enumerate(_records(name, dataset), 1):
         kept = dict(record) if keys is None else {key: record[key] for key in keys if key in record}
+        kept = without_nulls(kept) if is_filled else kept
         try:
             yield json.dumps(kept, default=_as_json) + "\n"
         except (TypeError, ValueError) as error:

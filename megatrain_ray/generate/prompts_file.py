@@ -10,7 +10,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.generate.answer import Answer, Sampling, encode_chat, encode_text, generate
 from megatrain_ray.generate.load_model import LoadedModel
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, read_conversation
-from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key, read_records
+from megatrain_ray.io.records.read_records import RecordError, as_mapping, as_written, missing_key, read_records
 
 
 def answer_file(
@@ -26,7 +26,7 @@ def answer_file(
     records, prompts = [], []
     for location, record in read_records(file):
         try:
-            prompts.append(_encode(model, record, chat=chat))
+            prompts.append(_encode(model, as_written(location, record), chat=chat))
         except (RecordError, ConfigError) as error:
             raise ConfigError(f"{location}: {error}") from None
         records.append(record)

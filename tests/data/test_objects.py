@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,27 @@ def test_records_are_recognised_and_written_as_files_have_them(
         written = Path(str(trainer.config.data.path))
         assert json.loads(written.read_text().splitlines()[0]) == line
     assert not list((tmp_path / "run").iterdir()), "what no run has begun with goes again"
+
+
+class Filled(list[Any]):
+    """A data set of the datasets library, which has its features, and fills keys that a record lacks with null."""
+
+    features = ()
+
+
+def test_keys_that_the_datasets_library_fills_are_left_out(tmp_path: Path) -> None:
+    """A run of an earlier release has them in its file, and goes on with them."""
+    turn = {"role": "user", "content": "q", "tool_calls": None}
+    objects, run = Objects(train_dataset=Filled([{"messages": [turn], "id": None}])), tmp_path / "run"
+    (run / "inputs").mkdir(parents=True)
+    file = run / "inputs" / "train.jsonl"
+    of_run = Run(run, SimpleNamespace(data=SimpleNamespace(kind="sft", text_field="")), has_begun=True)
+    for before in (None, json.dumps({"messages": [turn], "id": None}) + "\n"):
+        if before:
+            file.write_text(before)
+        with objects.written(of_run):  # type: ignore[arg-type]
+            expected = before or json.dumps({"messages": [{"role": "user", "content": "q"}], "id": None}) + "\n"
+            assert file.read_text() == expected
 
 
 class Run:

@@ -179,6 +179,11 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
         "auto",
         "content: expected a text or",
     ),
+    "image with a text": (
+        turns({"role": "user", "content": [{"type": "image", "text": ""}, {"type": "text", "text": "Q"}]}),
+        "auto",
+        "content: expected a text or",
+    ),
     "key of a turn": (
         turns(USER, ANSWER | {"wait": 0}),
         "auto",
@@ -216,6 +221,16 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
         turns(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}),
         "auto",
         "arguments of a tool call",
+    ),
+    "arguments as a text in a text": (
+        turns(USER, {"role": "assistant", "tool_calls": [CALL | {"arguments": json.dumps(json.dumps({"n": 2}))}]}),
+        "auto",
+        "arguments of a tool call: expected a mapping, or its JSON text, got '{",
+    ),
+    "no arguments": (
+        turns(USER, {"role": "assistant", "tool_calls": [CALL | {"arguments": None}]}),
+        "auto",
+        "expected a mapping, or its JSON text, got None",
     ),
     "call as text": (
         {"conversations": [{"from": "function_call", "value": "add(2)"}]},

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 from hypothesis import given
@@ -224,6 +226,21 @@ def test_only_the_first_places_are_told(tmp_path: Path) -> None:
 
 
 # --- several processes ---
+
+
+def test_a_table_gives_no_key_a_null_that_the_record_does_not_have(tmp_path: Path) -> None:
+    """Arrow gives all mappings of a column the same keys: here both properties, and both arguments."""
+    records = []
+    for key in ("city", "day"):
+        call = {"type": "function", "function": {"name": "f", "arguments": {key: "x"}}}
+        tool = {"name": "f", "parameters": {"properties": {key: {"type": "string"}}}}
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        records.append({"messages": turns, "tools": [tool]})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    template = "{{ tools }}" + SHORT.replace("m.content", "m.content or m.tool_calls")
+    expected = [shown(s) for s in read(write(tmp_path, *records), template=template, max_tokens=999)]
+    assert [shown(s) for s in read(str(tmp_path / "a.parquet"), template=template, max_tokens=999)] == expected
+    assert "None" not in expected[0]
 
 
 def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
