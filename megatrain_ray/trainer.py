@@ -78,6 +78,7 @@ class Trainer:
         self._objects = Objects(model, train_dataset, eval_dataset, processing_class)
         self.config = self._read(args, overrides or {})
         given = args if _is_arguments(args) else self.config
+        self._save: SaveChoice = "best" if getattr(args, "load_best_model_at_end", False) else None
         self._callbacks = Callbacks(callbacks, given, model=model, processing_class=processing_class)
 
     def _read(self, args: Any, overrides: Mapping[str, Any]) -> TrainConfig:
@@ -159,11 +160,12 @@ class Trainer:
 
         With `lora` this is a folder of peft's, or with `merge` the model with its adapters added in.
 
-        step: of the save; "best": that with the least held-out loss; None: the newest.
+        step: of the save; "best": that with the least held-out loss; None: the newest, or with TrainingArguments'
+            `load_best_model_at_end` the best.
 
         Raises as export_run does.
         """
-        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge, step=step)
+        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge, step=self._chosen(step))
         return Path(output_dir)
 
     def load_model(self, dtype: Literal["bf16", "fp32"] | None = None, *, step: SaveChoice = None) -> Any:
@@ -174,7 +176,7 @@ class Trainer:
 
         Meanwhile the run directory needs room for an export. Raises as export_run does.
         """
-        with exported(Path(self.config.run_dir), dtype, step) as folder:
+        with exported(Path(self.config.run_dir), dtype, self._chosen(step)) as folder:
             return load_exported(folder)
 
     def evaluate(self, eval_dataset: Any = None, *, step: SaveChoice = None) -> dict[str, Any]:
@@ -195,10 +197,13 @@ class Trainer:
             config = files.read_config()
             if eval_dataset is not None:
                 config = with_held_out(config, eval_dataset, Path(folder))
-            return evaluate_model(str(files.path), config, step)
+            return evaluate_model(str(files.path), config, self._chosen(step))
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
+
+    def _chosen(self, step: SaveChoice) -> SaveChoice:
+        return self._save if step is None else step
 
     def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
         """Do something when all steps are made, while every process still lives."""

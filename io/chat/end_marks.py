@@ -10,6 +10,7 @@ from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, named_tokens
 
 _ANSWER = "zqx"  # occurs in no template
+_MESSAGES = ({"role": "user", "content": "What?"}, {"role": "assistant", "content": _ANSWER})
 
 
 class EndMarks(NamedTuple):
@@ -49,6 +50,20 @@ def text_after_answer(template: ChatTemplate) -> str:
     return _answered(template).rpartition(_ANSWER)[2]
 
 
+def unlearned_mark(tokenizer: FolderTokenizer, template: ChatTemplate) -> int | None:
+    """Return the id of the mark after an answer that {% generation %} tags leave out; None if they leave out none."""
+    if not template.marks_generation(()):
+        return None
+    try:
+        text, places = template.render_marked(_MESSAGES, ())
+    except RecordError:
+        return None
+    answered = text.rfind(_ANSWER) + len(_ANSWER)
+    learned = "".join(text[max(start, answered) : end] for start, end in places)
+    mark = first_mark(tokenizer, text[answered:])
+    return None if mark in tokenizer.encode(learned).tolist() else mark
+
+
 def lacks_bos(tokenizer: FolderTokenizer, template: ChatTemplate) -> bool:
     """Return whether Transformers begins a text with a bos token that a chat in this template does not begin with."""
     text = _answered(template)
@@ -56,9 +71,8 @@ def lacks_bos(tokenizer: FolderTokenizer, template: ChatTemplate) -> bool:
 
 
 def _answered(template: ChatTemplate) -> str:
-    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        return template.render(messages)
+        return template.render(_MESSAGES)
     except RecordError:
         return ""
 

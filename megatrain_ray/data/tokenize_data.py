@@ -21,7 +21,7 @@ from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe
-from megatrain_ray.io.chat.end_marks import first_mark, lacks_bos, text_after_answer
+from megatrain_ray.io.chat.end_marks import first_mark, lacks_bos, text_after_answer, unlearned_mark
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.named_templates import fitting_templates
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
@@ -97,6 +97,11 @@ def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
             "warning: this template ends an answer with ordinary text, at which generation does not stop by itself; "
             "set data.chat_template to one that ends answers with a special token (this tokenizer has the marks of "
             f"{fitting})"
+        )
+    if (mark := unlearned_mark(own, template)) is not None:
+        yield (
+            f"warning: the {{% generation %}} tags of this template leave out {own.token_of(mark)}, which ends answers,"
+            " so a model would not learn to stop; set data.chat_template to one that has it within the tags"
         )
     if lacks_bos(own, template):
         yield (

@@ -31,7 +31,7 @@ def train(job: RunContext, manifest: Manifest | None, placement: Placement | Non
     here["changed"] = job.run.changes_since(manifest)
     # Recorded before anything of the start can fail.
     with History(job.run.path).of_start(manifest.step if manifest else 0, steps, plan.sha256, **here) as end:
-        job.callbacks.begin(manifest.step if manifest else 0, steps)
+        job.callbacks.begin(manifest.step if manifest else 0, steps, job.run)
         completed, first = _train(job, manifest, placement)
         job.callbacks.end(completed)
         end.reason = job.run.early_end(completed)

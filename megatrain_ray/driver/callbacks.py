@@ -9,6 +9,7 @@ from typing import Any
 from megatrain_ray.console.logs import say
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.metrics.sink import flat_numbers
+from megatrain_ray.run.run_files import RunFiles
 
 # What on_log is given, by the names that Transformers has for it, and the keys of a row of metrics.
 LOGGED = {
@@ -18,6 +19,7 @@ LOGGED = {
     "epoch": "epoch",
     "tokens_per_s": "tokens_per_s",
 }
+Row = Mapping[str, Any]  # of metrics.jsonl or evaluations.jsonl
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 
 
@@ -50,30 +52,40 @@ class Callbacks:
     def stop(self) -> bool:
         return bool(self._callbacks) and self._control.should_training_stop
 
-    def begin(self, step: int, steps: int) -> None:
-        """Call on_train_begin, before the first step after `step` of `steps`."""
-        if self._callbacks:
-            self._control.should_training_stop = False
-            self._state.max_steps = steps
-            self._call("on_train_begin", step)
+    def begin(self, step: int, steps: int, run: RunFiles) -> None:
+        """Call on_train_begin, before the first step after `step` of `steps`.
 
-    def step_ended(self, row: Mapping[str, Any]) -> None:
+        run: holds the rows of the steps so far. The state begins with them, as in Transformers' Trainer.
+        """
+        if not self._callbacks:
+            return
+        rows, evaluations = run.rows(), run.evaluations()
+        self._control.should_training_stop = False
+        self._state = type(self._state)(max_steps=steps)
+        made = [(row, _logs(row)) for row in rows] + [(row, dict(flat_numbers(row))) for row in evaluations]
+        self._state.log_history = [{**numbers, "step": row["step"]} for row, numbers in sorted(made, key=_step_of)]
+        for row in evaluations:
+            self._compare(row)
+        self._call("on_train_begin", step, rows[-1] if rows else None)
+
+    def step_ended(self, row: Row) -> None:
         """Call on_step_end and on_log. `row`: of metrics."""
-        numbers = dict(flat_numbers(row))
-        logs = {name: numbers[key] for name, key in LOGGED.items() if key in numbers}
         self._call("on_step_end", row["step"], row)
-        self._call("on_log", row["step"], row, logs=logs)
+        self._call("on_log", row["step"], row, logs=_logs(row))
 
-    def evaluated(self, row: Mapping[str, Any]) -> None:
+    def evaluated(self, row: Row) -> None:
         """Call on_evaluate. `row`: of evaluations."""
         if not self._callbacks:
             return
-        metrics, state = dict(flat_numbers(row)), self._state
         self.evaluate = False
-        self._call("on_evaluate", row["step"], row, metrics=metrics)
-        loss = metrics.get("eval_loss", math.inf)
-        if state.best_metric is None or loss < state.best_metric:  # after the call, as in Transformers' Trainer
-            state.best_metric, state.best_global_step = loss, row["step"]
+        self._call("on_evaluate", row["step"], row, metrics=dict(flat_numbers(row)))
+        self._compare(row)  # after the call, as in Transformers' Trainer
+
+    def _compare(self, row: Row) -> None:
+        """Take the evaluation for the best one if its loss is the least so far."""
+        loss, best = dict(flat_numbers(row)).get("eval_loss", math.inf), self._state.best_metric
+        if best is None or loss < best:
+            self._state.best_metric, self._state.best_global_step = loss, row["step"]
 
     def saved(self, step: int) -> None:
         self._call("on_save", step)
@@ -81,7 +93,7 @@ class Callbacks:
     def end(self, step: int) -> None:
         self._call("on_train_end", step)
 
-    def _call(self, event: str, step: int, row: Mapping[str, Any] | None = None, **values: Any) -> None:
+    def _call(self, event: str, step: int, row: Row | None = None, **values: Any) -> None:
         """Call one method of all callbacks. `row`: of the step, if there is one."""
         if not self._callbacks:
             return
@@ -96,6 +108,15 @@ class Callbacks:
         self.save |= self._control.should_save
         self.evaluate |= self._control.should_evaluate
         self._control.should_save = self._control.should_evaluate = False
+
+
+def _logs(row: Row) -> dict[str, float]:
+    numbers = dict(flat_numbers(row))
+    return {name: numbers[key] for name, key in LOGGED.items() if key in numbers}
+
+
+def _step_of(made: tuple[Row, Mapping[str, float]]) -> int:
+    return int(made[0]["step"])
 
 
 def _check(callback: Any, base: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from megatrain_ray import Trainer
+from megatrain_ray import Trainer, trainer
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.convert.key_tables import load_table
 from megatrain_ray.convert.training_arguments import _table
@@ -76,6 +76,19 @@ def test_settings_count_before_arguments(tmp_path: Path) -> None:
     assert (config.train.batch_size, config.train.micro_batch_size, config.train.accumulate) == (5, None, None)
     assert (config.train.lr, config.train.steps, config.train.seed) == (2e-5, 9, 3)
     assert (config.data.packing, config.run_dir, config.save_every) == (True, str(tmp_path / "other"), None)
+
+
+def test_the_best_save_is_taken_if_the_arguments_load_it_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[object] = []
+    monkeypatch.setattr(trainer, "export_run", lambda *_, step, **__: taken.append(step))
+    for best in (True, False):
+        args = arguments(tmp_path, load_best_model_at_end=best, eval_strategy="epoch", save_strategy="epoch")
+        made = Trainer("model", args, overrides={"data.seq_len": 9}, train_dataset=RECORDS, eval_dataset=RECORDS)
+        made.save_model(tmp_path / "out")
+        made.save_model(tmp_path / "out", step=0)
+    assert taken == ["best", 0, None, 0]
 
 
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:

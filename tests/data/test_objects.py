@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, TrainerCallback
 
 from megatrain_ray import Trainer
 from megatrain_ray.data.python_objects import Objects
+from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.tokens.train_bpe import special_tokens, train_bpe, write_tokenizer
 from megatrain_ray.run.train_output import TrainOutput
@@ -169,6 +170,25 @@ def test_records_are_recognised_and_written_as_files_have_them(
         written = Path(str(trainer.config.data.path))
         assert json.loads(written.read_text().splitlines()[0]) == line
     assert not list((tmp_path / "run").iterdir()), "what no run has begun with goes again"
+
+
+def test_a_resume_gives_callbacks_what_the_run_has_logged(tmp_path: Path) -> None:
+    """So does the next call of the same object. One that stops early would else take the next loss for the best."""
+    rows = [{"step": step, "epoch": step / 4, "loss": 5.0 - step, "lr": 0.1, "tokens": 7} for step in (1, 2)]
+    losses_of = {1: 3.0, 2: 4.0}
+    run = SimpleNamespace(
+        rows=lambda: rows, evaluations=lambda: [{"step": step, "eval_loss": loss} for step, loss in losses_of.items()]
+    )
+    callbacks = Callbacks([TrainerCallback])
+    for _ in range(2):
+        callbacks.begin(2, 9, run)  # type: ignore[arg-type]
+        callbacks.evaluated({"step": 4, "eval_loss": 3.5})
+    state = callbacks._state
+    assert (state.global_step, state.epoch, state.max_steps) == (4, 0.5, 9)
+    assert (state.best_metric, state.best_global_step) == (3.0, 1)
+    assert [(entry["step"], entry.get("loss"), entry.get("eval_loss")) for entry in state.log_history] == [
+        (1, 4.0, None), (1, None, 3.0), (2, 3.0, None), (2, None, 4.0), (4, None, 3.5),
+    ]  # fmt: skip
 
 
 class Filled(list[Any]):

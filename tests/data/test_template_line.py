@@ -20,6 +20,14 @@ def test_a_template_without_an_end_mark_is_warned_of(tmp_path: Path) -> None:
     assert warning.startswith("warning: this template ends an answer with ordinary text")
     assert warning.endswith("(this tokenizer has the marks of chatml, qwen, mistral)")
     assert len(list(describe_template(named, "bytes"))) == 1
+    tagged = FAMILIES["generation_tags"].source
+    file.write_text(tagged)
+    assert list(describe_template(named, tokenizer)) == [f"template  {file}"]
+    file.write_text(tagged.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"))
+    _, warning = describe_template(named, tokenizer)
+    assert warning.startswith(
+        "warning: the {% generation %} tags of this template leave out <|im_end|>, which ends answers"
+    )
     base = build(tmp_path / "base", FAMILIES["gemma"])
     (base / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
     name, warning = describe_template(DataConfig(**data), str(base))  # type: ignore[arg-type]
