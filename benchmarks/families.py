@@ -27,16 +27,15 @@ from benchmarks.vertical_slice import machine
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.cuda_device import CudaDevice
 from megatrain_ray.engine.device.device import Device
-from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.discovery.packing_check import check_packing
 from megatrain_ray.engine.model.attention import MIN_HEAD_DIM, Attention, flex_problem
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.model.sight_check import check_packing
 from megatrain_ray.virtual_clock import Timeline
-from tests.engine.discovery.test_packing import packed
+from tests.support.documents import packed
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe, Result, train_reference
@@ -91,7 +90,7 @@ def attentions(name: str, folder: Path, kind: str) -> Sequence[Attention]:
         return []
     factory = folder_source(folder).factory
     try:
-        check_packing(factory, discover(factory, torch.float32, 2, 20)[0])
+        check_packing(folder_source(folder).architecture)
     except ConfigError:
         return []
     flex = kind == "cuda" and name in WITH_FLEX and flex_problem(build_empty(factory, torch.float32)) is None

@@ -74,7 +74,7 @@ class ProxiedModel:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
         """Return the base model's output for [B, T] ids. To be run by a ForwardPass.
 
-        positions: [B, T], by which the model keeps the documents of a row apart (discovery/packing_check.py).
+        positions: [B, T], by which the model keeps the documents of a row apart if it can (model/sight_check.py).
         """
         output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
         self._stub.kind = type(output)

@@ -23,11 +23,18 @@ class Template:
     """Wraps a module on the meta device whose parameters are replaced for the duration of a call."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Wrap `module`, whose parameters have these `names`. `bound` takes them in this order."""
+        """Wrap `module`, whose parameters have these `names`. `bound` takes them in this order.
+
+        Other names that the module has for one of them (the decoder's bias in the head of BERT) are bound with it.
+        """
         self.module = module
         self.names = tuple(names)
-        paths = (name.rpartition(".") for name in names)
-        self._places = [(module.get_submodule(path), attribute) for path, _, attribute in paths]
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    places.setdefault(_storage(parameter), []).append((part, name))
+        self._places = [places[_storage(module.get_parameter(name))] for name in names]
 
     def positions_of(self, module: nn.Module) -> Positions:
         """Return the position attributes of `module`, which has the template's structure, and of its submodules."""
@@ -40,16 +47,25 @@ class Template:
     @contextmanager
     def bound(self, parameters: Sequence[torch.Tensor], positions: Positions = ()) -> Iterator[Callable[..., Any]]:
         """Yield the module with `parameters` bound to it and its position attributes set as in `positions`."""
-        before = [owner._parameters[name] for owner, name in self._places]
-        for (owner, name), parameter in zip(self._places, parameters, strict=True):
-            owner._parameters[name] = cast(nn.Parameter, parameter)  # a plain tensor: it must stay a view
+        before = [places[0][0]._parameters[places[0][1]] for places in self._places]
+        self._bind(parameters)
         for attributes, name, value in positions:
             attributes[name] = value
         try:
             yield self.module
         finally:
-            for (owner, name), original in zip(self._places, before, strict=True):
-                owner._parameters[name] = original
+            self._bind(before)
+
+    def _bind(self, parameters: Sequence[torch.Tensor | None]) -> None:
+        for places, parameter in zip(self._places, parameters, strict=True):
+            for owner, name in places:
+                owner._parameters[name] = cast(nn.Parameter, parameter)  # a plain tensor: it must stay a view
+
+
+def _storage(parameter: torch.Tensor) -> int:
+    """Return the identity of the parameter's storage, since on the meta device a tied one may be several objects."""
+    key: int = parameter.untyped_storage()._cdata
+    return key
 
 
 def structure(module: nn.Module) -> object:

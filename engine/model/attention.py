@@ -131,11 +131,6 @@ def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> I
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     masks, functions = ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS
-    built = masks["sdpa"]
-
-    # No mask where a plain causal one would do. A pattern of the model's own (use_vmap) keeps its mask.
-    def whole_rows(*args: Any, **kwargs: Any) -> Any:
-        return built(*args, **kwargs | {"allow_is_causal_skip": not kwargs.get("use_vmap")})
 
     # Flex attention caps scores. SDPA keeps as much for the backward without a cap, and refuses some models with one.
     def without_cap(*args: Any, **kwargs: Any) -> Any:
@@ -145,14 +140,15 @@ def imagined_masks(model: nn.Module, attention: Attention, *, packed: bool) -> I
     if attention is Attention.FLEX:
         switch.set(attention)
         masks[FLEX], functions[FLEX] = (lambda *args, **kwargs: None), without_cap
-    elif not packed:
-        masks["sdpa"] = whole_rows
+    answer_packed()  # the positions of fake tensors tell nothing
+    token = PACKED.set(packed)
     try:
         yield
     finally:
+        PACKED.reset(token)
         switch.set(Attention.SDPA)
-        for interface, name in ((masks, FLEX), (functions, FLEX), (masks, "sdpa")):
-            interface._local_mapping.pop(name, None)
+        for interface in (masks, functions):
+            interface._local_mapping.pop(FLEX, None)
 
 
 def mask_bytes(attention: Attention, inputs: list[torch.Tensor], batch_size: int, seq_len: int) -> int:

@@ -155,5 +155,7 @@ def build_empty(factory: ModelFactory, dtype: torch.dtype) -> nn.Module:
     """Return the model with its parameters on the meta device and its buffers (rotary frequencies) computed."""
     with init_empty_weights(include_buffers=False):
         model = factory(dtype)
+    if tie := getattr(model, "tie_weights", None):
+        tie()  # again: what was tied within the block became several parameters
     model.train()
     return model

@@ -17,11 +17,11 @@ from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import HeldOutData, count_data, naming_held_out, open_stream
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.driver.callbacks import Callbacks
-from megatrain_ray.engine.discovery.packing_check import check_packing
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
 from megatrain_ray.metrics.sinks import check_packages
+from megatrain_ray.model.sight_check import check_packing
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_dir import RunDir
 
@@ -106,7 +106,7 @@ def check_inputs(
         micro_batch_size = plan.step.micro_batch_size * plan.hosts.num_gpus
         held_out = HeldOutData(config.data.held_out, tokens.held_out, vocab_size, plan.batch_size, micro_batch_size)
     if stream.joins_documents or (held_out and held_out.open().joins_documents):
-        check_packing(run_spec.source.factory, run_spec.structure)
+        check_packing(run_spec.source.architecture)
     if manifest is not None:
         stream.seek(manifest.data)
     return held_out

@@ -28,6 +28,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     WeightMap,
     check_covered,
 )
+from megatrain_ray.model.small_copy import shrink
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,22 @@ class Architecture:
         values = {k: _decoded(v) for k, v in self.settings.items() if k != "model_type"}
         return AutoConfig.for_model(self.settings["model_type"], **values)
 
+    def small_copy(self) -> Any:
+        """Return a small model of the same kind with random weights."""
+        config = type(self.config).from_dict(shrink(self.config.to_dict()))
+        trust = self.code is not None
+        return self._auto_class.from_config(
+            config, **_attention_of(config), trust_remote_code=trust, dtype=torch.float32
+        )
+
     def load(self, folder: Path, **options: Any) -> Any:
         """Return the model with the weights of a Hugging Face folder, in their own type. `options`: more arguments."""
         return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True, **options)
 
     def refusal(self) -> str | None:
         """Return why the configuration alone rules out training such a model; None if it does not."""
-        from transformers.models.auto import modeling_auto as auto
-
-        kind = self.settings["model_type"]
         if getattr(self.config, "is_encoder_decoder", False):
             return "it is an encoder-decoder, whose decoder reads a second sequence; only decoders are trained"
-        if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(self.config, "is_decoder", True):
-            return "it is an encoder, whose tokens see later ones (is_decoder is false); only decoders are trained"
         if self.code is None and self._mapping is None:
             return "Transformers has no causal language model of this type"
         return None

@@ -36,6 +36,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     weight_files,
 )
 from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known
+from megatrain_ray.model.sight_check import sees_later_tokens
 
 GENERATION_NAME = "generation_config.json"
 
@@ -82,15 +83,20 @@ class ModelSource:
         return GroupedFactory(whole, self.expert_groups) if self.expert_groups > 1 else whole
 
     @property
+    def architecture(self) -> Architecture:
+        """Return the model's class and configuration, without its weights."""
+        return Architecture(dict(self.config), self.code)
+
+    @property
     def _base(self) -> ModelFactory:
-        return Architecture(dict(self.config), self.code, self.folder)
+        return replace(self.architecture, weights=self.folder)
 
     def setting(self, name: str) -> Any:
         """Return a setting of the language model by its common name in Transformers; None if it has no such setting.
 
         It is found even if the model's family has another name for it.
         """
-        return getattr(Architecture(dict(self.config), self.code).config.get_text_config(), name, None)
+        return getattr(self.architecture.config.get_text_config(), name, None)
 
     @property
     def written_positions(self) -> int | None:
@@ -324,7 +330,7 @@ def _check(source: ModelSource) -> None:
             raise ConfigError(f"model_type: {kind!r} is none that this version of Transformers has")
         if source.is_typed:
             _check_names(source.config)
-    architecture = Architecture(dict(source.config), source.code)
+    architecture = source.architecture
     try:
         refusal = architecture.refusal()
         if refusal is None:
@@ -336,3 +342,10 @@ def _check(source: ModelSource) -> None:
         ) from error
     if refusal is not None:
         raise ConfigError(f"a {kind} model cannot be trained: {refusal}")
+    if sees_later_tokens(architecture):
+        is_decoder = getattr(architecture.config, "is_decoder", True)
+        hint = "" if is_decoder else " (is_decoder: true makes one of it, if its weights were trained so)"
+        raise ConfigError(
+            f"a {kind} model cannot be trained: its tokens see later ones, as a trial of a small copy shows; only "
+            f"decoders are trained{hint}"
+        )

@@ -38,7 +38,7 @@ class OwnModel(LlamaForCausalLM):
     ("config", "reason"),
     [
         ({"model_type": "t5"}, "a t5 model cannot be trained: it is an encoder-decoder"),
-        ({"model_type": "bert"}, r"a bert model cannot be trained: it is an encoder.*is_decoder is false"),
+        ({"model_type": "bert"}, r"a bert model cannot be trained: its tokens see later ones.*is_decoder: true makes"),
         ({"model_type": "vit"}, "Transformers has no causal language model of this type"),
         ({"model_type": "lama"}, "'lama' is none that this version of Transformers has"),
         ({"hidden_size": 8}, "None is none that this version of Transformers has"),

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], int, str]] = {
             data=t["data"] | {"path": write(f / "a.jsonl", '{"text": "x"}\n{"text": "y"}\n')},
         ),
         2,
-        "transformer.h.0 of this model is given no mask that keeps the documents of a row apart; set data.packing: fal",
+        "this model does not keep the documents of a row apart: tokens see those of the one before; set data.packing",
     ),
     "too long": (lambda f, t: t["data"].update(seq_len=1000), 2, "data.seq_len: 1000 is more than the model's 256"),
     "id beyond the vocabulary": (

@@ -13,58 +13,26 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import masking_utils
 
-from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.discovery.packing_check import check_packing
 from megatrain_ray.engine.model.attention import PACKED, answer_packed, packed_arguments
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.model.architecture import Architecture
+from megatrain_ray.model.sight_check import check_packing
+from tests.support.documents import SEQ_LEN, packed, separate
 from tests.support.families import FAMILIES, UNPACKED
-from tests.support.family_models import NUM_IDS, build_family
+from tests.support.family_models import build_family
 from tests.support.reference import Recipe, load_model, train_reference
 from tests.support.run_engine import Mode, train_engine
 
-LENGTHS = (7, 4, 9)
-SEQ_LEN = sum(LENGTHS)
 STEPS = 3
-
-
-def documents(step: int) -> list[Tensor]:
-    """Ids of each document and one more, which is the last target."""
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randint(3, NUM_IDS, (length + 1,), generator=generator) for length in LENGTHS]
-
-
-def packed(step: int) -> Batch:
-    """Return a batch with all documents in one row."""
-    parts = documents(step)
-    return Batch(
-        input_ids=torch.cat([part[:-1] for part in parts])[None],
-        targets=torch.cat([part[1:] for part in parts])[None],
-        positions=torch.cat([torch.arange(n) for n in LENGTHS])[None],
-        num_supervised=SEQ_LEN,
-        num_tokens=SEQ_LEN,
-        sum_squared_lengths=sum(n * n for n in LENGTHS),
-    )
-
-
-def separate(step: int) -> Batch:
-    """Return a batch with each document in a row of its own, padded."""
-    parts = documents(step)
-    ids, targets = torch.zeros(3, SEQ_LEN, dtype=torch.int64), torch.full((3, SEQ_LEN), -100)
-    for row, part in enumerate(parts):
-        ids[row, : part.numel() - 1], targets[row, : part.numel() - 1] = part[:-1], part[1:]
-    return Batch(ids, targets, None, SEQ_LEN, SEQ_LEN, sum(n * n for n in LENGTHS))
 
 
 def why_not(name: str, folder: Path) -> str | None:
     """Return the reason why the model cannot keep documents apart, or None if it can."""
-    factory = Architecture(json.loads((folder / "config.json").read_text()))
-    structure, _ = discover(factory, torch.float32, 1, SEQ_LEN)
     try:
-        check_packing(factory, structure)
+        check_packing(Architecture(json.loads((folder / "config.json").read_text())))
     except ConfigError as error:
         return str(error)
     return None

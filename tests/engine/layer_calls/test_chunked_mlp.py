@@ -33,9 +33,9 @@ from megatrain_ray.engine.planner.request import Candidate, Request
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError
 from megatrain_ray.model.architecture import Architecture
-from tests.engine.discovery.test_packing import packed
 from tests.support.candidate_plans import build_plan
 from tests.support.device_builders import MAKERS, Make
+from tests.support.documents import packed
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family, family_batches
 from tests.support.own_code import CODE, build_own_code

@@ -20,7 +20,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.planning.run_spec import prepare
-from tests.engine.discovery.test_packing import packed
+from tests.support.documents import packed
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family
 from tests.support.reference import Recipe, train_reference

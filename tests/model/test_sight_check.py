@@ -1,0 +1,49 @@
+"""Models whose tokens see what they must not are refused: tried on small copies, whatever their configuration says."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.model import sight_check
+from megatrain_ray.model.architecture import Architecture
+from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.sight_check import check_packing
+from tests.support.model_types import settings_of
+
+
+@pytest.mark.parametrize("model_type", ["xlnet", "cpmant", "xlm", "roberta"])
+def test_a_model_whose_tokens_see_later_ones_is_refused(model_type: str) -> None:
+    with pytest.raises(ConfigError, match=f"a {model_type} model cannot be trained: its tokens see later ones"):
+        open_model(ModelConfig(config=settings_of(model_type)))
+
+
+@pytest.mark.parametrize("changes", [{"is_decoder": True}, {"is_decoder": True, "add_cross_attention": True}])
+def test_a_decoder_of_an_encoder_family_is_let_in(changes: dict[str, Any]) -> None:
+    open_model(ModelConfig(config=settings_of("bert-generation") | changes))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "mamba2", "rembert"])  # by pooling, by a state, by its mask
+def test_a_model_that_leaks_between_documents_cannot_pack(model_type: str) -> None:
+    with pytest.raises(ConfigError, match="tokens see those of the one before; set data"):
+        check_packing(Architecture(settings_of(model_type) | {"is_decoder": True}))
+
+
+def test_documents_of_sparse_attention_are_kept_apart() -> None:
+    check_packing(Architecture(settings_of("deepseek_v32")))
+
+
+def test_a_small_copy_that_does_not_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is known then: the model is let in, and documents are not joined."""
+    caplog.set_level(logging.INFO)
+    sight_check._sees_later_tokens.cache_clear()
+    monkeypatch.setattr(Architecture, "small_copy", lambda _: 1 / 0)
+    open_model(ModelConfig(config=settings_of("xlnet")))
+    assert "a small copy of the model does not run: ZeroDivisionError: division by zero" in caplog.text
+    with pytest.raises(ConfigError, match="on a row of two documents failed with ZeroDivisionError: division by zero"):
+        check_packing(Architecture(settings_of("llama")))
+    sight_check._sees_later_tokens.cache_clear()

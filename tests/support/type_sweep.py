@@ -1,0 +1,115 @@
+"""Trains a tiny model of a type with the engine and with the reference, and says how the two compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.model.architecture import Architecture, persistent_buffers
+from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.sight_check import check_packing
+from tests.support.documents import packed, separate
+from tests.support.family_models import family_batches
+from tests.support.reference import Recipe, load_model, train_reference
+from tests.support.run_engine import Mode, train_engine
+
+STEPS = 3
+LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
+
+
+@dataclass
+class Verdict:
+    """Says how a type fares. Each entry is `equal`, or the reason why not."""
+
+    model_type: str
+    fp32: str = ""
+    bf16: str = ""
+    packed: str = ""
+
+
+def judge(model_type: str, settings: dict[str, Any], folder: Path) -> Verdict:
+    """Build a tiny model of these settings in `folder`, and train it in FP32, in BF16, and packed."""
+    verdict = Verdict(model_type)
+    try:
+        open_model(ModelConfig(config=settings))
+        build(settings, folder)
+    except ConfigError as error:
+        verdict.fp32 = verdict.bf16 = verdict.packed = f"refused: {error}"
+        return verdict
+    batches = family_batches(STEPS)
+    verdict.fp32 = compare(folder, batches, Recipe(STEPS, micro_batch_size=2, seed=3), Mode())
+    verdict.bf16 = compare(folder, batches, Recipe(STEPS, micro_batch_size=2, seed=3, precision="bf16"), LAYERS)
+    verdict.packed = verdict.fp32 if verdict.fp32 != "equal" else compare_packed(folder)
+    return verdict
+
+
+def build(settings: dict[str, Any], folder: Path) -> None:
+    """Write a model with its own initialisation plus noise on every parameter and floating buffer of a checkpoint.
+
+    Raises AssertionError if a buffer of an engine's model without a checkpoint is not what the model's own code makes.
+    """
+    torch.manual_seed(0)
+    model = Architecture(settings)(torch.float32)
+    empty = build_empty(Architecture(settings), torch.float32)
+    own, here = dict(model.named_buffers()), dict(empty.named_buffers())
+    differing = [name for name, buffer in own.items() if not torch.equal(buffer, here[name])]
+    assert differing == [], f"buffers begin with other values: {differing}"
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        for buffer in persistent_buffers(model).values():
+            if buffer.is_floating_point():
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
+    model.save_pretrained(folder)
+    if model.config.architectures is None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [type(model).__name__]}))
+
+
+def compare(folder: Path, batches: Sequence[Batch], recipe: Recipe, mode: Mode) -> str:
+    """Return `equal` if losses, norms, masters and moments have the same bits as the reference's, else what differs."""
+    try:
+        ours = train_engine(folder, batches, recipe, mode)
+    except ConfigError as error:
+        return f"refused: {error}"
+    names = [name for name, _ in load_model(folder, torch.float32).named_parameters()]
+    unreached = tuple(name for name in names if name not in ours.masters)
+    theirs = train_reference(folder, batches, recipe, frozen=unreached)
+    if ours.losses != theirs.losses:
+        return f"differs: losses {ours.losses} for {theirs.losses}"
+    if ours.grad_norms != theirs.grad_norms:
+        return f"differs: norms {ours.grad_norms} for {theirs.grad_norms}"
+    differing = [name for name, master in theirs.masters.items() if not torch.equal(ours.masters[name], master)]
+    differing += [name for name, m in theirs.exp_avg.items() if not torch.equal(ours.exp_avg[name], m)]
+    return f"differs: {', '.join(differing)}" if differing else "equal"
+
+
+def compare_packed(folder: Path) -> str:
+    """Return `equal` if a row of several documents trains as in the reference, and as the documents do apart."""
+    try:
+        check_packing(Architecture(json.loads((folder / "config.json").read_text())))
+    except ConfigError as error:
+        return f"refused: {error}"
+    batches, recipe = [packed(step) for step in range(2)], Recipe(2, seed=3)
+    verdict = compare(folder, batches, recipe, Mode())
+    if verdict != "equal":
+        return verdict
+    loss, alone = (train_engine(folder, [make(0)], Recipe(1, seed=3), Mode()).losses[0] for make in (packed, separate))
+    return "equal" if loss == pytest.approx(alone, rel=1e-5) else f"leaks: loss {loss} for {alone}"
+
+
+def as_row(verdict: Verdict) -> dict[str, str]:
+    return asdict(verdict)
