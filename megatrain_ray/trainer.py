@@ -23,7 +23,7 @@ from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.python_objects import Objects, with_held_out
-from megatrain_ray.data.tokenize_data import check_there, decide_bos, describe_template
+from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe_template
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
@@ -119,7 +119,7 @@ class Trainer:
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
             check_length(run.config, source.written_positions)
-            run.config = decide_bos(fix_commits(run.config))
+            run.config = decide_marks(fix_commits(run.config), source.written_vocab_size)
             check_there(run.config)
             data = read_data(run.config, source.written_vocab_size, run.path, startup)
             run.config = run.config.with_steps(data.counts.num_rows)

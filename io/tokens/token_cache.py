@@ -81,11 +81,12 @@ class TextRecipe:
     bad_records: BadRecords
     choice: RecordChoice = ALL_RECORDS
     add_bos: bool = False  # whether each text begins with the tokenizer's bos token
+    add_eos: bool = False  # whether each text ends with the tokenizer's eos token
     has_weights: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Any]:
         # What an earlier release would have made as well keeps the key that it had.
-        added = {"add_bos": True} if self.add_bos else {}
+        added = {key: True for key in ("add_bos", "add_eos") if getattr(self, key)}
         extended = {"extended": True} if load_tokenizer(self.tokenizer).is_extended else {}
         fields = {"text_field": self.text_field, "bad_records": self.bad_records}
         return {**fields, **added, **extended, **self.choice.settings()}
@@ -93,7 +94,8 @@ class TextRecipe:
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
         assert tokenizer is not None
         blocks = tokenizer.encode_all(self._texts(tally))
-        return begun_with(tokenizer.bos, blocks) if self.add_bos else blocks
+        blocks = begun_with(tokenizer.bos, blocks) if self.add_bos else blocks
+        return ended_with(tokenizer.end_of_document, blocks) if self.add_eos else blocks
 
     def _texts(self, tally: RecordTally) -> Iterator[TextBlock]:
         chooser = RecordChooser(self.choice)
@@ -114,6 +116,17 @@ def begun_with(bos: int | None, blocks: Generator[TokenBlock]) -> Generator[Toke
             ids = np.concatenate([np.array([bos], np.uint32), block.ids]) if begins else block.ids
             yield block._replace(ids=ids)
             begins = block.ends
+
+
+def ended_with(eos: int | None, blocks: Generator[TokenBlock]) -> Generator[TokenBlock]:
+    """Yield the blocks of documents, with the eos token after each document. Raises ConfigError if there is none."""
+    if eos is None:
+        raise ConfigError(
+            "data.add_eos: the tokenizer names no eos_token that its tokenizer.json has; set data.add_eos: false"
+        )
+    with closing(blocks):
+        for block in blocks:
+            yield block._replace(ids=np.append(block.ids, np.uint32(eos))) if block.ends else block
 
 
 def provenance_of(recipe: Recipe) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatrain_ray.units import format_ranges, parse_ranges
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "add_bos": ("pretrain",),
+    "add_eos": ("pretrain",),
     "dataset": ("sft",),
     "eval_dataset": ("sft",),
     "chat_format": ("sft",),
@@ -211,6 +212,8 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
         if data.kind not in kinds and getattr(data, key) != type(data).model_fields[key].default:
             expected = " or ".join(kinds)
             yield f"data.{key}: goes with data.kind: {expected}, and data.kind is {data.kind}; leave the key out"
+    if data.add_eos and data.packing:
+        yield "data.add_eos: data.packing joins texts by the eos token already; leave the key out, or pack nothing"
 
 
 def _batch_disagreements(config: Settings) -> Iterator[str]:

@@ -83,6 +83,9 @@ class DataConfig(Group):
     add_bos: bool | None = None
     """pretrain: begin each text with the tokenizer's bos token. null: if Transformers does, decided when a run
     begins."""
+    add_eos: bool | None = None
+    """pretrain without packing: end each text with the tokenizer's eos token, as packing does. null: if the model has
+    one, decided when a run begins."""
     bad_records: Literal["error", "skip"] = "error"
     """error: the first bad record ends the start; skip: bad records are counted."""
     tokenizer: Text | None = None

@@ -13,6 +13,8 @@ from megatrain_ray.config.groups import DataConfig, Settings
 from megatrain_ray.config.values import epochs_of, exact, with_commits
 from megatrain_ray.errors import ConfigError
 
+TEXT_MARKS = ("add_bos", "add_eos")  # keys of `data` that are decided when a run begins
+
 
 class TrainConfig(Settings):
     """Holds a whole configuration. Its construction raises ConfigError, with one line for every problem."""
@@ -66,16 +68,17 @@ class TrainConfig(Settings):
     def as_begun(self) -> TrainConfig:
         """Return the configuration of a run that has begun, in which what its release did not know is as it was then.
 
-        Earlier releases never began texts with the bos token.
+        Earlier releases never began texts with the bos token, and ended them with the eos token only in packed rows.
         """
-        if self.data.kind != "pretrain" or self.data.add_bos is not None:
+        if self.data.kind != "pretrain":
             return self
-        return self.model_copy(update={"data": self.data.model_copy(update={"add_bos": False})})
+        update = {key: False for key in TEXT_MARKS if getattr(self.data, key) is None}
+        return self.model_copy(update={"data": self.data.model_copy(update=update)})
 
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
         """Return the configuration with tokenizer, batch split and commits of data sets filled in.
 
-        Data sets of the hub are read at the commits that the `earlier` run read, and texts begin as in that run.
+        Data sets of the hub are read at the commits that the `earlier` run read. Texts begin and end as in that run.
 
         If the split is left open, that of the `earlier` run is used if it has the same batch size. Otherwise it remains
         open for the plan.
@@ -93,7 +96,7 @@ class TrainConfig(Settings):
     def _resolved_data(self, earlier: DataConfig | None) -> DataConfig:
         update: dict[str, Any] = {"tokenizer": self.tokenizer}
         if earlier is not None:
-            update["add_bos"] = earlier.add_bos if self.data.add_bos is None else self.data.add_bos
+            update |= {key: getattr(earlier, key) for key in TEXT_MARKS if getattr(self.data, key) is None}
             update["path"] = with_commits(self.data.path, earlier.path)
             if self.data.eval_path is not None and earlier.eval_path is not None:
                 update["eval_path"] = with_commits(self.data.eval_path, earlier.eval_path)

@@ -32,9 +32,10 @@ from megatrain_ray.io.records.find_files import describe_folders, find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus
-from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, load_tokenizer, tokenizer_folder
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer, tokenizer_folder
 from megatrain_ray.units import format_bytes, format_count
 
+ALL_IDS = 1 << 32  # more than any id of a token
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens
 
 
@@ -44,7 +45,7 @@ def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
     paths = {name: local_paths(parts) for name, parts in sources_of(data).items()}
-    recipes = {name: _recipe(path, data, tokenizer) for name, path in paths.items()}
+    recipes = {name: _recipe(path, data, tokenizer, vocab_size) for name, path in paths.items()}
     for path in paths.values():
         for note in describe_folders(path, TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES):
             say(note)
@@ -70,14 +71,30 @@ def check_there(config: TrainConfig) -> None:
             _find(held_out)
 
 
-def decide_bos(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with data.add_bos decided, and print it if texts begin with a bos token."""
-    if config.data.kind != "pretrain" or config.data.add_bos is not None:
+def decide_marks(config: TrainConfig, vocab_size: int | None) -> TrainConfig:
+    """Return the configuration with data.add_bos and data.add_eos decided, and print which of them is added.
+
+    vocab_size: of the model; None: not known yet.
+    """
+    data = config.data
+    if data.kind != "pretrain" or None not in (data.add_bos, data.add_eos):
         return config
     tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.adds_bos and isinstance(tokenizer, FolderTokenizer) and tokenizer.bos is not None:
-        say(f"each text begins with {tokenizer.token_of(tokenizer.bos)}, as in Transformers (data.add_bos)")
-    return config.model_copy(update={"data": config.data.model_copy(update={"add_bos": tokenizer.adds_bos})})
+    data = with_marks(data, tokenizer, vocab_size or ALL_IDS)
+    if isinstance(tokenizer, FolderTokenizer):
+        if data.add_bos and config.data.add_bos is None and tokenizer.bos is not None:
+            say(f"each text begins with {tokenizer.token_of(tokenizer.bos)}, as in Transformers (data.add_bos)")
+        if data.add_eos and config.data.add_eos is None and tokenizer.end_of_document is not None:
+            say(f"each text ends with {tokenizer.token_of(tokenizer.end_of_document)} (data.add_eos)")
+    return config.model_copy(update={"data": data})
+
+
+def with_marks(data: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> DataConfig:
+    """Return the data with what is left open decided: which marks texts begin and end with."""
+    end = tokenizer.end_of_document
+    ends = not data.packing and end is not None and end < vocab_size
+    decided = {"add_bos": tokenizer.adds_bos, "add_eos": ends}
+    return data.model_copy(update={key: value for key, value in decided.items() if getattr(data, key) is None})
 
 
 def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
@@ -121,11 +138,14 @@ def _find(data: DataConfig, *, may_fetch: bool = True) -> None:
             find_chats(path, data.dataset, data.chat_format)
 
 
-def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str) -> Recipe:
+def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: int) -> Recipe:
     choice = RecordChoice(data.max_records, data.hash_range)
     if data.kind == "pretrain":
-        add_bos = load_tokenizer(tokenizer).adds_bos if data.add_bos is None else data.add_bos
-        return TextRecipe(find_files(path), tokenizer, data.text_field, data.bad_records, choice, add_bos)
+        marks = with_marks(data, load_tokenizer(tokenizer), vocab_size)
+        return TextRecipe(
+            find_files(path), tokenizer, data.text_field, data.bad_records, choice, bool(marks.add_bos),
+            bool(marks.add_eos),
+        )  # fmt: skip
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
         return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records, choice)

@@ -15,7 +15,7 @@ from megatrain_ray.crew.ray_cluster import Daemons
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import HeldOutData, count_data, naming_held_out, open_stream
-from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.data.tokenize_data import ALL_IDS, tokenize
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.saves.manifest import Manifest
@@ -24,8 +24,6 @@ from megatrain_ray.metrics.sinks import check_packages
 from megatrain_ray.model.sight_check import check_packing
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_dir import RunDir
-
-ALL_IDS = 1 << 32  # more than any id of a token
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,6 @@ def test_weights_of_tokens_and_texts_of_several_sources_are_shown(
     assert "weights 0.5 to 1, 1 tokens of another weight than 1" in text
     sources = [{"path": write(folder, f"{k}.jsonl", {"text": f"text {k} " * 9}), "weight": 1} for k in range(2)]
     text = shown(folder, capsys, data__path=[*sources, sources[0]], data__packing=False)
-    assert f"── text 1 of 1 of data.path[1], {sources[1]['path']}: 63 tokens ──\ntext 1 text 1 " in text
-    assert text.count("1 text, 63 tokens") == 3
+    assert f"── text 1 of 1 of data.path[1], {sources[1]['path']}: 64 tokens ──\ntext 1 text 1 " in text
+    assert text.count("1 text, 64 tokens") == 3
     assert "«" not in text

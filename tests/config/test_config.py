@@ -43,6 +43,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "truncation": "turn",
             "text_field": "text",
             "add_bos": None,
+            "add_eos": None,
             "bad_records": "error",
             "tokenizer": None,
             "seq_len": 8,

@@ -186,16 +186,21 @@ def test_a_resume_may_not_change(changes: dict[str, Any], diff: list[str]) -> No
     assert resume_diff(config(), config(**changes)) == diff
 
 
-def test_texts_of_a_run_begin_as_they_did() -> None:
-    """A run of a release that never added bos tokens goes on without them; a new one may have decided otherwise."""
-    assert config().resolve().data.add_bos is None
-    old = config().as_begun()
-    assert old.data.add_bos is False
-    assert resume_diff(old, config()) == []
-    assert config().resolve(old).data.add_bos is False
-    assert resume_diff(old, config(data__add_bos=True)) == ["data.add_bos: false -> true"]
-    assert config().resolve(config(data__add_bos=True)).data.add_bos is True
-    assert config(data__kind="sft").as_begun().data.add_bos is None
+@pytest.mark.parametrize("key", ["add_bos", "add_eos"])
+def test_texts_of_a_run_begin_and_end_as_they_did(key: str) -> None:
+    """A run of a release that never added these tokens goes on without them; a new one may have decided otherwise."""
+
+    def added(config: TrainConfig) -> bool | None:
+        return dict(config.data)[key]
+
+    alone: dict[str, Any] = {"data__packing": False}
+    given, old = config(**alone), config(**alone).as_begun()
+    assert (added(given.resolve()), added(old), added(given.resolve(old))) == (None, False, False)
+    assert resume_diff(old, given) == []
+    new = config(**alone, **{f"data__{key}": True})
+    assert resume_diff(old, new) == [f"data.{key}: false -> true"]
+    assert added(given.resolve(new)) is True
+    assert added(config(data__kind="sft").as_begun()) is None
 
 
 def test_rates_of_groups_may_change_on_a_resume_and_what_is_in_them_may_not() -> None:

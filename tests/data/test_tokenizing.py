@@ -31,6 +31,20 @@ def test_tokens_go_to_the_users_cache_a_folder_a_source(tmp_path: Path, cache: P
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("packing", "vocab_size", "add_eos", "num_tokens"),
+    [(False, 257, None, 7), (False, 256, None, 6), (False, 257, False, 6), (True, 257, None, 6)],
+)
+def test_texts_alone_end_with_the_eos_token_if_the_model_has_it(
+    tmp_path: Path, cache: Path, packing: bool, vocab_size: int, add_eos: bool | None, num_tokens: int
+) -> None:
+    settings = data(write(tmp_path, a="text a"), packing=packing, add_eos=add_eos)
+    (folder,) = tokens_of(settings, tmp_path, vocab_size)
+    meta = read_meta(folder)
+    assert meta is not None
+    assert meta.num_tokens == num_tokens
+
+
 def test_it_says_once_what_it_made_and_skipped(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, a_jsonl='{"text": "abcdef"}\n{"text": ""}\n' + "{\n" * 7)
     settings = data(str(tmp_path / "a.jsonl"), bad_records="skip")

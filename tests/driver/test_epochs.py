@@ -16,7 +16,7 @@ from tests.support.in_process import Train
 from tests.support.runs import cli_here, config, rows, write_config
 from tests.support.tiny import TEXT, build_tiny
 
-NUM_RECORDS, RECORD_CHARS, BATCH_SIZE = 40, 33, 4  # a record fills a row
+NUM_RECORDS, RECORD_CHARS, BATCH_SIZE = 40, 32, 4  # a record and its end fill a row
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def test_a_run_is_as_long_as_its_epochs_and_goes_on_when_they_are_more(tmp_path:
     found = re.search(r"(\d+) rows of 32 tokens; (\d+) steps of 4 rows are", first.stderr)
     assert found is not None
     num_rows, steps = int(found[1]), int(found[2])
-    assert f"data      {num_rows} records, {num_rows * RECORD_CHARS} tokens, {num_rows} rows of " in first.stderr
+    assert f"data      {num_rows} records, {num_rows * (RECORD_CHARS + 1)} tokens, {num_rows} rows of " in first.stderr
     assert f"epochs; {NUM_RECORDS - num_rows} records held out" in first.stderr
     assert steps == math.ceil(num_rows / 2 / BATCH_SIZE) >= 3
     assert f"after {math.ceil(steps / 2)} steps of warm-up" in first.stderr

@@ -134,6 +134,16 @@ def test_a_bos_token_must_be_there_to_be_added(recipe: TextRecipe, root: Path) -
         make_tokens(replace(recipe, add_bos=True), root, 257, Watch())
 
 
+def test_texts_end_with_the_eos_token(recipe: TextRecipe, root: Path) -> None:
+    """Else a model that learns each text alone would never learn to stop."""
+    before, after = (make_tokens(replace(recipe, add_eos=ends), root, 257, Watch()) for ends in (False, True))
+    texts, ended = (open_corpus("a", folder, 257) for folder in (before, after))
+    lengths = texts.document_lengths.tolist()
+    documents = np.split(texts.tokens.astype(int), np.cumsum(lengths)[:-1])
+    assert ended.tokens.tolist() == [token for ids in documents for token in (*ids.tolist(), 256)]
+    assert ended.document_lengths.tolist() == [length + 1 for length in lengths]
+
+
 def test_they_are_made_once(recipe: TextRecipe, root: Path) -> None:
     watch = Watch()
     assert find_tokens(recipe, root) is None
