@@ -26,6 +26,11 @@ from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 # Keys of a record that holds ids.
 IDS, LABELS, ATTENDED, LOSS_MASK, WEIGHTS = "input_ids", "labels", "attention_mask", "loss_mask", "weights"
+# Keys that say where the documents of a packed record begin: positions of ids, a number for each document (as
+# attention_mask may have), lengths of documents, and where they begin, perhaps with the end of the last one.
+POSITIONS, NUMBERS, LENGTHS = "position_ids", "seq_idx", "seq_lengths"
+STARTS = ("seq_start_id", "cu_seqlens", "cu_seq_lens_q")
+PACKED_KEYS = (POSITIONS, NUMBERS, LENGTHS, *STARTS)
 OTHER_MASKS = ("assistant_masks", "completion_mask")  # refused: some trainers read them instead of labels
 
 
@@ -45,6 +50,7 @@ class PretokenizedRecipe:
         return {
             "kind": "tokens",
             "weights": True,  # are read; an earlier release did not
+            "documents": True,  # of packed records are told apart; an earlier release joined them
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
@@ -63,14 +69,14 @@ class PretokenizedRecipe:
 
     def _encoded(self, record: Any) -> EncodedRecord:
         try:
-            chat = read_token_record(record)
+            chats = read_token_record(record)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
-        return EncodedRecord.of([chat], self.seq_len + 1, self.truncation)
+        return EncodedRecord.of(chats, self.seq_len + 1, self.truncation)
 
 
-def read_token_record(record: Any) -> EncodedChat:
-    """Return the ids of a record and their loss weights.
+def read_token_record(record: Any) -> list[EncodedChat]:
+    """Return the ids of a record's documents and their loss weights; most records are one document.
 
     Tokens with a 0 in attention_mask are pads and left out. Raises RecordError.
     """
@@ -83,8 +89,49 @@ def read_token_record(record: Any) -> EncodedChat:
     if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32:
         raise RecordError(f"{IDS}: expected ids of 0 and more, got {ids.min()} to {ids.max()}")
     attended = _column(fields, ATTENDED, ids)
-    real = slice(None) if attended is None else attended != 0
-    return EncodedChat(ids[real].astype(np.uint32), _loss_weights(fields, ids)[real])
+    real = np.ones(ids.size, np.bool_) if attended is None else attended != 0
+    weights, parts = _loss_weights(fields, ids)[real], np.cumsum(_begins(fields, ids, attended, real))[real]
+    cuts = np.flatnonzero(np.diff(parts)) + 1
+    return list(map(EncodedChat, np.split(ids[real].astype(np.uint32), cuts), np.split(weights, cuts)))
+
+
+def _begins(
+    fields: Mapping[str, Any], ids: NDArray[Any], attended: NDArray[Any] | None, real: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Return which tokens begin a document other than the one before, as any key of a packed record says it.
+
+    real: which tokens are no pads.
+
+    Raises RecordError for positions that do not count from 0 in each document, and for lengths of other tokens.
+    """
+    begins = np.zeros(ids.size, np.bool_)
+    if (positions := _column(fields, POSITIONS, ids)) is not None:
+        begins |= positions == 0
+        wrong = np.flatnonzero(real & ~begins & (np.diff(positions, prepend=-1) != 1))
+        if wrong.size:
+            raise RecordError(
+                f"{POSITIONS}: token {wrong[0]} has position {positions[wrong[0]]}; expected one more than the token "
+                "before it, or 0 where a document begins"
+            )
+    for numbers in (attended, _column(fields, NUMBERS, ids)):
+        if numbers is not None:
+            begins[1:] |= np.diff(numbers) != 0
+    if (lengths := _numbers(fields, LENGTHS)) is not None:
+        begins[_starts(LENGTHS, np.cumsum(lengths), ids, ends_at=ids.size)] = True
+    for key in STARTS:
+        if (starts := _numbers(fields, key)) is not None:
+            begins[_starts(key, starts, ids)] = True
+    return begins
+
+
+def _starts(key: str, places: NDArray[Any], ids: NDArray[Any], ends_at: int | None = None) -> NDArray[Any]:
+    """Return those places that are no end of the record. Raises RecordError unless they ascend within it."""
+    ascends = not (np.diff(places, prepend=0) < 0).any() and (places.size == 0 or places[-1] <= ids.size)
+    if not ascends or (ends_at is not None and places[-1:].tolist() != [ends_at]):
+        raise RecordError(
+            f"{key}: expected documents of all {ids.size} {IDS}, got ends or starts {places.tolist()!r:.60}"
+        )
+    return places[places < ids.size]
 
 
 def _loss_weights(fields: Mapping[str, Any], ids: NDArray[Any]) -> LossWeights:

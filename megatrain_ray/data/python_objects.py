@@ -19,7 +19,7 @@ from typing import Any
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME
-from megatrain_ray.io.chat.token_records import ATTENDED, IDS, LABELS, LOSS_MASK, OTHER_MASKS, WEIGHTS
+from megatrain_ray.io.chat.token_records import ATTENDED, IDS, LABELS, LOSS_MASK, OTHER_MASKS, PACKED_KEYS, WEIGHTS
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent
@@ -28,7 +28,7 @@ from megatrain_ray.model.model_source import GENERATION_NAME
 from megatrain_ray.run.run_dir import RunDir
 
 INPUTS_NAME = "inputs"
-TOKEN_KEYS = (IDS, LABELS, ATTENDED, LOSS_MASK, WEIGHTS, *OTHER_MASKS)
+TOKEN_KEYS = (IDS, LABELS, ATTENDED, LOSS_MASK, WEIGHTS, *PACKED_KEYS, *OTHER_MASKS)
 PRETRAINED = ("model", "processing_class")  # objects with save_pretrained; the others are records
 # The setting (group, key) that each object replaces, and the file or folder that it is written to.
 PLACES = {

@@ -42,9 +42,33 @@ from tests.support.texts import tokens_of
     ],
 )
 def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[float]) -> None:
-    found, loss_weights, *_ = read_token_record(record)
+    ((found, loss_weights, *_),) = read_token_record(record)
     assert found.tolist() == ids
     assert loss_weights.tolist() == learned
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        {"position_ids": [0, 1, 0, 1, 2, 0]},
+        {"seq_lengths": [2, 3, 1]},
+        {"seq_idx": [0, 0, 1, 1, 1, 2]},
+        {"attention_mask": [1, 1, 2, 2, 2, 3]},
+        {"seq_start_id": [0, 2, 5]},
+        {"cu_seqlens": [0, 2, 5, 6], "attention_mask": [1] * 6},
+        {"position_ids": [0, 1, 0, 1, 2, 0], "seq_lengths": [2, 3, 1]},
+    ],
+)
+def test_documents_of_a_packed_record_are_told_apart(packed: dict[str, Any]) -> None:
+    """As TRL (position_ids, seq_lengths), Axolotl (attention_mask, position_ids) and NeMo (seq_start_id) pack them."""
+    chats = read_token_record({"input_ids": [5, 6, 7, 8, 9, 4], "labels": [5, 6, -100, 8, 9, 4], **packed})
+    assert [chat.ids.tolist() for chat in chats] == [[5, 6], [7, 8, 9], [4]]
+    assert [chat.loss_weights.tolist() for chat in chats] == [[1, 1], [0, 1, 1], [1]]
+
+
+def test_pads_of_a_packed_record_are_left_out() -> None:
+    record = {"input_ids": [0, 5, 6, 7, 0], "position_ids": [1, 0, 1, 0, 0], "attention_mask": [0, 1, 1, 1, 0]}
+    assert [chat.ids.tolist() for chat in read_token_record(record)] == [[5, 6], [7]]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +90,11 @@ def test_what_is_learned(record: dict[str, Any], ids: list[int], learned: list[f
         ({"input_ids": [1, 2], "weights": [1, -0.5]}, "expected numbers of 0 and more, token 1 has -0.5"),
         ({"input_ids": [1, 2], "weights": [float("nan"), 1]}, "token 0 has nan"),
         ({"input_ids": [1, 2], "weights": ["1", 1]}, "weights: expected a list of numbers"),
+        ({"input_ids": [1, 2], "position_ids": [4, 5]}, "position_ids: token 0 has position 4; expected one more"),
+        ({"input_ids": [1, 2], "position_ids": [[0, 1]] * 3}, "position_ids: expected a list of integers"),
+        ({"input_ids": [1, 2], "seq_lengths": [1]}, "seq_lengths: expected documents of all 2 input_ids"),
+        ({"input_ids": [1, 2], "seq_lengths": [3, -1]}, "seq_lengths: expected documents of all 2 input_ids"),
+        ({"input_ids": [1, 2], "cu_seqlens": [0, 3]}, "cu_seqlens: expected documents of all 2 input_ids"),
     ],
 )
 def test_what_is_refused(record: Any, message: str) -> None:
