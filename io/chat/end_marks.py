@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
+from megatrain_ray.io.chat.template_ending import user_mark
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, named_tokens
 
@@ -46,8 +47,9 @@ def find_end_marks(folder: Path, *, chats: bool) -> EndMarks:
 
 
 def text_after_answer(template: ChatTemplate) -> str:
-    """Return what a template writes after an answer; empty if it refuses one."""
-    return _answered(template).rpartition(_ANSWER)[2]
+    """Return what a template writes after an answer, or what ends one if it writes nothing; empty if it refuses one."""
+    after = _answered(template).rpartition(_ANSWER)[2]
+    return after if after.strip() else user_mark(template)
 
 
 def unlearned_mark(tokenizer: FolderTokenizer, template: ChatTemplate) -> int | None:

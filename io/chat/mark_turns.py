@@ -100,8 +100,10 @@ class TurnMarker:
 
     def _turn(self, conversation: Conversation, index: int, weight: float) -> _Turn:
         messages, tools = conversation.messages[: index + 1], conversation.tools
-        text = self._template.render(messages, tools)
+        text = self._around.ended(self._template.render(messages, tools), messages[-1])
         prompt = self._prompt(messages[:-1], tools, text)
+        if not text.startswith(prompt) and messages[0]["role"] == "system":
+            text = self._with_system(messages, tools, prompt)
         answered = self._around.cut(text)
         if not answered.startswith(prompt) or len(answered) == len(prompt):
             raise RecordError(
@@ -114,6 +116,15 @@ class TurnMarker:
         whole = LearnedRange(len(prompt), len(answered), weight)
         holes = [] if self._learn_reasoning else self._thoughts(text, messages, tools, [index], [whole])
         return _Turn(text, tuple(_without(whole, holes)), whole.end)
+
+    def _with_system(self, messages: Sequence[Message], tools: Sequence[Message], prompt: str) -> str:
+        """Return the prompt with what the template writes after the prompt of the same messages without a system turn.
+
+        Some of Mistral's templates write the system turn into the last message, if that is the user's. Rendered with
+        its answer, a conversation would lose it.
+        """
+        text, bare = self._template.render(messages[1:], tools), self._prompt(messages[1:-1], tools, "")
+        return prompt + text.removeprefix(bare) if text.startswith(bare) else text
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[Message], text: str) -> str:
         """Return the text that asks for an answer to the messages, with which `text` begins.

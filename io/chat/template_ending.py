@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatrain_ray.errors import ConfigError
@@ -10,16 +11,29 @@ from megatrain_ray.io.chat.messages import PROBE
 from megatrain_ray.io.records.read_records import RecordError
 
 QUESTION: Message = {"role": "user", "content": "Question"}
+CALL = {"type": "function", "function": {"name": PROBE, "arguments": {}}}
+# The mark that begins a turn, such as <|user|>.
+_MARK = re.compile(r"\s*(?P<mark><[^<>\s]+>|\[[^\[\]\s]+\])")
 ANSWERS = (PROBE, f"<think>\nthought\n</think>\n\n{PROBE}")  # some templates open a thought in the prompt and keep it
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Describes what a template writes around an answer: the end mark (`<|im_end|>`), then `blanks`, then `closing`."""
+    """Describes what a template writes around an answer: the end mark (`<|im_end|>`), then `blanks`, then `closing`.
+
+    GLM's templates write no mark after an answer: the model ends it by beginning the next turn, `<|user|>`, or
+    `<|observation|>` after a call. These are then `user_mark` and `tool_mark`; both are empty for other templates.
+    """
 
     heading: str  # what asks for an answer after a question, such as "<|im_start|>assistant\n"; may be empty
     blanks: str  # whitespace after the mark that the model need not generate
     closing: str  # eos token that closes the whole conversation; may be empty
+    user_mark: str = ""
+    tool_mark: str = ""
+
+    def ended(self, text: str, answer: Message) -> str:
+        """Return a conversation that ends with an answer, with the mark that begins the next turn if that ends it."""
+        return text + (self.tool_mark if answer.get("tool_calls") else self.user_mark)
 
     def cut(self, text: str) -> str:
         """Return the text up to the end mark."""
@@ -46,8 +60,37 @@ def find_surroundings(template: ChatTemplate) -> Surroundings:
     if prompt == bare and heading.strip():
         raise _unusable(template, f"it ignores add_generation_prompt and begins an answer with {heading!r}")
     if not ending:
+        return _without_mark(template, heading_of(prompt, bare))
+    return _split_ending(template, heading_of(prompt, bare), fitting[0], ending)
+
+
+def heading_of(prompt: str, bare: str) -> str:
+    return prompt.removeprefix(bare) if prompt.startswith(bare) else ""
+
+
+def _without_mark(template: ChatTemplate, heading: str) -> Surroundings:
+    """Return the surroundings of a template that writes nothing after an answer. Raises ConfigError as above."""
+    called: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    if not (mark := user_mark(template)):
         raise _unusable(template, "it marks no end of an answer, so a model would not learn to stop")
-    return _split_ending(template, prompt.removeprefix(bare) if prompt.startswith(bare) else "", fitting[0], ending)
+    tool_mark = _mark_between(template, called, {"role": "tool", "content": PROBE})
+    return Surroundings(heading, "", "", mark, tool_mark or mark)
+
+
+def user_mark(template: ChatTemplate) -> str:
+    """Return the mark that begins the user's turn after an answer; empty if there is none."""
+    return _mark_between(template, {"role": "assistant", "content": PROBE}, QUESTION)
+
+
+def _mark_between(template: ChatTemplate, answer: Message, following: Message) -> str:
+    """Return the mark that begins the turn after an answer; empty if there is none."""
+    try:
+        answered = template.render([QUESTION, answer])
+        followed = template.render([QUESTION, answer, following])
+    except RecordError:
+        return ""
+    found = _MARK.match(followed.removeprefix(answered)) if followed.startswith(answered) else None
+    return found["mark"] if found else ""
 
 
 def _split_ending(template: ChatTemplate, heading: str, whole: str, ending: str) -> Surroundings:

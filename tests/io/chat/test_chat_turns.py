@@ -228,6 +228,43 @@ def test_none_is_never_learned_as_a_word() -> None:
     assert shown(text) == "<|user|>Q</s><|assistant|>«add</s>»"
 
 
+# As Mistral 7B v0.3: the system turn stands in the last message, which the answer is when it is rendered.
+SYSTEM_LAST = (
+    "{% if messages[0].role == 'system' %}{% set system, messages = messages[0].content, messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.last and system is defined %}{{ system + '\n' }}"
+    "{% endif %}{{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_a_system_turn_that_stands_in_the_last_question_is_in_the_prompt_of_each_answer() -> None:
+    marker = TurnMarker(ChatTemplate("mine", SYSTEM_LAST))
+    first, second = marker.mark(Conversation(say("s:S", "u:Q", "a:A", "u:R", "a:B")))
+    assert shown(first) == "[INST] S\nQ[/INST]« A</s>»"
+    assert shown(second) == "[INST] Q[/INST] A</s>[INST] S\nR[/INST]« B</s>»"
+
+
+# As GLM 4.5: the mark of the next turn ends an answer.
+UNENDED = (
+    "[gMASK]{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{% else %}<|{{ m.role }}|>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        (("u:Q", "a:A"), "[gMASK]<|user|>Q<|assistant|>«A<|user|>»"),
+        (("u:Q", "a:A", "u:R", "a:B"), "…<|user|>Q<|assistant|>«A<|user|>»R<|assistant|>«B<|user|>»"),
+        (("u:Q", "c:"), "…<|user|>Q<|assistant|>«<call>add</call><|observation|>»"),
+        (("u:Q", "c:", "t:4", "a:B"), "…«<call>add</call><|observation|>»4<|assistant|>«B<|user|>»"),
+    ],
+)
+def test_the_mark_of_the_next_turn_ends_an_answer_that_has_none(turns: tuple[str, ...], expected: str) -> None:
+    (text,) = TurnMarker(ChatTemplate("mine", UNENDED)).mark(Conversation(say(*turns)))
+    assert shown(text).endswith(expected.removeprefix("…"))
+
+
 # --- templates that cannot say ---
 
 HEADED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
@@ -239,7 +276,7 @@ PROMPTED = HEADED + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     [
         ((TEMPLATES / "deepseek_r1.jinja").read_text(), r"its prompt for an answer, .*<think>\\n', is no beginning"),
         (HEADED, r"ignores add_generation_prompt and begins an answer with '<\|assistant\|>'"),
-        (PROMPTED.replace("</s>", ""), "marks no end of an answer"),
+        (PROMPTED.replace("</s>", "").replace("<|", " ").replace("|>", ": "), "marks no end of an answer"),
         ("{{ raise_exception('never') }}", "refuses it: never"),
         ("{% for m in messages %}{{ m.content }}", "line 1: Unexpected end of template"),
         (PROMPTED.replace("m.content", "'nothing'"), "is no beginning of an answer it writes"),

@@ -40,6 +40,13 @@ def test_an_answer_may_end_with_text(tmp_path: Path) -> None:
     assert find_end_marks(tmp_path, chats=True) == find_end_marks(tmp_path, chats=False)
 
 
+def test_the_next_turn_may_end_an_answer(tmp_path: Path) -> None:
+    build(tmp_path, FAMILIES["qwen2.5"])
+    settings(tmp_path, chat_template="{% for m in messages %}<|im_start|>{{ m.role + m.content }}{% endfor %}")
+    begin = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<|im_start|>")
+    assert find_end_marks(tmp_path, chats=True).ends[0] == begin
+
+
 def test_a_template_that_refuses_an_answer_has_no_mark(tmp_path: Path) -> None:
     build(tmp_path, FAMILIES["qwen2.5"])
     settings(tmp_path, chat_template="{{ raise_exception('no') }}")
