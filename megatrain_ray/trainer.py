@@ -41,6 +41,7 @@ from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
 from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource, read_model
+from megatrain_ray.model.positions import written_positions
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
 from megatrain_ray.planning.run_spec import RunSpec, check_length, prepare
 from megatrain_ray.profiling.profiles import measured
@@ -118,7 +119,7 @@ class Trainer:
                 return output
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
-            check_length(run.config, source.written_positions)
+            check_length(run.config, written_positions(source.config))
             run.config = decide_marks(fix_commits(run.config), source.written_vocab_size)
             check_there(run.config)
             data = read_data(run.config, source.written_vocab_size, run.path, startup)

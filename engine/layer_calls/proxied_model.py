@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain_ray.engine.layer_calls.forward_pass import LayerProxy
 from megatrain_ray.engine.layer_calls.layer_call import is_floating
-from megatrain_ray.engine.model.attention import PACKED, AttentionSwitch, answer_packed, packed_arguments
+from megatrain_ray.engine.model.attention import (
+    PACKED,
+    AttentionSwitch,
+    answer_packed,
+    packed_arguments,
+    pads_make_it_long,
+    without_pads,
+)
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.output_recorder import Recorder
 from megatrain_ray.engine.model.structure import ModelStructure
@@ -50,6 +57,8 @@ class ProxiedModel:
         """Return the forward of a micro-batch, for a ForwardPass. Its token ids are uploaded to the device at once."""
         input_ids = upload(micro_batch.input_ids)
         positions = None if micro_batch.positions is None else upload(micro_batch.positions)
+        if pads_make_it_long(self._model):
+            positions = without_pads(positions, upload(micro_batch.targets))
         packed = micro_batch.is_packed
 
         def forward() -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain_ray.io.tokens.token_files import IGNORED
+
 FLEX = "flex_attention"  # Transformers' name of flex attention
 # Whether rows of the current forward hold several documents; None: unknown, the positions tell.
 PACKED: ContextVar[bool | None] = ContextVar("packed", default=None)
@@ -71,6 +73,24 @@ def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[s
     # Models with positions along three axes, as images need them, get the text's in front of those: [4, B, T].
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return {"position_ids": positions.expand(4, -1, -1) if "mrope_section" in rope else positions}
+
+
+def pads_make_it_long(model: nn.Module) -> bool:
+    """Return whether a model takes the length of its row for that of the document (longrope), so that pads count."""
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]  # perhaps one for each type of layer
+    return any("longrope" in (one.get("rope_type"), one.get("type")) for one in ropes)
+
+
+def without_pads(positions: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+    """Return positions, [B, T], that are 0 after the last supervised token of a row.
+
+    What stands there has no effect on the loss, and would count in the length that longrope sees.
+    """
+    index = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
+    last = torch.where(targets == IGNORED, 0, index).amax(1, keepdim=True)
+    return torch.where(index > last, 0, index if positions is None else positions)
 
 
 @contextmanager

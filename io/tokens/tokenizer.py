@@ -205,7 +205,11 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
         )
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+    # The library raises bare Exception for whatever is wrong with the file, and a panic, which is none, for a damaged
+    # precompiled charsmap.
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ConfigError(f"data.tokenizer: cannot read {file}: {error}") from None
 
 

@@ -15,6 +15,7 @@ from megatrain_ray.io.chat.chat_template import Message
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.mark_turns import render_prompt
 from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.model.positions import positions_of
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,12 @@ def encode_chat(model: LoadedModel, messages: Sequence[Message], tools: Sequence
 
 
 def _checked(model: LoadedModel, ids: list[int]) -> list[int]:
-    positions = _num_positions(model)
+    positions = positions_of(model.model.config)
     if not ids:
         raise ConfigError("the prompt is empty: give at least a letter")
     if positions is not None and len(ids) >= positions:
         raise ConfigError(f"the prompt has {len(ids)} tokens, and the model {positions} positions: shorten it")
     return ids
-
-
-def _num_positions(model: LoadedModel) -> int | None:
-    return getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def generate(
@@ -83,7 +80,7 @@ def generate(
     longest, pad = max(map(len, prompts)), model.marks.pad or 0
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    positions = _num_positions(model)
+    positions = positions_of(model.model.config)
     room = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - longest)
     stops: dict[str, Any] = {"eos_token_id": ends} if (ends := _ends(model)) else {}
     if model.marks.text:

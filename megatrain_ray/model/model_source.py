@@ -36,6 +36,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     weight_files,
 )
 from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known
+from megatrain_ray.model.positions import positions_of
 from megatrain_ray.model.sight_check import sees_later_tokens
 
 GENERATION_NAME = "generation_config.json"
@@ -99,21 +100,18 @@ class ModelSource:
         return getattr(self.architecture.config.get_text_config(), name, None)
 
     @property
-    def written_positions(self) -> int | None:
-        """Return max_position_embeddings if the configuration itself holds it under this name, else None.
-
-        This needs no import of Transformers.
-        """
-        return self._written("max_position_embeddings")
+    def num_positions(self) -> int | None:
+        """Return how many positions the language model has; None if it has no limit."""
+        return positions_of(self.architecture.config)
 
     @property
     def written_vocab_size(self) -> int | None:
-        """Return vocab_size in the same way."""
-        return self._written("vocab_size")
+        """Return vocab_size if the configuration itself holds it under this name, else None.
 
-    def _written(self, name: str) -> int | None:
+        This needs no import of Transformers.
+        """
         texts = self.config.get("text_config") or self.config
-        written = texts.get(name) if isinstance(texts, Mapping) else None
+        written = texts.get("vocab_size") if isinstance(texts, Mapping) else None
         return written if isinstance(written, int) else None
 
     def check_weights(self, structure: ModelStructure) -> None:

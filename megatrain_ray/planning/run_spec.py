@@ -157,7 +157,7 @@ def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
 
 def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:
     source = checked(found or read_model(config.model)).with_lora(config.lora)
-    check_length(config, source.setting("max_position_embeddings"))
+    check_length(config, source.num_positions)
     return source
 
 
@@ -291,7 +291,7 @@ def check_length(config: TrainConfig, positions: int | None) -> None:
     if positions is not None and config.data.seq_len > positions:
         raise ConfigError(
             f"data.seq_len: {config.data.seq_len} is more than the model's {positions} positions "
-            "(max_position_embeddings); lower it"
+            "(max_position_embeddings); lower it, or stretch them by YaRN (rope_scaling) in the model's config.json"
         )
 
 

@@ -18,6 +18,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model import discover_model
 from megatrain_ray.model.architecture import Architecture
+from megatrain_ray.model.positions import positions_of, written_positions
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from tests.support.runs import config
 
@@ -44,6 +45,27 @@ def test_no_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
     assert run_spec(tmp_path, {}, data__seq_len=POSITIONS).plan.step.seq_len == POSITIONS
     with pytest.raises(ConfigError, match=r"data\.seq_len: 41 is more than the model's 40 positions"):
         run_spec(tmp_path, {}, data__seq_len=POSITIONS + 1)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": POSITIONS}, 4 * POSITIONS),
+        ({"rope_type": "yarn", "factor": 2.5}, 100),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10}, POSITIONS),
+        ({"rope_type": "linear", "factor": 4.0}, POSITIONS),
+        ({"full_attention": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, 2 * POSITIONS),
+        (None, POSITIONS),
+    ],
+)
+def test_yarn_stretches_the_positions_of_a_configuration_as_pages_of_models_say(
+    rope: dict[str, Any] | None, positions: int
+) -> None:
+    """They leave max_position_embeddings as it was."""
+    settings = {**LLAMA, "rope_scaling": rope}
+    assert written_positions(settings) == written_positions({"text_config": settings}) == positions
+    if rope is None or "full_attention" not in rope:
+        assert positions_of(Architecture(settings).config) == positions
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -18,10 +18,12 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.batch_stream import assemble
+from megatrain_ray.io.batching.windows import Rows
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.planning.run_spec import prepare
 from tests.support.documents import packed
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, SIZES
 from tests.support.family_models import build_family
 from tests.support.reference import Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
@@ -152,3 +154,27 @@ def test_the_imagined_masks_leave_nothing_behind() -> None:
     discover(factory, torch.float32, 1, 16, attention=FLEX, packed=True)
     discover(factory, torch.float32, 1, 16)
     assert discover(factory, torch.float32, 1, 16, packed=True) == before
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+PHI3 = {
+    **SIZES, "model_type": "phi3", "max_position_embeddings": 64, "original_max_position_embeddings": 8,
+    "pad_token_id": 0, "rope_parameters": LONGROPE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_pads_do_not_make_a_row_long(tmp_path: Path, packs: bool) -> None:
+    """A row of 6 tokens and 10 pads has the loss of the 6 tokens, whose factors are the short ones."""
+    torch.manual_seed(0)
+    Architecture(PHI3)(torch.float32).save_pretrained(tmp_path)
+    rows = Rows.of_pads(1, 16)
+    rows.ids[0, :7], rows.documents[0, :7], rows.loss_weights[0, :7] = range(1, 8), 0, 1
+    if packs:
+        rows.documents[0, 4:7] = 1
+    padded = assemble(rows, weighted=False)
+    alone = assemble(Rows(*(part[:, :8] for part in rows)), weighted=False)
+    recipe = Recipe(steps=1)
+    assert train_engine(tmp_path, [padded], recipe, Mode()).losses == pytest.approx(
+        train_reference(tmp_path, [alone], recipe).losses, rel=1e-7
+    )

@@ -83,9 +83,11 @@ def test_a_missing_folder_and_a_missing_or_broken_file_are_refused_by_name(tmp_p
         load_tokenizer(str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match=r"no such file: .*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
+    panics = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AQ=="}, "model": {"type": "BPE"}}
+    for broken in ("{", json.dumps({"version": "1.0", **panics})):
+        (tmp_path / "tokenizer.json").write_text(broken)
+        with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
+            load_tokenizer(str(tmp_path))
 
 
 def test_placed_tokens_are_the_same_ids_with_the_characters_they_stand_for(folder: Path) -> None:
