@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -19,26 +18,13 @@ import safetensors
 import torch
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.quantisation import quantisation_of, with_dequantised
+from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES, DTYPES, StoredTensor, TensorLocation
 
 SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 READ_ELEMENTS = 8 << 20  # elements compared at a time: 32 MiB
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Types that a buffer may have, by safetensors' names.
-BUFFER_DTYPES = DTYPES | {
-    "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _TensorLocation:
-    """Locates a tensor: its bytes start at `offset` of a file."""
-
-    file: Path
-    offset: int
-    dtype: str  # as safetensors writes it
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,7 @@ class WeightFolder:
     """
 
     path: Path
-    _stored: Mapping[str, _TensorLocation]
+    _stored: Mapping[str, StoredTensor]
     prefix: str = ""
 
     @staticmethod
@@ -69,9 +55,9 @@ class WeightFolder:
         except OSError as error:
             raise ConfigError(f"cannot read {folder}: {error.strerror}") from None
         if SINGLE_NAME in present:
-            return WeightFolder(folder, _read_header(folder / SINGLE_NAME), prefix)
+            return WeightFolder(folder, _dequantised(folder, _read_header(folder / SINGLE_NAME)), prefix)
         if INDEX_NAME in present:
-            return WeightFolder(folder, _read_indexed(folder / INDEX_NAME, present), prefix)
+            return WeightFolder(folder, _dequantised(folder, _read_indexed(folder / INDEX_NAME, present)), prefix)
         pickled = any(name.endswith((".bin", ".pt")) for name in present)
         advice = "its weights are pickled, which is not read: save them as safetensors" if pickled else "is it a model?"
         raise ConfigError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}: {advice}")
@@ -111,33 +97,15 @@ class WeightFolder:
         if not 0 <= start <= stop <= numel:
             raise ConfigError(f"{stored.file}: {name} has {numel} elements, expected {start} to {stop} of it")
         values = torch.empty(stop - start, dtype=_dtype(name, stored))
-        self._fill(values, stored, start)
+        stored.fill(values, start)
         return values.float()
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in its stored type and shape. Raises ConfigError as `read`."""
         stored = self._find(name)
         values = torch.empty(stored.shape, dtype=self.dtype(name))
-        self._fill(values.view(-1), stored, 0)
+        stored.fill(values.view(-1), 0)
         return values
-
-    def _fill(self, values: torch.Tensor, stored: _TensorLocation, start: int) -> None:
-        """Fill `values` with the tensor's elements from `start` on, and drop the bytes read from the page cache.
-
-        In the page cache a model of any size would take memory from its own training state. This reads 2.4 GB/s. With
-        O_DIRECT, which does not read ahead, it was 1.5 GB/s, and 0.6 to 1.6 GB/s when filling the cache.
-        """
-        buffer = values.view(torch.uint8).numpy().data
-        first = position = stored.offset + start * values.itemsize
-        try:
-            with stored.file.open("rb") as file:
-                while buffer and (got := os.preadv(file.fileno(), [buffer], position)):
-                    buffer, position = buffer[got:], position + got
-                os.posix_fadvise(file.fileno(), first, position - first, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise ConfigError(f"cannot read {stored.file}: {error.strerror}") from None
-        if buffer:
-            raise ConfigError(f"{stored.file} became shorter while it was read: {len(buffer)} bytes are missing")
 
     def holds(self, name: str) -> bool:
         return any(known in self._stored for known in self._known_as(name))
@@ -145,7 +113,7 @@ class WeightFolder:
     def _known_as(self, name: str) -> tuple[str, ...]:
         return name, name.removeprefix(f"{self.prefix}."), f"{self.prefix}.{name}"
 
-    def _find(self, name: str) -> _TensorLocation:
+    def _find(self, name: str) -> StoredTensor:
         for known in self._known_as(name):
             if known in self._stored:
                 return self._stored[known]
@@ -166,7 +134,7 @@ def weight_files(folder: Path) -> tuple[str, ...]:
     return (SINGLE_NAME,)
 
 
-def _dtype(name: str, stored: _TensorLocation, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
+def _dtype(name: str, stored: StoredTensor, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
     if stored.dtype not in allowed:
         raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, expected one of {', '.join(allowed)}")
     return allowed[stored.dtype]
@@ -182,7 +150,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise ConfigError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
 
 
-def _read_indexed(index: Path, present: Set[str]) -> dict[str, _TensorLocation]:
+def _read_indexed(index: Path, present: Set[str]) -> dict[str, TensorLocation]:
     names = _read_index(index)
     for file in names.values():
         if file not in present:
@@ -194,7 +162,16 @@ def _read_indexed(index: Path, present: Set[str]) -> dict[str, _TensorLocation]:
     return {name: headers[file][name] for name, file in names.items()}
 
 
-def _read_header(path: Path) -> dict[str, _TensorLocation]:
+def _dequantised(folder: Path, stored: Mapping[str, TensorLocation]) -> Mapping[str, StoredTensor]:
+    """Return the tensors as the settings of the folder's config.json say that they are quantised, if it has one."""
+    try:
+        config = json.loads((folder / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError):
+        return stored  # a folder of weights alone; who needs the settings has read them, and said what is wrong
+    return with_dequantised(stored, quantisation_of(config) if isinstance(config, dict) else None)
+
+
+def _read_header(path: Path) -> dict[str, TensorLocation]:
     """Locate the tensors of a file. The library checks the file, but does not say where the bytes lie."""
     try:
         with path.open("rb") as file, safetensors.safe_open(path, framework="pt"):
@@ -205,7 +182,7 @@ def _read_header(path: Path) -> dict[str, _TensorLocation]:
     except safetensors.SafetensorError as error:
         raise ConfigError(f"{path} is damaged or no safetensors file: {error}; download the model again") from None
     return {
-        name: _TensorLocation(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        name: TensorLocation(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
         for name, entry in header.items()
         if name != "__metadata__"
     }

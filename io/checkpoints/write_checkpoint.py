@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.checkpoints.safetensors_folder import BUFFER_DTYPES, INDEX_NAME, SINGLE_NAME
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME
+from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES
 from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 

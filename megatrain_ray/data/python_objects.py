@@ -198,21 +198,22 @@ def _write_pretrained(name: str, value: Any, folder: Path) -> None:
         return
     with complete_or_absent(folder) as partial:
         if name == "model":
-            _save_model(value, partial)
+            save_model(value, partial)
         else:
             value.save_pretrained(partial)
 
 
-def _save_model(model: Any, folder: Path) -> None:
-    """Save a model with its generation configuration as it is.
+def save_model(model: Any, folder: Path) -> None:
+    """Save a model with its generation configuration as it is, under the model's own names of its parameters.
 
-    Transformers saves none that it would warn of, such as a temperature without do_sample.
+    Transformers saves no generation configuration that it would warn of, such as a temperature without do_sample. Under
+    a checkpoint's names it would quantise again what it dequantised, with other values or names.
     """
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         model.generation_config = type(generation)()
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_original_format=False)
     finally:
         if generation is not None:
             model.generation_config = generation

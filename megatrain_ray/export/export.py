@@ -28,6 +28,7 @@ from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.export.export_lora import export_adapter, export_merged
 from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
+from megatrain_ray.io.checkpoints.quantisation import without_quantisation
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor
 from megatrain_ray.io.files.disk_errors import explained
@@ -172,7 +173,10 @@ def _write(
         return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
     beside = export_extras(model, manifest)
     # Inference servers read the class here. A run that began with only model.config has no entry for it.
-    settings = {**manifest.model, "architectures": manifest.model.get("architectures") or [beside.model_class]}
+    settings = {
+        **without_quantisation(manifest.model),
+        "architectures": manifest.model.get("architectures") or [beside.model_class],
+    }
     whole = replace(manifest, model=settings)
     if "tokenizer.json" in {file.name for file in tokenizer}:
         whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.kind == "sft"))

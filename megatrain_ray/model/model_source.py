@@ -27,6 +27,7 @@ from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSourc
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
+from megatrain_ray.io.checkpoints.quantisation import refusal, without_quantisation
 from megatrain_ray.io.checkpoints.safetensors_folder import (
     INDEX_NAME,
     MappedWeights,
@@ -246,6 +247,9 @@ def read_model(model: ModelConfig) -> ModelSource:
     generation = None
     if generation_file and generation_file.is_file():
         generation = _read_config(generation_file, "model.path")
+    if folder is not None and (refused := refusal(config, str(model.path))):
+        raise ConfigError(f"model.path: {model.path}: {refused}")
+    config = without_quantisation(config)  # weights are dequantised when they are read
     typed = isinstance(model.config, Mapping)
     return ModelSource(config, folder, model.seed, code, generation, hub, is_typed=typed)
 

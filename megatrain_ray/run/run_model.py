@@ -14,6 +14,7 @@ from megatrain_ray.config.yaml_file import leaves
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.quantisation import without_quantisation
 from megatrain_ray.io.files.atomic_file import write_atomically
 
 MODEL_NAME = "model.json"
@@ -41,10 +42,11 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
     """
     file = path / MODEL_NAME
     try:
-        theirs = dict(leaves(json.loads(file.read_bytes())))
+        stored = json.loads(file.read_bytes())
+        theirs = dict(leaves(stored | {"config": without_quantisation(stored["config"])}))
     except FileNotFoundError:
         return  # deleted, as the message below says
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); delete it to go on without comparing models") from None
     ours = dict(leaves(_described(config, structure)))
     differing = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]

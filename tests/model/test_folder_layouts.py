@@ -14,13 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.data.python_objects import save_model
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.saved_values import bytes_of
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import export_extras
+from megatrain_ray.io.checkpoints.quantisation import SETTINGS_KEY
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME
 from megatrain_ray.model.architecture import Architecture, owned_parameters
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.model_source import open_model, read_model
 from tests.support.families import FAMILIES, SIZES
+from tests.support.quantised import as_fp8, as_mxfp4
 from tests.support.reference import load_model
 
 WEIGHTS = "model.safetensors"
@@ -128,3 +132,39 @@ def test_a_folder_is_read_as_transformers_reads_it(
 ) -> None:
     change(tmp_path, write(tmp_path, FAMILIES[family].config))
     assert_trained_as_loaded(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "quantise"), [("GPT-OSS", as_mxfp4), ("DeepSeek-V3", as_fp8)])
+def test_quantised_weights_begin_as_transformers_dequantises_them(
+    tmp_path: Path, family: str, quantise: Callable[[Path], None]
+) -> None:
+    """By path, and as an object that Transformers has dequantised, which it would save quantised again."""
+    write(tmp_path, FAMILIES[family].config | {"intermediate_size": 64})
+    quantise(tmp_path)
+    assert_trained_as_loaded(tmp_path)
+    assert SETTINGS_KEY not in open_model(ModelConfig(path=str(tmp_path))).config
+    model, source = load_model(tmp_path, torch.float32), tmp_path / "object"
+    save_model(model, source)
+    assert_trained_as_loaded(source)
+    weights = open_model(ModelConfig(path=str(source))).weights()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name, 0, parameter.numel()), parameter.detach().flatten()), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, r"quantised \(gptq\).* by its name perhaps .*/Tiny-7B\. "),
+        ({"quant_method": "awq"}, r"quantised \(awq\)"),
+        ({"load_in_4bit": True}, r"quantised \(bitsandbytes\)"),
+        ({"bits": 3}, r"quantised \(an unknown method\)"),
+    ],
+)
+def test_other_quantised_folders_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
+    folder = tmp_path / "Tiny-7B-GPTQ-Int4"
+    folder.mkdir()
+    config = {**FAMILIES["Llama"].config, SETTINGS_KEY: settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"model.path: {folder}: its weights are {expected}"):
+        read_model(ModelConfig(path=str(folder)))
+    read_model(ModelConfig(config=str(folder / "config.json")))  # its weights are random
