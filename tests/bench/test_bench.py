@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,7 @@ def test_memory_state_and_traffic(report: dict[str, Any], actors: Actors) -> Non
 
 
 def test_surroundings_and_settings(report: dict[str, Any]) -> None:
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == version("torch")
     assert report["hardware"]["gpu"] is None
     assert report["hardware"]["cores"] == len(os.sched_getaffinity(0))
     train = report["config"]["train"]

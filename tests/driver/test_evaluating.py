@@ -163,9 +163,9 @@ def test_a_run_evaluates_the_plain_models_loss_and_trains_as_without(tmp_path: P
 
 
 def test_the_best_save_is_kept_and_a_run_without_a_better_one_ends_early(tmp_path: Path, train: Train) -> None:
-    """A learning rate that is far too high. What counts is read from the rows, so that a resume goes on with it."""
+    """The learning rate changes no weight. What counts is read from the rows, so that a resume goes on with it."""
     tree = config(
-        tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=40, train__lr=0.3, train__schedule="constant",
+        tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=40, train__lr=1e-30, train__schedule="constant",
         save_keep=1, save_best=True, eval_every=2, eval_patience=3, data__eval_path=str(tmp_path / "held.txt"),
     )  # fmt: skip
     (tmp_path / "held.txt").write_text(TEXT.read_text()[-300:])

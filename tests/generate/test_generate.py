@@ -33,6 +33,12 @@ TEXT = [*b"pqr", END]  # a text that ends
 HUB_ID = "no/such-model"
 
 
+@pytest.fixture(autouse=True)
+def quiet_about_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the warning of machines with a GPU that torch does not see, which is tested elsewhere."""
+    monkeypatch.setattr("megatrain_ray.generate.load_model.unused_gpu", lambda hardware: None)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Write a folder with a Llama whose blocks add nothing and whose head knows the successors."""

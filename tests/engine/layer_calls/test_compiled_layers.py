@@ -256,7 +256,7 @@ def test_a_compiled_backward_attends_again_only_as_the_trial_says(budget: float,
     hidden = torch.randn(1, 2, 512, 16, requires_grad=True)
     with call.rehearsal():
         call(hidden).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         call(hidden).sum().backward()
     forward = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert sum(event.name == forward for event in profile.events() or ()) == times
