@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.compile_trial import try_compiling
 from megatrain_ray.engine.discovery.find_structure import StructureFinder
 from megatrain_ray.engine.discovery.measure_activations import activation_bytes_of
+from megatrain_ray.engine.discovery.outside_reads import check_outside_reads
 from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
@@ -71,9 +73,12 @@ def discover(
 
     with (tried := run(all_trained=True)).mode, Answers():
         model, trial = tried.model, tried.trial
-        structure = StructureFinder(model, trial, tried.groups, micro_batch_size, block_parts).structure()
+        finder = StructureFinder(model, trial, tried.groups, micro_batch_size, block_parts)
+        structure = finder.structure()
         structure = with_muon(structure, model) if rules.muon else structure
         activations = activation_bytes_of(model, trial, structure, attention, batch)
+    if finder.readers:
+        check_outside_reads(factory, structure, finder.readers)
     if structure.has_frozen:
         tried = run(all_trained=False)
         with tried.mode, Answers():
@@ -92,7 +97,8 @@ def _run(
     *, packed: bool, all_trained: bool,
 ) -> TracedModel:  # fmt: skip
     with FakeTensorMode() as mode, Answers():
-        model = factory(dtype)
+        with _conversions():
+            model = factory(dtype)
         groups = rules.assign(model)  # before `requires_grad` is changed: what the model itself freezes stays frozen
         for name, parameter in model.named_parameters():
             # all_trained: then every output of a layer has a graph, which distinguishes it from a mask.
@@ -110,6 +116,29 @@ def _run(
                 f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
             ) from error
     return TracedModel(mode, model, groups, trial)
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """Let modules convert their parameters within the block, which torch does not do for fake tensors.
+
+    DeepSeek-V4 converts some of its norms to FP32 when it builds them.
+    """
+
+    def apply(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else [self]:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(function(parameter.detach()), parameter.requires_grad)
+            module._buffers |= {name: b if b is None else function(b) for name, b in module._buffers.items()}
+        return self
+
+    before = nn.Module._apply
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = before  # type: ignore[method-assign]
 
 
 def _with_compiled(activations: ActivationBytes, structure: ModelStructure, tried: TracedModel) -> ActivationBytes:

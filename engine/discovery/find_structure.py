@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from megatrain_ray.engine.discovery.block_parts import name_of, parts_of, with_departures
 from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of
-from megatrain_ray.engine.layout.flat_layout import ParameterGroup, ParameterSpec
+from megatrain_ray.engine.layout.flat_layout import FROZEN, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.model.lora import is_adapter, module_of
 from megatrain_ray.engine.model.output_recorder import is_recorded
 from megatrain_ray.engine.model.parameter_rules import decays
@@ -38,6 +38,7 @@ class StructureFinder:
         self._block_parts = block_parts  # largest number of parts into which a block is divided
         self._name = type(model).__name__
         self._owners: dict[int, str] = {}  # id(parameter) → its name in the first layer that has it
+        self.readers: dict[str, str] = {}  # parameters that are read outside of their layers → path of the reader
 
     def structure(self) -> ModelStructure:
         """Return the structure. Raises ConfigError for a model that cannot be streamed, and names the cause."""
@@ -51,10 +52,10 @@ class StructureFinder:
             *(spec for i, block in enumerate(blocks) for spec in self._block_specs(i, block, base)),
             self._spec("head", LayerKind.HEAD, head),
         )
-        self._check_reads(layers)
+        self.readers = dict(self._outside_reads(layers))
         self._check_names(layers)
         of_layers = [self._owners[id(p)] for p in self._model.parameters() if id(p) in self._owners]
-        trained = tuple(name for name in of_layers if self._groups[name].trained)
+        trained = tuple(name for name in of_layers if self._group(name).trained)
         if not trained:
             raise ConfigError(f"{self._name}: a text reaches no parameter that is left to train; freeze less")
         vocab_size: int = self._model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
@@ -86,13 +87,16 @@ class StructureFinder:
         return largest
 
     def _find_base(self, list_path: str) -> Call:
-        """Return the call of the outermost module below the model that holds the list. It returns the hidden state."""
+        """Return the call of the outermost module below the model that holds the list and returns the hidden state."""
         parts = list_path.split(".")
         for length in range(1, len(parts)):
             call = self._trial.first.get(".".join(parts[:length]))
-            if call is not None:
+            if call is not None and isinstance(getattr(call.output, "last_hidden_state", None), torch.Tensor):
                 return call
-        raise ConfigError(f"{self._name}: its layers ({list_path}) are no part of a base model; not supported")
+        raise ConfigError(
+            f"{self._name}: its layers ({list_path}) are no part of a base model that returns the last hidden state; "
+            "not supported"
+        )
 
     def _blocks(self, list_path: str) -> list[Call]:
         layer_list = self._model.get_submodule(list_path)
@@ -154,12 +158,20 @@ class StructureFinder:
                 full = f"{path}.{local}"
                 owner = self._owners.setdefault(id(parameter), full)
                 decay, tied_to = decays(self._model, full), None if owner == full else owner
-                shape, group = tuple(parameter.shape), self._groups[full]
+                shape, group = tuple(parameter.shape), self._group(owner)
                 parameters.append(ParameterSpec(full, local, shape, decay, tied_to, group))
         return LayerSpec(name, kind, tuple(modules), tuple(parameters))
 
-    def _check_reads(self, layers: Sequence[LayerSpec]) -> None:
-        """Raise ConfigError unless every parameter is read while a module of the schedule that holds it runs."""
+    def _group(self, name: str) -> ParameterGroup:
+        """Return the group of a parameter. One that is read but that no gradient reaches is frozen.
+
+        For instance an indexer, which only chooses tokens. torch's AdamW leaves such a parameter alone, too.
+        """
+        is_unreached = name in self._trial.reads and name not in self._trial.reached
+        return FROZEN if is_unreached else self._groups[name]
+
+    def _outside_reads(self, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, str]]:
+        """Yield each parameter that is read while no module of the schedule that holds it runs, and its reader."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         held = {
             path: {names[id(p)] for p in self._model.get_submodule(path).parameters()}
@@ -170,10 +182,7 @@ class StructureFinder:
             for reader in readers:
                 around = [path for path in held if f"{reader}.".startswith(f"{path}.")]
                 if not any(parameter in held[path] for path in around):
-                    raise ConfigError(
-                        f"{self._name}: parameter {parameter} belongs to no layer: it is read "
-                        f"{'in ' + reader if reader else 'by the model itself'}; not supported yet"
-                    )
+                    yield parameter, reader
 
     def _check_names(self, layers: Sequence[LayerSpec]) -> None:
         """Raise ConfigError for a LoRA pair that would never compute, and for a parameter of another type.

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatrain_ray.engine.layer_calls.layer_call import CallArguments, Key
+from megatrain_ray.engine.layer_calls.layer_call import CallArguments, Key, leaves_behind
 from megatrain_ray.engine.model.attention import attention_width, packed_arguments
 
 # Largest tensor whose true values are followed. Larger ones are not positions but intermediates of masks; for a long
@@ -55,6 +55,7 @@ class Trial:
     first: dict[str, Call] = field(default_factory=dict)  # the first call of each module, by path
     saved: list[torch.Tensor] = field(default_factory=list)
     reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules running when it is read
+    reached: set[str] = field(default_factory=set)  # parameters to which a gradient of the outputs flows
     looked_up: set[str] = field(default_factory=set)  # parameters whose rows are picked by index: no matrix product
     touched: dict[int, int] = field(default_factory=dict)  # living storage → when a module or an operation last had it
     made: dict[int, int] = field(default_factory=dict)  # storage → when it was made
@@ -77,7 +78,10 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
         module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
         module.register_forward_hook(recorder.leave)
     with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor), recorder:
-        model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
+        output = model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    behind = leaves_behind(tensors_in(vars(output)))
+    recorder.trial.reached |= {names[id(leaf)] for leaf in behind if id(leaf) in names}
     for module in model.modules():  # remove the trial's hooks, and those by which Transformers collects outputs
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
@@ -187,8 +191,10 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     - Whether all elements are true: yes.
     - A value computed from positions only: the true value. Any other value: zero.
-    - Which elements are nonzero: all of them. So every expert is busy, which makes the trial's bytes an upper bound.
+    - Which elements are nonzero, and which a mask picks: all of them. So every expert is busy, and the bytes are an
+      upper bound.
     - How often each integer occurs: `minlength` counts, as if no larger integer occurred.
+    - Sizes of a split, which do not add up if they were computed from values: equal ones.
     """
 
     def __init__(self) -> None:
@@ -199,19 +205,13 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        aten = torch.ops.aten
-        if func is aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0])
-        if func is aten.nonzero.default:
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        if func is aten.bincount.default:
-            return _counts(*args, **kwargs or {})
-        if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
-            # Fake tensors support this operation for BF16 only, though it computes FP32, too.
-            halves = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-            return func(*halves, **kwargs or {}).float()
+        answer = _answer(func, args, kwargs or {})
+        if answer is not None:
+            return answer
         result = func(*args, **kwargs or {})
-        if func in (aten.all.default, aten._is_all_true.default):
+        if func in (torch.ops.aten.all.default, torch.ops.aten._is_all_true.default):
             self._alls[id(result)] = result
         self._follow(func, args, kwargs or {}, result)
         return result
@@ -234,6 +234,32 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             real_args, real_kwargs = tree_map(lambda value: known.get(id(value), value), (tuple(args), dict(kwargs)))
             with unset_fake_temporarily():
                 self._known[id(result)] = (result, func(*real_args, **real_kwargs))
+
+
+def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the answer that depends on no value; None if the operation needs none."""
+    aten = torch.ops.aten
+    if func is aten.nonzero.default:
+        return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+    if func is aten.index.Tensor and len(masks := _masks(args[1])) == 1:
+        first, mask = masks[0]
+        return args[0].flatten(first, first + mask.dim() - 1).clone()
+    if func is aten.bincount.default:
+        return _counts(*args, **kwargs)
+    if func is aten.split_with_sizes.default and sum(args[1]) != (size := args[0].shape[(*args, 0)[2]]):
+        count = len(args[1])
+        return func(args[0], [size // count + (i < size % count) for i in range(count)], *args[2:])
+    if func is aten._grouped_mm.default and args[0].dtype == torch.float32:
+        # Fake tensors support this operation for BF16 only, though it computes FP32, too.
+        halves = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        return func(*halves, **kwargs).float()
+    return None
+
+
+def _masks(indices: Sequence[torch.Tensor | None]) -> list[tuple[int, torch.Tensor]]:
+    """Return the place and the mask if a mask is the one index, else nothing."""
+    given = [(place, index) for place, index in enumerate(indices) if index is not None]
+    return given if len(given) == 1 and given[0][1].dtype is torch.bool else []
 
 
 def _counts(integers: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:

@@ -93,7 +93,8 @@ def decays(model: nn.Module, name: str) -> bool:
     Those mostly have one dimension. Norms of single heads (Cohere) and biases of stacked experts (GPT-OSS) have two.
     """
     path, _, local = name.rpartition(".")
-    is_norm = "norm" in type(model.get_submodule(path)).__name__.lower()
+    module = model.get_submodule(path)
+    is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)  # Inkling's has a norm
     return model.get_parameter(name).dim() > 1 and not is_norm and not local.endswith("bias")
 
 

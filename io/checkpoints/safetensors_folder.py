@@ -226,7 +226,8 @@ class CheckpointTensor:
         return all(n == 1 or s == e for n, s, e in zip(self.shape, self.stride, expected, strict=True))
 
 
-WeightMap = Mapping[str, Sequence[CheckpointTensor]]  # by parameter; one stored under its own name is left out
+# By parameter. One that is stored under its own name is left out. One that cannot be read in pieces has no tensors.
+WeightMap = Mapping[str, Sequence[CheckpointTensor]]
 
 
 @dataclass(frozen=True)
@@ -239,11 +240,11 @@ class MappedWeights:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless every parameter is there, whole and of its shape."""
         for name, shape in shapes.items():
-            self.folder.check({t.name: t.shape for t in self._tensors(name)} or {name: shape})
+            self.folder.check({t.name: t.shape for t in self._readable(name)} or {name: shape})
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the flattened parameter: 1-D, fp32. Raises as WeightFolder.read."""
-        tensors = self._tensors(name)
+        tensors = self._readable(name)
         if not tensors:
             return self.folder.read(name, start, stop)
         values = torch.empty(stop - start)
@@ -267,6 +268,16 @@ class MappedWeights:
     def _tensors(self, name: str) -> Sequence[CheckpointTensor]:
         return () if self.folder.holds(name) else self.map.get(name, ())
 
+    def _readable(self, name: str) -> Sequence[CheckpointTensor]:
+        tensors = self._tensors(name)
+        if not tensors and name in self.map and not self.folder.holds(name):
+            raise ConfigError(
+                f"{self.folder.path} holds no {name}; models of this type are published with such weights interleaved, "
+                "or joined with others, which is not read: load the model with Transformers and write it by "
+                "save_pretrained(FOLDER, save_original_format=False)"
+            )
+        return tensors
+
     def _part(self, tensor: CheckpointTensor, start: int, stop: int) -> torch.Tensor:
         if tensor.is_contiguous:
             return self.folder.read(tensor.name, start, stop)
@@ -276,12 +287,11 @@ class MappedWeights:
         return whole[start:stop]
 
 
-def check_covered(name: str, numel: int, tensors: Sequence[CheckpointTensor]) -> None:
-    """Raise ConfigError unless the tensors hold every element of the parameter exactly once."""
+def is_covered(numel: int, tensors: Sequence[CheckpointTensor]) -> bool:
+    """Return whether the tensors hold every one of a parameter's elements once, each a range that can be read alone."""
     position = 0
     for tensor in sorted(tensors, key=lambda t: t.offset):
         if not tensor.is_dense or tensor.offset != position:
-            raise ConfigError(f"{name}: {tensor.name} of its checkpoints is no piece of it that can be read on its own")
+            return False
         position = tensor.stop
-    if position != numel:
-        raise ConfigError(f"{name} has {numel} elements, its checkpoints hold {position} of them")
+    return position == numel

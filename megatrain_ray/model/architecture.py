@@ -26,7 +26,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     MappedWeights,
     WeightFolder,
     WeightMap,
-    check_covered,
+    is_covered,
 )
 from megatrain_ray.model.small_copy import shrink
 
@@ -100,9 +100,12 @@ class Architecture:
     def _mapping(self) -> str | None:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-        if type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            return "causal"
-        return "image and text" if type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else None
+        kind = type(self.config)
+        if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return "causal" if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
+        # Qwen3.5 has a class for its text alone, too. The folder of the whole model names the other.
+        whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind].__name__ in (self.settings.get("architectures") or ())
+        return "causal" if kind in MODEL_FOR_CAUSAL_LM_MAPPING and not whole else "image and text"
 
 
 def _attention_of(config: Any) -> dict[str, str]:
@@ -216,12 +219,22 @@ def _is_loaded(buffer: torch.Tensor) -> bool:
 
 
 class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes every clone a view, so that storage, offset and strides still tell where its elements came from."""
+    """Makes every clone a view, so that storage, offset and strides still tell where its elements came from.
+
+    What is no view, for instance rows that are interleaved, becomes a tensor of its own.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return args[0].view_as(args[0]) if func is torch.ops.aten.clone.default else func(*args, **kwargs or {})
+        if func is torch.ops.aten.clone.default:
+            return args[0].view_as(args[0])
+        try:
+            return func(*args, **kwargs or {})
+        except RuntimeError:
+            if func._opname not in ("view", "_unsafe_view", "_reshape_alias"):
+                raise
+            return args[0].new_empty(args[1])
 
 
 def checkpoint_names(model: nn.Module) -> WeightMap:
@@ -229,9 +242,7 @@ def checkpoint_names(model: nn.Module) -> WeightMap:
 
     model: a transformers PreTrainedModel on the meta device.
 
-    Those whose conversion is more than taking views are left out too: a folder must hold them as they are.
-
-    Raises ConfigError for a parameter that a checkpoint holds in pieces that cannot be read one by one.
+    Those whose conversion is more than taking views have no tensors: a folder must hold them as they are.
     """
     parameters = {name: model.get_parameter(name).detach() for name in owned_parameters(model)}
     return _stored_as(model, parameters | persistent_buffers(model))
@@ -253,9 +264,8 @@ def _stored_as(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> WeightM
             place = CheckpointTensor(name, tuple(tensor.shape), tensor.storage_offset(), tensor.stride())
             found.setdefault(owner, []).append(place)
     converted = {owner: pieces for owner, pieces in found.items() if [t.name for t in pieces] != [owner]}
-    for owner, pieces in converted.items():
-        check_covered(owner, tensors[owner].numel(), pieces)
-    return converted
+    readable = {o: p if is_covered(tensors[o].numel(), p) else () for o, p in converted.items()}
+    return readable | dict.fromkeys(tensors.keys() - found.keys(), ())
 
 
 def _renamed(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> WeightMap:

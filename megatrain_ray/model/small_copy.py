@@ -29,7 +29,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"loop_layer_index_start|n_layers_per_attn_res_block", LAYERS // 2),
     (r"loop_layer_index_end", LAYERS),
     (r"(n_)?recurrent_layers|first_k_dense_replace|num_dense_layers|topk_group", 1),
-    (r".*experts?_(per_tok(en)?|top_?k)|moe_(k|topk|top_k)|top_k|num_selected_experts|n_shared_experts", 2),
+    (r".*experts?_(per_tok(en)?|top_?k)|moe_(k|topk|top_k)|num_selected_experts|n_shared_experts", 2),
     (r"(num_)?(n_|expert_|num_expert_)?groups?|n_group|o_groups|.*ngroups|mamba_n_groups", 2),
     (r".*num_(local_|routed_)?experts|n_routed_experts|zero_expert_num", 4),
     (r".*(head_?dim|head_size|d_head|dim_head|kv_channels|scalar|state(_size)?)", HEAD_DIM),
@@ -42,6 +42,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*(intermediate|ffn|inner|feed_forward|dff|dim_ff|mlp)(_.*)?", 48),
     (r"image_size|crop_size", 28),
     (r"patch_size", 14),
+    (r"top_k", 1 << 62),  # of generation
     (r".*(stride|kernel(_size)?|seed|period|offset|axis|iters|bins?|factor|decay|theta.*)", 1 << 62),
 )
 # Heads whose dimensions make up a width, which is twice the hidden one if it has no name.

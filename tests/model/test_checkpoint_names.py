@@ -15,7 +15,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import export_extras
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, MappedWeights, WeightFolder, check_covered
+from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, MappedWeights, WeightFolder, is_covered
 from megatrain_ray.io.saves.save_folder import save_folder
 from megatrain_ray.model.architecture import Architecture
 from tests.engine.weights.test_round_trip import assert_same_bytes, exported, save
@@ -57,7 +57,7 @@ def test_a_transposed_piece_is_read_in_any_range(tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(2, 3, 4)
     safetensors.torch.save_file({"a": whole[0].clone(), "b": whole[1].t().contiguous()}, tmp_path / "model.safetensors")
     pieces = [CheckpointTensor("a", (3, 4), 0, (4, 1)), CheckpointTensor("b", (4, 3), 12, (1, 4))]
-    check_covered("p", 24, pieces)
+    assert is_covered(24, pieces)
     weights = MappedWeights(WeightFolder.open(tmp_path), {"p": pieces})
     weights.check({"p": (2, 3, 4)})
     for start in range(25):
@@ -73,9 +73,17 @@ def test_a_transposed_piece_is_read_in_any_range(tmp_path: Path) -> None:
         pytest.param([CheckpointTensor("a", (16,), 0, (1,)), CheckpointTensor("b", (12,), 12, (1,))], id="overlap"),
     ],
 )
-def test_pieces_that_do_not_make_the_parameter_are_refused(pieces: list[CheckpointTensor]) -> None:
-    with pytest.raises(ConfigError, match=r"^p"):
-        check_covered("p", 24, pieces)
+def test_pieces_that_do_not_make_the_parameter_cannot_be_read(pieces: list[CheckpointTensor]) -> None:
+    assert not is_covered(24, pieces)
+
+
+def test_weights_that_are_published_joined_are_refused_unless_they_have_the_models_names(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"qkv": torch.zeros(6)}, tmp_path / "model.safetensors")
+    weights = MappedWeights(WeightFolder.open(tmp_path), {"q": ()})
+    with pytest.raises(ConfigError, match=r"holds no q; models of this type .* save_original_format=False"):
+        weights.check({"q": (2,)})
+    safetensors.torch.save_file({"q": torch.zeros(2)}, tmp_path / "model.safetensors")
+    MappedWeights(WeightFolder.open(tmp_path), {"q": ()}).check({"q": (2,)})
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

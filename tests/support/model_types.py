@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.models.auto import modeling_auto as auto
 
 from megatrain_ray.model.small_copy import shrink
 
@@ -79,9 +80,22 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def all_types() -> list[str]:
+    """Return the types that have a causal language model, or one that takes images too."""
+    return list(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
 def settings_of(model_type: str) -> dict[str, Any]:
-    """Return the default configuration of a type with small sizes and without dropout."""
-    return _changed(shrink(AutoConfig.for_model(model_type).to_dict()), CHANGES.get(model_type, {}))
+    """Return the default configuration of a type with small sizes and without dropout.
+
+    Encoders with a causal head are decoders in it, and a model of images and text is the whole model.
+    """
+    settings = _changed(shrink(AutoConfig.for_model(model_type).to_dict()), CHANGES.get(model_type, {}))
+    if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and "is_decoder" in settings:
+        settings["is_decoder"] = True
+    if whole := auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type):
+        settings["architectures"] = [whole]
+    return settings
 
 
 def _changed(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

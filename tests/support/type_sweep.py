@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ STEPS = 3
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
 
 
+OWN_NAMES = "own names"  # as save_pretrained writes them with save_original_format=False
+
+
 @dataclass
 class Verdict:
     """Says how a type fares. Each entry is `equal`, or the reason why not."""
@@ -37,6 +40,7 @@ class Verdict:
     fp32: str = ""
     bf16: str = ""
     packed: str = ""
+    weights: str = ""  # OWN_NAMES: only such a folder is read
 
 
 def judge(model_type: str, settings: dict[str, Any], folder: Path) -> Verdict:
@@ -45,12 +49,18 @@ def judge(model_type: str, settings: dict[str, Any], folder: Path) -> Verdict:
     try:
         open_model(ModelConfig(config=settings))
         build(settings, folder)
+        _check_loading(folder)
     except ConfigError as error:
         verdict.fp32 = verdict.bf16 = verdict.packed = f"refused: {error}"
         return verdict
     batches = family_batches(STEPS)
-    verdict.fp32 = compare(folder, batches, Recipe(STEPS, micro_batch_size=2, seed=3), Mode())
-    verdict.bf16 = compare(folder, batches, Recipe(STEPS, micro_batch_size=2, seed=3, precision="bf16"), LAYERS)
+    recipe = Recipe(STEPS, micro_batch_size=2, seed=3)
+    verdict.fp32 = compare(folder, batches, recipe, Mode())
+    if "save_original_format=False" in verdict.fp32:
+        verdict.weights = OWN_NAMES
+        load_model(folder, torch.float32).save_pretrained(folder, save_original_format=False)
+        verdict.fp32 = compare(folder, batches, recipe, Mode())
+    verdict.bf16 = compare(folder, batches, replace(recipe, precision="bf16"), LAYERS)
     verdict.packed = verdict.fp32 if verdict.fp32 != "equal" else compare_packed(folder)
     return verdict
 
@@ -79,14 +89,22 @@ def build(settings: dict[str, Any], folder: Path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [type(model).__name__]}))
 
 
+def _check_loading(folder: Path) -> None:
+    """Raise ConfigError if Transformers does not read what it wrote: then there is nothing to compare with."""
+    one, other = (dict(load_model(folder, torch.float32).named_parameters()) for _ in range(2))
+    if drawn := [name for name, parameter in one.items() if not torch.equal(parameter, other[name])]:
+        raise ConfigError(f"Transformers itself reads no {drawn[0]} from what it wrote")
+
+
 def compare(folder: Path, batches: Sequence[Batch], recipe: Recipe, mode: Mode) -> str:
     """Return `equal` if losses, norms, masters and moments have the same bits as the reference's, else what differs."""
     try:
         ours = train_engine(folder, batches, recipe, mode)
     except ConfigError as error:
         return f"refused: {error}"
-    names = [name for name, _ in load_model(folder, torch.float32).named_parameters()]
-    unreached = tuple(name for name in names if name not in ours.masters)
+    reached, unreached = _reached(folder, batches[0])
+    if wrong := reached ^ ours.masters.keys():
+        return f"differs: trains {sorted(wrong & ours.masters.keys())}, not {sorted(wrong & reached)}"
     theirs = train_reference(folder, batches, recipe, frozen=unreached)
     if ours.losses != theirs.losses:
         return f"differs: losses {ours.losses} for {theirs.losses}"
@@ -95,6 +113,15 @@ def compare(folder: Path, batches: Sequence[Batch], recipe: Recipe, mode: Mode) 
     differing = [name for name, master in theirs.masters.items() if not torch.equal(ours.masters[name], master)]
     differing += [name for name, m in theirs.exp_avg.items() if not torch.equal(ours.exp_avg[name], m)]
     return f"differs: {', '.join(differing)}" if differing else "equal"
+
+
+def _reached(folder: Path, batch: Batch) -> tuple[set[str], tuple[str, ...]]:
+    """Return the names of the parameters to which autograd gives a gradient, and of the others."""
+    model = load_model(folder, torch.float32).train()
+    model(input_ids=batch.input_ids, use_cache=False).logits.sum().backward()
+    parameters = dict(model.named_parameters())
+    reached = {name for name, parameter in parameters.items() if parameter.grad is not None}
+    return reached, tuple(parameters.keys() - reached)
 
 
 def compare_packed(folder: Path) -> str:
