@@ -73,7 +73,7 @@ class RankParts:
         self._layout = layout
         self._rank = rank
         self._size = size
-        self._parts: dict[int, tuple[tuple[ElementRange, ...], tuple[ElementRange, ...]]] = {}
+        self._parts: dict[int, tuple[tuple[ElementRange, ...], ...]] = {}
         self._of_matrices = matrix_spans(layout, size)
 
     def gradient_span(self, layer: int) -> ElementRange:
@@ -86,15 +86,15 @@ class RankParts:
         return self.upload_spans_of_all(layer)[0][self._rank]
 
     def upload_spans(self, layer: int) -> tuple[ElementRange, ...]:
-        """Return this rank's parts of the layer's working copy, of trained and of frozen elements, without empty ones.
+        """Return this rank's parts of the layer's working copy: trained, frozen and wide ones, without empty ones.
 
-        If both are empty (a layer has fewer than 64 elements for each rank), return one empty span.
+        If all are empty (a layer has fewer than 64 elements for each rank), return one empty span.
         """
         of_rank = [of_ranks[self._rank] for of_ranks in self.upload_spans_of_all(layer)]
         return tuple(span for span in of_rank if span.size) or (of_rank[0],)
 
-    def upload_spans_of_all(self, layer: int) -> tuple[tuple[ElementRange, ...], tuple[ElementRange, ...]]:
-        """Return every rank's trained part of the layer's working copy, and every rank's frozen part.
+    def upload_spans_of_all(self, layer: int) -> tuple[tuple[ElementRange, ...], ...]:
+        """Return every rank's trained part of the layer's working copy, frozen part, and wide copies of the trained.
 
         Gradients of layers without Muon are divided in the same way.
         """
@@ -108,7 +108,7 @@ class RankParts:
                 )
                 for whole in flat.parts
             )
-            self._parts[layer] = trained, frozen
+            self._parts[layer] = trained, frozen, tuple(map(flat.wide_of, trained))
         return self._parts[layer]
 
     def views(self, layer: int, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -73,7 +73,7 @@ def discover(
 
     with (tried := run(all_trained=True)).mode, Answers():
         model, trial = tried.model, tried.trial
-        finder = StructureFinder(model, trial, tried.groups, micro_batch_size, block_parts)
+        finder = StructureFinder(model, dtype, trial, tried.groups, micro_batch_size, block_parts)
         structure = finder.structure()
         structure = with_muon(structure, model) if rules.muon else structure
         activations = activation_bytes_of(model, trial, structure, attention, batch)

@@ -15,7 +15,7 @@ from megatrain_ray.engine.layout.flat_layout import FROZEN, ParameterGroup, Para
 from megatrain_ray.engine.model.lora import is_adapter, module_of
 from megatrain_ray.engine.model.output_recorder import is_recorded
 from megatrain_ray.engine.model.parameter_rules import decays
-from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, Mlp, ModelStructure, kept_in_fp32
+from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, Mlp, ModelStructure
 from megatrain_ray.errors import ConfigError
 
 # A trial cannot show whether one token depends on another. Modules of Transformers with these names compute each token
@@ -29,9 +29,11 @@ class StructureFinder:
     """Finds the parts of a model's structure one after the other."""
 
     def __init__(
-        self, model: nn.Module, trial: Trial, groups: Mapping[str, ParameterGroup], batch_size: int, block_parts: int
-    ) -> None:
+        self, model: nn.Module, dtype: torch.dtype, trial: Trial, groups: Mapping[str, ParameterGroup], batch_size: int,
+        block_parts: int,
+    ) -> None:  # fmt: skip
         self._model = model
+        self._dtype = dtype  # that it was made in
         self._trial = trial
         self._groups = groups  # of each parameter, by all of its names
         self._batch_size = batch_size  # of the trial, in sequences
@@ -159,7 +161,8 @@ class StructureFinder:
                 owner = self._owners.setdefault(id(parameter), full)
                 decay, tied_to = decays(self._model, full), None if owner == full else owner
                 shape, group = tuple(parameter.shape), self._group(owner)
-                parameters.append(ParameterSpec(full, local, shape, decay, tied_to, group))
+                fp32 = parameter.dtype == torch.float32 != self._dtype
+                parameters.append(ParameterSpec(full, local, shape, decay, tied_to, group, fp32=fp32))
         return LayerSpec(name, kind, tuple(modules), tuple(parameters))
 
     def _group(self, name: str) -> ParameterGroup:
@@ -185,11 +188,8 @@ class StructureFinder:
                     yield parameter, reader
 
     def _check_names(self, layers: Sequence[LayerSpec]) -> None:
-        """Raise ConfigError for a LoRA pair that would never compute, and for a parameter of another type.
-
-        Everything that is streamed has one type, so the model must not keep a parameter in FP32 while the rest is BF16.
-        """
-        reads, dtype = self._trial.reads, next(self._model.parameters()).dtype
+        """Raise ConfigError for a LoRA pair that would never compute, and for a parameter of a type of its own."""
+        reads = self._trial.reads
         names = [p.name for layer in layers for p in layer.parameters]
         for name in filter(is_adapter, names):
             if name not in reads and f"{module_of(name)}.weight" in reads:
@@ -197,11 +197,11 @@ class StructureFinder:
                     f"lora.match: the matrix of {module_of(name)} is read without a call of the module, so a pair "
                     "beside it would never compute; make the pattern narrower"
                 )
-        for name in names if dtype != torch.float32 else ():
-            # Those that the class names are FP32 only in from_pretrained, others in a model without weights as well.
-            if kept_in_fp32(self._model, name) or self._model.get_parameter(name).dtype != dtype:
+        for name in names:
+            if (own := self._model.get_parameter(name).dtype) not in (self._dtype, torch.float32):
                 raise ConfigError(
-                    f"{self._name} keeps {name} in FP32 whatever the rest is: set train.precision: fp32 or tf32"
+                    f"{self._name} keeps {name} in {str(own).removeprefix('torch.')} whatever the rest is; only "
+                    "float32 beside bfloat16 is supported"
                 )
 
 

@@ -26,22 +26,27 @@ class WeightPart(NamedTuple):
 
 
 class HostShare(NamedTuple):
-    """Describes one host's share of a layer: a span of the trained part and a span of the frozen part.
+    """Describes one host's share of a layer: a span of the trained part, one of the frozen part, and all wide copies.
 
-    Both are in padded coordinates of the layer. In the host's arena the frozen one lies directly after the trained one.
+    All are in padded coordinates of the layer. In the host's arena they lie one after the other. Of the wide copies a
+    host fills only those of its trained span. They are few, and so every host needs equally much memory for them.
     """
 
     trained: ElementRange
     frozen: ElementRange
+    wide: ElementRange
 
     @property
     def size(self) -> int:
-        return self.trained.size + self.frozen.size
+        return sum(part.size for part in self)
 
     def position(self, padded: int) -> int:
         """Return where an element of the share (padded coordinate in the layer) lies, counted from its beginning."""
-        in_trained = padded - self.trained.start
-        return in_trained if padded < self.frozen.start else self.trained.size + padded - self.frozen.start
+        if padded < self.frozen.start:
+            return padded - self.trained.start
+        if padded < self.wide.start:
+            return self.trained.size + padded - self.frozen.start
+        return self.trained.size + self.frozen.size + padded - self.wide.start
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,11 @@ class ModelLayout:
 
     @cached_property
     def shares(self) -> tuple[HostShare, ...]:
-        return tuple(
-            HostShare(*(layer.cuts(part, self.num_hosts, PART_ELEMENTS)[self.host] for part in layer.parts))
-            for layer in self.layers
-        )
+        return tuple(map(self._share, self.layers))
+
+    def _share(self, layer: FlatLayout) -> HostShare:
+        trained, frozen = (layer.cuts(part, self.num_hosts, PART_ELEMENTS)[self.host] for part in layer.parts)
+        return HostShare(trained, frozen, layer.wide)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -116,6 +122,11 @@ class ModelLayout:
     def with_muon(self) -> tuple[int, ...]:
         """Return the layers of which Muon trains something."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.num_muon)
+
+    @cached_property
+    def has_wide(self) -> bool:
+        """Return whether the model reads some trained parameter in FP32 while the others stream as bf16."""
+        return any(layer.wide_segments for layer in self.layers)
 
     @cached_property
     def fixed(self) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def _fill(weights: torch.Tensor, layout: ModelLayout) -> None:
     for start, layer in zip(layout.starts, layout.layers, strict=True):
         for segment in layer.owned:
             if len(segment.shape) < 2:
-                layer.view(weights[start : start + layer.size], segment.name).fill_(1.0)
+                segment.read_view(weights[start : start + layer.size]).fill_(1.0)
 
 
 def _resident_plan(plan: Plan, micro_batch_size: int) -> Plan:

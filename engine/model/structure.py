@@ -146,9 +146,11 @@ class ModelStructure:
 
 
 def kept_in_fp32(model: nn.Module, name: str) -> bool:
-    """Return whether a Transformers model keeps this parameter or buffer in FP32 when the others are BF16."""
+    """Return whether a Transformers model names this parameter or buffer among those that stay FP32 in a bf16 model."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    return any(re.search(rf"(^|\.){re.escape(pattern)}($|\.)", name) for pattern in patterns)
+    if hasattr(model, "_get_dtype_plan"):  # Transformers 5, where a name need not begin or end with a pattern
+        return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+    return any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in patterns)
 
 
 def build_empty(factory: ModelFactory, dtype: torch.dtype) -> nn.Module:

@@ -64,9 +64,12 @@ class AdamShard(ShardState):
     def restorable(self) -> Iterator[list[Piece]]:
         """Yield groups that together hold all pieces, to be filled from a save.
 
-        Fill one group before asking for the next.
+        Fill one group before asking for the next. Wide copies are no part of a save, and are set after that.
         """
-        yield [piece for layer in range(len(self.layout.spans)) for piece in self.pieces(layer)]
+        layers = range(len(self.layout.spans))
+        yield [piece for layer in layers for piece in self.pieces(layer)]
+        for layer in layers:
+            self.refresh_wide(layer)
 
     @property
     def m(self) -> Tensor:
@@ -116,6 +119,7 @@ class AdamShard(ShardState):
         start_s = time.perf_counter()
         with self.spans.span(Row.UPDATES, "update", layer, num_bytes=num_bytes):
             self._kernel.update(parts, gradient.values, params, transaction, gradient.directions)
+            self.refresh_wide(layer, within)
         self.update_s += time.perf_counter() - start_s
 
     def _check_gradient(self, layer: int, gradient: Tensor | None) -> None:

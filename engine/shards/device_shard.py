@@ -19,6 +19,7 @@ from megatrain_ray.engine.device.device import Device, Event
 from megatrain_ray.engine.host.shared_update_state import SharedUpdateState
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.layout.split_master import join_into
 from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import ParamSlice
 from megatrain_ray.engine.plan.plan import Plan
@@ -58,6 +59,7 @@ class DeviceShard(ShardState):
         # The random bits that round bf16 moments depend on the parameter, so such parameters stay apart.
         join = _joined if hyper.moments_seed is None else list
         self._parts = {layer: join(self.parts(layer, hyper)) for layer in self.updated}
+        self._wide_copies = {layer: [*self._wide(layer)] for layer in self.updated}
         self._kernel = device.open_update_kernel(hyper)
 
     def regions(self) -> Mapping[FragmentId, Tensor]:
@@ -83,6 +85,8 @@ class DeviceShard(ShardState):
             return
         with self._device.compute(Op("update", layer)):
             self._kernel.update(self._parts[layer], gradient, params, None)
+            for working, residual, wide in self._wide_copies[layer]:
+                join_into(working, residual, wide)
 
     def load(self, source: WeightSource, num_threads: int = 1) -> None:
         super().load(source, num_threads)
@@ -97,6 +101,8 @@ class DeviceShard(ShardState):
                     restore_pieces(save_folder, manifest, as_saved([on_host], manifest, self.layout.model))
                     for there, here in _pairs(part, on_host):
                         there.copy_(here)
+            self.refresh_wide(layer)
+        self.memory[:1].cpu()  # waits until wide copies are written: forwards run on another stream
 
     def fetch(self, part: Piece) -> Piece:
         on_host = _on_host(part)

@@ -11,15 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain_ray.engine.layout.flat_layout import ElementRange, ParamRun, Segment, round_up
+from megatrain_ray.engine.layout.flat_layout import WIDE, ElementRange, ParamRun, Segment, round_up
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
-from megatrain_ray.engine.layout.split_master import split_into, to_working
+from megatrain_ray.engine.layout.split_master import join_into, split_into, to_working
 from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting
 from megatrain_ray.engine.optimizer.torch_kernel import BlockPool, Job, Scratch
 from megatrain_ray.engine.optimizer.undo_log import UNIT_ELEMENTS, ParamSlice, num_units
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.saves.manifest import WIDE_KIND
 from megatrain_ray.io.saves.save_writer import Buffer, Piece
 from megatrain_ray.spans import SpanLog
 
@@ -75,20 +76,33 @@ class ShardState(ABC):
     def _frozen(self, source: WeightSource) -> Iterator[tuple[ParamRun, Job]]:
         for layer in sorted(self.layout.filled):
             for run in self._frozen_runs(layer):
-                yield run, partial(load_run, source, run, self._working_of(layer, run), None)
+                yield run, partial(load_run, source, run, self._working_of(layer, run), None, None)
 
     def _load(self, source: WeightSource, layer: int, run: ParamRun, _: Scratch) -> None:
         state = self._state(layer, run)
         state.m.zero_()
         if state.v is not None:
             state.v.zero_()
-        load_run(source, run, state.working, state.residual)
+        load_run(source, run, state.working, state.residual, self._wide_of(layer, run))
+
+    def refresh_wide(self, layer: int, within: ElementRange | None = None) -> None:
+        """Set the wide copies of the shard's part of a layer, or of the span `within` of it, to the masters."""
+        for working, residual, wide in self._wide(layer, within):
+            join_into(working, residual, wide)
+
+    def _wide(self, layer: int, within: ElementRange | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield working copy, residual and wide copy of each run that has a wide copy."""
+        for run in self._runs(layer, within) if self.layout.model.layers[layer].wide_segments else ():
+            if (wide := self._wide_of(layer, run)) is not None:
+                state = self._state(layer, run)
+                assert state.residual is not None  # only a model that streams as bf16 has wide copies
+                yield state.working, state.residual, wide
 
     def pieces(self, layer: int) -> Iterator[Piece]:
         """Yield this shard's part of a layer, one piece for each kind of state, in logical coordinates.
 
-        Yields nothing if the shard owns nothing of the layer. A piece of frozen parameters comes last, if they are
-        saved. The buffers are the state itself: read to save it, written to restore it.
+        Yields nothing if the shard owns nothing of the layer. Pieces of frozen parameters come last, if they are saved.
+        The buffers are the state itself: read to save it, written to restore it.
         """
         yield from self._pieces_of(layer, self._buffers(layer))
         yield from self._frozen_pieces(layer)
@@ -100,9 +114,13 @@ class ShardState(ABC):
             yield self._piece(layer, kind, within or self.layout.span_of(layer, kind), [*of_kind])
 
     def _frozen_pieces(self, layer: int) -> Iterator[Piece]:
-        frozen = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in self._frozen_runs(layer)]
-        if frozen and self._saves_frozen:
-            yield self._piece(layer, self._working_kind, self.layout.frozen_spans[layer], frozen)
+        by_kind = {self._working_kind: [r for r in self._frozen_runs(layer) if not r.segment.fp32]}
+        by_kind[WIDE_KIND] = [r for r in self._frozen_runs(layer) if r.segment.fp32]
+        for kind, runs in by_kind.items():
+            if runs and self._saves_frozen:
+                buffers = [self._buffer(self._working_of(layer, run).view(torch.uint8)) for run in runs]
+                span = runs[0].logical, runs[-1].logical + runs[-1].length
+                yield Piece(self.layout.model.layers[layer].name, kind, *span, buffers)
 
     def _piece(self, layer: int, kind: str, span: ElementRange, buffers: list[Buffer]) -> Piece:
         flat = self.layout.model.layers[layer]
@@ -178,8 +196,19 @@ class ShardState(ABC):
         return self.layout.model.layers[layer].runs(self.layout.frozen_spans[layer])
 
     def _working_of(self, layer: int, run: ParamRun) -> Tensor:
-        start = self.layout.working_starts[layer] + self.layout.model.shares[layer].position(run.padded)
-        return self._working[start : start + run.length]
+        values = self._stretch(layer, run.padded, run.length * run.segment.width)
+        return values if run.segment.width == 1 else values.view(torch.float32)
+
+    def _wide_of(self, layer: int, run: ParamRun) -> Tensor | None:
+        """Return the wide copy of a trained run: 1-D, FP32; None if it has none."""
+        if not run.segment.fp32:
+            return None
+        start = run.segment.read_start + WIDE * run.in_segment
+        return self._stretch(layer, start, WIDE * run.length).view(torch.float32)
+
+    def _stretch(self, layer: int, padded: int, size: int) -> Tensor:
+        start = self.layout.working_starts[layer] + self.layout.model.shares[layer].position(padded)
+        return self._working[start : start + size]
 
     def _state(self, layer: int, run: ParamRun) -> AdamState:
         tensors, start = self._own_around(layer, run)
@@ -246,11 +275,13 @@ def fill(jobs: Iterable[tuple[ParamRun, Job]], num_threads: int) -> None:
 
 
 def load_run(
-    source: WeightSource, run: ParamRun, working: Tensor, residual: Tensor | None, _: Scratch | None = None
-) -> None:
-    """Fill a run's working copy and residual from a source.
+    source: WeightSource, run: ParamRun, working: Tensor, residual: Tensor | None, wide: Tensor | None,
+    _: Scratch | None = None,
+) -> None:  # fmt: skip
+    """Fill a run's working copy, residual and wide copy from a source.
 
     residual: None if the working copy is the FP32 master itself, or if the parameter is frozen.
+    wide: None if a trained parameter has no wide copy; that of a frozen one is `working`.
 
     Raises ConfigError if the source holds a NaN or an infinity.
     """
@@ -262,6 +293,8 @@ def load_run(
             split_into(master, working[at], residual[at], scratch[: span.size])
         else:
             working[at] = master if working.dtype == torch.float32 else to_working(master)
+        if wide is not None:
+            wide[at] = master
 
 
 def _read(source: WeightSource, run: ParamRun, span: ElementRange) -> Tensor:

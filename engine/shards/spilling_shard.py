@@ -84,7 +84,7 @@ class SpillingShard(AdamShard):
             at = slice(run.padded - span.start, run.padded - span.start + run.length)
             of_run = {kind: tensor[at] for kind, tensor in whole.items()}
             working = of_run[WORKING] if WORKING in of_run else self._working_of(layer, run)
-            return partial(load_run, source, run, working, of_run.get("residual"))
+            return partial(load_run, source, run, working, of_run.get("residual"), self._wide_of(layer, run))
 
         fill([(run, job(run)) for run in self.layout.model.layers[layer].runs(span)], num_threads)
         for number in self._on_disk.state_of(layer):
@@ -96,12 +96,15 @@ class SpillingShard(AdamShard):
                         tensor.zero_()
 
     def restorable(self) -> Iterator[list[Piece]]:
-        in_memory = (i for i in range(len(self.layout.spans)) if i not in self._on_disk.layers)
+        in_memory = [i for i in range(len(self.layout.spans)) if i not in self._on_disk.layers]
         yield [piece for layer in in_memory for piece in self.pieces(layer)]
+        for layer in in_memory:
+            self.refresh_wide(layer)
         for layer in self._on_disk.layers:
             for number in self._on_disk.state_of(layer):
                 with self._blank(number) as (extent, _):
                     yield [*self._pieces_of(layer, super()._buffers(layer, extent.span), extent.span)]
+                    self.refresh_wide(layer, extent.span)
         yield [piece for layer in self._on_disk.layers for piece in self._frozen_pieces(layer)]
 
     def store(self, layer: int, gradient: Tensor) -> None:

@@ -21,7 +21,7 @@ def export_save(
 ) -> None:  # fmt: skip
     """Export the save to `out_dir`. Tied parameters are written once.
 
-    dtype: type of the exported values; None: the working copy's.
+    dtype: type of the exported values; None: the working copy's. What the model reads in FP32 beside bf16 stays FP32.
     file_bytes: largest size of one file.
     copies: files to copy into the folder with the model.
     names: what a checkpoint calls the parameters, and how it divides them.
@@ -58,7 +58,8 @@ def export_tensors(
 ) -> list[ExportTensor]:
     """Return the checkpoint's tensors for these parameters. `names`: as for export_save."""
     return [
-        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, dtype), dtype.torch)
+        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, of_parameter), of_parameter.torch)
         for p in parameters
+        for of_parameter in [ExportDtype.FP32 if p.fp32 else dtype]  # as Transformers saves a bf16 model
         for t in (names or {}).get(p.name) or [CheckpointTensor.whole(p.name, p.shape)]
     ]

@@ -63,8 +63,10 @@ def unread_checksums(base: WeightSource, layout: ModelLayout, *, is_split: bool)
 
 
 def _crc32_of_source(base: WeightSource, parameters: Sequence[ParameterEntry | Segment], *, is_split: bool) -> int:
-    as_streamed = to_working if is_split else Tensor.contiguous
-    return _crc32(as_streamed(values) for parameter in parameters for values in _read(base, parameter))
+    def as_streamed(values: Tensor, *, fp32: bool) -> Tensor:
+        return values.contiguous() if fp32 or not is_split else to_working(values)
+
+    return _crc32(as_streamed(values, fp32=p.fp32) for p in parameters for values in _read(base, p))
 
 
 def _frozen(layer: FlatLayout) -> list[Segment]:

@@ -7,7 +7,7 @@ W + alpha ÷ rank · B A, in FP32, rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 import torch
@@ -62,15 +62,19 @@ class MergedValues:
     """Implements ExportValues for merged weights.
 
     Values that the save holds are unchanged. All others come from the base, plus the product of the LoRA pair where the
-    matrix has one. With bf16 training the base's W is the bf16 value that streamed.
+    matrix has one. With bf16 training the base's W is the value that streamed, bf16 except for parameters in `fp32`.
     """
 
-    def __init__(self, saved: SavedValues, base: WeightSource, pairs: Mapping[str, Pair], scale: float) -> None:
+    def __init__(
+        self, saved: SavedValues, base: WeightSource, pairs: Mapping[str, Pair], scale: float,
+        fp32: Set[str] = frozenset(),
+    ) -> None:  # fmt: skip
         """Create the merged values. `pairs`: by the name of their matrix. `scale`: factor of B A."""
         self._saved = saved
         self._base = base
         self._pairs = pairs
         self._scale = scale
+        self._fp32 = fp32
         self._last: tuple[str, Tensor, Tensor] | None = None  # path, A and B: only one pair is in memory at a time
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
@@ -78,7 +82,7 @@ class MergedValues:
         if self._saved.holds(name):
             return self._saved.read(name, start, stop, dtype)
         values = self._base.read(name, start, stop)
-        if self._saved.is_split:
+        if self._saved.is_split and name not in self._fp32:
             values = to_working(values).float()
         if pair := self._pairs.get(name):
             values = values + self._product(pair, start, stop)

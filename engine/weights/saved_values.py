@@ -23,7 +23,7 @@ from megatrain_ray.engine.layout.split_master import join, to_working
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
-from megatrain_ray.io.saves.manifest import LayerEntry, Manifest
+from megatrain_ray.io.saves.manifest import WIDE_KIND, LayerEntry, Manifest
 from megatrain_ray.io.saves.save_folder import read_pieces
 from megatrain_ray.io.saves.save_reader import SaveReader
 from megatrain_ray.io.saves.save_writer import Piece
@@ -47,6 +47,7 @@ class SavedRange(NamedTuple):
     layer: str
     start: int
     is_trained: bool
+    fp32: bool  # whether the model reads it in FP32 while others are bf16
 
 
 def saved_ranges(manifest: Manifest, *, with_left_out: bool) -> dict[str, list[SavedRange]]:
@@ -61,7 +62,7 @@ def saved_ranges(manifest: Manifest, *, with_left_out: bool) -> dict[str, list[S
             if p.tied_to is None and (with_left_out or is_trained or layer.base_crc32 is None):
                 name, first = place_in_whole(p.name, p.shape)
                 found.setdefault(name, []).append(
-                    SavedRange(first, first + math.prod(p.shape), layer.name, p.start, is_trained)
+                    SavedRange(first, first + math.prod(p.shape), layer.name, p.start, is_trained, p.fp32)
                 )
     return found
 
@@ -101,11 +102,13 @@ class SavedValues:
         return torch.cat(found) if len(found) > 1 else found[0]
 
     def _working(self, place: SavedRange, start: int, stop: int) -> Tensor:
-        if self.is_split:
+        if self.is_split and (place.is_trained or not place.fp32):
             return self._read(place.layer, "working", start, stop, torch.bfloat16)
         return to_working(self._master(place, start, stop))
 
     def _master(self, place: SavedRange, start: int, stop: int) -> Tensor:
+        if place.fp32 and not place.is_trained:
+            return self._read(place.layer, WIDE_KIND, start, stop, torch.float32)
         if self.is_split and not place.is_trained:
             return self._working(place, start, stop).float()
         if self.is_split:

@@ -143,11 +143,11 @@ class WeightBindings:
         """
         layer, segment = self._owner_of(layer, segment)
         fragment = self._fragment_of(layer, segment)
-        start = segment.start - self._layout.layers[layer].fragments[fragment.index].start
+        start = self._layout.layers[layer].fragments[fragment.index].start
         # `.data` has a version counter of its own. Otherwise autograd would take an update of other parameters in the
         # same allocation for an update of this one.
         flat = self._region(fragment).data.view(self._dtype)
-        return flat[start : start + segment.numel].view(segment.shape).detach().requires_grad_(segment.group.trained)
+        return segment.read_view(flat, start).detach().requires_grad_(segment.group.trained)
 
     def saving(
         self, fragments: Iterable[FragmentId], kept: list[torch.Tensor] | None = None
@@ -174,7 +174,7 @@ class WeightBindings:
 
     def _fragment_of(self, layer: int, segment: Segment) -> FragmentId:
         spans = self._layout.layers[layer].fragments
-        return FragmentId(layer, next(i for i, s in enumerate(spans) if s.start <= segment.start < s.stop))
+        return FragmentId(layer, next(i for i, s in enumerate(spans) if s.start <= segment.read_start < s.stop))
 
     def _region(self, fragment: FragmentId) -> torch.Tensor:
         region = self._regions.get(fragment)

@@ -22,7 +22,8 @@ from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
-WEIGHT_KINDS = ("working", "master")  # all other kinds are optimizer state
+WIDE_KIND = "wide"  # FP32 values of frozen parameters, where the working copy is bf16
+WEIGHT_KINDS = ("working", "master", WIDE_KIND)  # all other kinds are optimizer state
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,14 @@ class ParameterEntry:
     """Describes a parameter of a layer, whose elements begin at `start`.
 
     tied_to: the parameter whose elements it shares; None: it has its own.
+    fp32: whether the model reads it in FP32 while others are bf16.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     tied_to: str | None = None
+    fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class LayerEntry:
     """Describes a layer and which of its state the save holds.
 
     logical_size: number of elements.
-    num_frozen: how many elements, the last ones, are not trained. Only their weights are saved (`working` or `master`).
+    num_frozen: how many elements, the last ones, are not trained. Only their weights are saved: `working` or `master`,
+        and `wide` for those that are `fp32`, which come last.
     num_muon: how many of the trained elements, the last of them, have no `v`.
     base_crc32: if given, the save leaves out the weights of frozen elements too. They come from where the run began,
         and this is zlib's CRC-32 of their bytes.
@@ -95,9 +99,16 @@ class LayerEntry:
 
     def size_of(self, kind: str) -> int:
         """Return how many elements of one kind the save holds."""
-        if kind in WEIGHT_KINDS:
-            return self.logical_size if self.base_crc32 is None else self.num_trained
-        return self.num_trained - (self.num_muon if kind == "v" else 0)
+        start, stop = self.span_of(kind)
+        return stop - start
+
+    def span_of(self, kind: str) -> tuple[int, int]:
+        """Return which elements of one kind the save holds: from the first to the second one, exclusively."""
+        if kind not in WEIGHT_KINDS:
+            return 0, self.num_trained - (self.num_muon if kind == "v" else 0)
+        stop = self.logical_size if self.base_crc32 is None else self.num_trained
+        wide = min([stop, *(p.start for p in self.parameters if p.fp32 and self.num_trained <= p.start < stop)])
+        return (wide, stop) if kind == WIDE_KIND else (0, wide)
 
     @property
     def num_trained(self) -> int:
@@ -172,15 +183,16 @@ class Manifest:
 
     def gaps(self) -> list[str]:
         """Return descriptions of what the parts leave out or hold twice; empty if all is there once."""
-        sizes = {(layer.name, kind): layer.size_of(kind) for layer in self.layers for kind in self.itemsize}
-        spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in sizes}
+        wanted = {(layer.name, kind): layer.span_of(kind) for layer in self.layers for kind in self.itemsize}
+        spans: dict[tuple[str, str], list[tuple[int, int]]] = {key: [] for key in wanted}
         for blob in self.blobs():
             for piece in blob.pieces:
                 spans.setdefault((piece.layer, blob.kind), []).append((piece.start, piece.stop))
         return [
-            f"{kind} of {layer}: expected each of {sizes.get((layer, kind), 0)} elements once, got {sorted(found)[:4]}…"
+            f"{kind} of {layer}: expected each of {stop - start} elements once, got {sorted(found)[:4]}…"
             for (layer, kind), found in spans.items()
-            if not _cover_once(sorted(found), sizes.get((layer, kind), 0))
+            for start, stop in [wanted.get((layer, kind), (0, 0))]
+            if not _cover_once(sorted(found), start, stop)
         ]
 
 
@@ -223,8 +235,8 @@ def _unsealed(sealed: bytes) -> bytes:
     return match[1] + b"}"
 
 
-def _cover_once(spans: list[tuple[int, int]], size: int) -> bool:
-    """Return whether ascending spans cover [0, size) exactly once."""
-    edges = [0, *(edge for span in spans for edge in span), size]
-    meet = all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))
-    return meet and all(start < stop for start, stop in spans)
+def _cover_once(spans: list[tuple[int, int]], start: int, stop: int) -> bool:
+    """Return whether ascending spans cover [start, stop) exactly once."""
+    edges = [start, *(edge for span in spans for edge in span), stop]
+    meet = all(before == after for before, after in zip(edges[::2], edges[1::2], strict=True))
+    return meet and all(first < last for first, last in spans)

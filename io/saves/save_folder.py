@@ -35,7 +35,7 @@ from megatrain_ray.io.saves.save_writer import STORED_BYTES, Piece, write_blobs
 from megatrain_ray.io.storage.blob_store import ALIGN_BYTES, FileStore
 from megatrain_ray.spans import SpanLog
 
-NUM_PIECES = 5  # most pieces of a layer in a part: four kinds of what is trained, the weights of what is frozen
+NUM_PIECES = 6  # most pieces of a layer in a part: four kinds of what is trained, two of what is frozen
 ENTRY_BYTES = 512  # most bytes of a stored piece's entry in the manifest
 LAYER_BYTES = 64 << 10  # most bytes of a layer's entry there: 400 parameters
 REST_BYTES = 1 << 20  # most bytes of everything else there

@@ -13,7 +13,7 @@ from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
-from megatrain_ray.engine.layout.flat_layout import FlatLayout
+from megatrain_ray.engine.layout.flat_layout import WIDE, FlatLayout
 from megatrain_ray.engine.shards.save_gate import WrittenPart
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.saves import manifest as saved
@@ -115,6 +115,9 @@ class RunningSave:
         layers = run_spec.structure.layout(run_spec.plan.num_fragments).layers
         checksums = self._crew.base_checksums or [None] * len(layers)
         kinds = {"working" if precision.is_split else "master": precision.working_dtype, **dict(precision.state_kinds)}
+        itemsize = {kind: dtype.itemsize for kind, dtype in kinds.items()}
+        if any(segment.width > 1 for layer in layers for segment in layer.owned):
+            itemsize[saved.WIDE_KIND] = WIDE * precision.working_dtype.itemsize
         return Manifest(
             version=saved.FORMAT_VERSION,
             run=self._job.run.token,
@@ -122,7 +125,7 @@ class RunningSave:
             optimizer_step=self._progress.adam_step,
             num_skipped=self._progress.num_skipped,
             precision=precision.compute,
-            itemsize={kind: dtype.itemsize for kind, dtype in kinds.items()},
+            itemsize=itemsize,
             layers=tuple(map(_layer, layers, checksums)),
             data=dict(self._position),
             model=dict(run_spec.source.config),
@@ -149,5 +152,5 @@ def _layer(flat: FlatLayout, base_crc32: int | None) -> saved.LayerEntry:
 def _parameters(flat: FlatLayout) -> Iterator[saved.ParameterEntry]:
     position = 0
     for segment in flat.segments:
-        yield saved.ParameterEntry(segment.name, segment.shape, position, segment.tied_to)
+        yield saved.ParameterEntry(segment.name, segment.shape, position, segment.tied_to, segment.fp32)
         position += segment.numel

@@ -51,7 +51,8 @@ def export_merged(
         for path in modules
     }
     with SavedValues.open(save_folder, manifest) as saved:
-        values, chosen = MergedValues(saved, base, pairs, lora.alpha / lora.rank), dtype or saved.dtype
+        fp32 = {p.name for p in owned(manifest) if p.fp32}
+        values, chosen = MergedValues(saved, base, pairs, lora.alpha / lora.rank, fp32), dtype or saved.dtype
         tensors = export_tensors(values, [p for p in owned(manifest) if not is_adapter(p.name)], chosen, names)
         write_model_folder(
             out_dir, [*tensors, *rest], chosen, manifest.model, manifest.generation_config, copies=copies

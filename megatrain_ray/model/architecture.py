@@ -151,14 +151,21 @@ def _decoded(value: Any) -> Any:
 
 
 def _keep_in_fp32(model: nn.Module) -> None:
-    """Convert buffers to FP32 that the model wants in FP32 whatever its type.
+    """Convert parameters and buffers to FP32 that the model wants in FP32 whatever its type.
 
     from_pretrained does so, from_config does not.
     """
+    converted: dict[int, nn.Parameter] = {}  # by the identity of a parameter, which several modules may share
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and kept_in_fp32(model, f"{path}.{name}"):
+            if buffer is not None and kept_in_fp32(model, f"{path}.{name}".lstrip(".")):
                 module._buffers[name] = buffer.float()
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.dtype == torch.float32:
+                continue
+            if id(parameter) not in converted and kept_in_fp32(model, f"{path}.{name}".lstrip(".")):
+                converted[id(parameter)] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            module._parameters[name] = converted.get(id(parameter), parameter)
 
 
 def _compute_buffers(model: nn.Module, exact: Callable[[], Any]) -> None:

@@ -44,7 +44,8 @@ def shard_ranges(plan: Plan, part: ShardLayout, sizes: Mapping[str, int]) -> Ite
     item = plan.precision.working_dtype.itemsize
     for layer in sorted(plan.weights_on_host):
         share = part.model.shares[layer]
-        for span in (part.spans[layer], part.frozen_spans[layer]):
+        wide = part.model.layers[layer].wide_of(part.spans[layer])
+        for span in (part.spans[layer], part.frozen_spans[layer], wide):
             first = part.working_starts[layer] + share.position(span.start)
             start, stop = (round_up(edge * item, HUGE_PAGE) for edge in (first, first + span.size))
             if start < stop:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +57,41 @@ def test_an_encoder_that_is_a_decoder_is_let_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
+    ("config", "fp32"),
     [
-        # By a list of the class, and by the type that a module asks for.
+        # By a list of the class, by the type that a module asks for, and by the type in which a parameter is made.
         (
             {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
-             "moe_layer_end_index": 1}, "layers.1.",
+             "moe_layer_end_index": 1}, ["mlp.gate.moe_statics.e_score_correction_bias"],
         ),
-        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2, "head_dim": 8}, "layers.0.mlp.gate.wg"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": 2, "head_dim": 8}, ["mlp.gate.wg.weight"]),
+        (
+            {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention"], "head_dim": 8,
+             "pad_token_id": None, "eos_token_id": None}, ["linear_attn.A_log"],
+        ),
+        ({"model_type": "llama"}, []),
     ],
 )  # fmt: skip
-def test_parameters_that_stay_in_fp32_are_refused_in_bf16(config: dict[str, Any], name: str) -> None:
-    source = open_model(ModelConfig(config={**TINY, "num_key_value_heads": 1, **config}))
-    discover(source.factory, torch.float32, 1, 8)
-    with pytest.raises(ConfigError, match=rf"keeps model\.{re.escape(name)}.* in FP32 .* train\.precision: fp32"):
-        discover(source.factory, torch.bfloat16, 1, 8)
+def test_each_parameter_has_the_type_that_transformers_leaves_it_in(
+    config: dict[str, Any], fp32: list[str], tmp_path: Path
+) -> None:
+    factory = Architecture({**TINY, "num_key_value_heads": 1, **config})
+    factory(torch.float32).save_pretrained(tmp_path)
+    theirs = {name: p.dtype for name, p in load_model(tmp_path, torch.bfloat16).named_parameters()}
+    assert {name: p.dtype for name, p in factory(torch.bfloat16).named_parameters()} == theirs
+    structure, _ = discover(factory, torch.bfloat16, 1, 8)
+    kept = {p.name for layer in structure.layers for p in layer.parameters if p.fp32}
+    assert kept == {name for name, dtype in theirs.items() if dtype is torch.float32}
+    assert all(any(name.endswith(end) for name in kept) for end in fp32)
+    assert bool(kept) == bool(fp32)
+
+
+def test_a_parameter_of_a_third_type_is_refused() -> None:
+    def factory(dtype: torch.dtype) -> torch.nn.Module:
+        return Architecture({"model_type": "llama", **TINY})(torch.float16)
+
+    with pytest.raises(ConfigError, match=r"keeps model\.embed_tokens\.weight in float16 .* only float32 beside bf"):
+        discover(factory, torch.bfloat16, 1, 8)
 
 
 def with_own_code(folder: Path) -> Path:

@@ -142,9 +142,11 @@ class GradientPlacement:
     def sums(self) -> torch.dtype:
         """Return the dtype of sums over micro-batches.
 
-        It is FP32; with only one micro-batch over all GPUs it is the dtype of the gradient that autograd makes.
+        It is FP32; with only one micro-batch over all GPUs it is the dtype of the gradient that autograd makes, if that
+        is one for all parameters.
         """
-        return torch.float32 if self.request.sums_several else self.request.precision.working_dtype
+        exact = self.request.sums_several or self.layout.has_wide
+        return torch.float32 if exact else self.request.precision.working_dtype
 
     @cached_property
     def wire(self) -> torch.dtype:

@@ -64,7 +64,8 @@ class Spillable:
     """Finds what of a plan can be spilled to disk, and how much host memory that frees.
 
     Layers of which Muon trains something are not spilled, because the GPU worker reads their momenta. Working copies
-    are spilled only of blocks with nothing frozen, and only with one GPU: several would each read all of them.
+    are spilled only of blocks with nothing frozen and no wide copies, and only with one GPU: several would each read
+    all of them.
 
     plan: one in which nothing is on disk.
     activations: whether activations may be spilled.
@@ -128,7 +129,7 @@ class Spillable:
         gradients = [(SpillKind.GRADIENT, i) for i in able if waits and i in waits]
         state = [(SpillKind.STATE, i) for i in able]
         readable = able if self.plan.hosts.num_gpus == 1 else []
-        weights = [(SpillKind.WEIGHTS, i) for i in readable if is_block[i] and not layers[i].frozen.size]
+        weights = [(SpillKind.WEIGHTS, i) for i in readable if is_block[i] and layers[i].size == layers[i].trained.size]
         both = [*state, *gradients] if first is SpillFirst.STATE else [*gradients, *state]
         return [*both, *weights]
 

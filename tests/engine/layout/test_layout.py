@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from megatrain_ray.engine.layout.flat_layout import (
     ALIGN_ELEMENTS,
+    COMMON,
     CUT_ELEMENTS,
+    FROZEN,
     NODE_CUT_ELEMENTS,
     ElementRange,
     FlatLayout,
@@ -26,12 +28,18 @@ VECTOR_ELEMENTS = 64  # torch's vectorised AdamW rounds alike whatever is cut of
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> FlatLayout:
-    """Draw any parameters, some of them tied to one of another layer, in any number of fragments."""
+def layers(draw: st.DrawFn, *, mixed: bool = False) -> FlatLayout:
+    """Draw any parameters, some of them tied to one of another layer, in any number of fragments.
+
+    mixed: some are frozen, and some are read in FP32.
+    """
     specs = [
-        ParameterSpec(f"p{i}", f"p{i}", shape, tied_to=draw(st.sampled_from([None, None, None, "elsewhere"])))
+        ParameterSpec(
+            f"p{i}", f"p{i}", shape, tied_to=draw(st.sampled_from([None, None, None, "elsewhere"])),
+            group=draw(st.sampled_from([COMMON, FROZEN])) if mixed else COMMON, fp32=mixed and draw(st.booleans()),
+        )
         for i, shape in enumerate(draw(shapes))
-    ]
+    ]  # fmt: skip
     return FlatLayout.build("layer", specs, draw(st.integers(1, 5)))
 
 
@@ -186,6 +194,32 @@ def test_shards_own_every_element_of_a_model_once(flats: list[FlatLayout], num_s
         assert (state == 1).all()
     assert (owners == 1).all()
     assert all(start % CUT_ELEMENTS == 0 for start in model.starts)
+
+
+@given(layers(mixed=True), st.integers(1, 6))
+def test_wide_copies_are_divided_as_their_parameters(layout: FlatLayout, count: int) -> None:
+    """Each FP32 value is read from two elements that nothing else has, and the owner of a value has its wide copy."""
+    values = torch.zeros(layout.size, dtype=torch.bfloat16)
+    for number, s in enumerate(layout.owned, 1):
+        view = s.read_view(values)
+        assert view.dtype == (torch.float32 if s.fp32 else torch.bfloat16)
+        view.fill_(number)
+    assert all((s.read_view(values) == number).all() for number, s in enumerate(layout.owned, 1))
+    cuts = layout.cuts(layout.trained, count)
+    wide = [layout.wide_of(cut) for cut in cuts]
+    assert [(wide[0].start, wide[-1].stop), *((a.stop, b.start) for a, b in pairwise(wide))] == [
+        tuple(layout.wide), *((span.stop, span.stop) for span in wide[:-1]),
+    ]  # fmt: skip
+    for cut, span in zip(cuts, wide, strict=True):
+        for run in layout.runs(cut):
+            if run.segment.fp32:
+                first = run.segment.read_start + 2 * run.in_segment
+                assert span.start <= first <= first + 2 * run.length <= span.stop
+    for run in layout.runs(layout.frozen):
+        assert layout.logical(ElementRange(run.padded, run.padded + run.length * run.segment.width)) == (
+            run.logical, run.logical + run.length,
+        )  # fmt: skip
+    assert sum(run.length for part in layout.parts for run in layout.runs(part)) == layout.logical_size
 
 
 def test_a_layer_of_tied_parameters_alone_is_empty() -> None:
