@@ -1,4 +1,4 @@
-"""docs/code.md lists every room with the sentence of its __init__.py, in the order of imports."""
+"""docs/code.md lists every room with its sentence, in the order of imports, and tests that pages name are there."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def test_files_to_read_are_there() -> None:
     paths = re.findall(r"\]\(\.\./(\S+?)\)", PAGE.read_text())
     assert len(paths) > 50
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_tests_that_hold_what_peers_had_wrong_are_there() -> None:
+    page = (ROOT / "docs" / "peers_faults.md").read_text()
+    named = re.findall(r" \| `(\S+)::(\w+)` \| (?:[\w-]+#\d+(?:, )?)+$", page, re.MULTILINE)
+    assert len(named) == len(page.splitlines()) - page.splitlines().index("---|---|---|---") - 1 >= 40
+    missing = [(file, name) for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
+    assert missing == []

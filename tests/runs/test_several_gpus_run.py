@@ -15,7 +15,7 @@ import torch
 from benchmarks.kill_campaign.cases import BACKWARD, GPU
 from benchmarks.kill_campaign.phases import Phase
 from tests.support.fault_injection import END_S, SECOND_SAVE, kill, training
-from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, NO_DROPOUT, held_out, settings, trained, worst
+from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, NO_DROPOUT, ROUTED, held_out, settings, trained, worst
 from tests.support.in_process import Train
 from tests.support.runs import assert_same_masters, losses, plan_of, rows, write_config
 from tests.support.tiny import TEXT
@@ -27,8 +27,9 @@ from tests.support.tiny import TEXT
     [
         (2, {"eval_every": 5}),
         (3, {"hardware__hbm_layers": 2, "hardware__num_shards": 2}),
+        (2, {"model__config": ROUTED}),
     ],
-    ids=["two, with held-out data", "three with parts of two sizes, layers on the device"],
+    ids=["two, with held-out data", "three with parts of two sizes, layers on the device", "two, with a router's loss"],
 )
 def test_several_gpus_compute_what_one_does(
     tmp_path: Path, train: Train, num_gpus: int, changes: dict[str, Any]

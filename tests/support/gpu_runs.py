@@ -14,6 +14,10 @@ SHAPE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "attention_dropout": 0.1,
 }  # fmt: skip
 NO_DROPOUT = {**SHAPE, "attention_dropout": 0.0}
+ROUTED = {
+    **NO_DROPOUT, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "output_router_logits": True, "router_aux_loss_coef": 0.1,
+}  # fmt: skip
 # Relative, in FP32: sums over GPUs have another order than over micro-batches, and norms come from each GPU's part.
 CLOSE = 1e-6
 # Muon's directions are made in bf16: where a sum's last digit rounds another way there, an element moves by 2⁻⁸ of its

@@ -200,6 +200,7 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     [
         (lambda c, t: c.update(peft_type="IA3"), "only plain LoRA without biases is trained, got IA3"),
         (lambda c, t: c.update(use_dora=True), "got use_dora"),
+        (lambda c, t: c.update(use_rslora=True), "got use_rslora"),
         (lambda c, t: c.update(bias="all"), "got bias: all"),
         (lambda c, t: c.update(rank_pattern={"x": 3}), "got rank_pattern"),
         (
@@ -215,7 +216,19 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
             r"holds lm_head.weight \(and 0 more\), which would not be trained",
         ),
     ],
-    ids=["kind", "dora", "bias", "pattern", "beginning", "no rank", "rank", "missing", "shape", "stranger"],
+    ids=[
+        "kind",
+        "dora",
+        "stabilised",
+        "bias",
+        "pattern",
+        "beginning",
+        "no rank",
+        "rank",
+        "missing",
+        "shape",
+        "stranger",
+    ],
 )
 def test_adapters_that_cannot_be_gone_on_from(tmp_path: Path, change: Any, says: str) -> None:
     adapter = write_adapter(tmp_path / "adapter", change)

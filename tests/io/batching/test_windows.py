@@ -64,6 +64,8 @@ def test_a_short_window_is_padded_and_its_pads_never_count() -> None:
     assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (6, 7, 16 + 9)
     assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
     assert batch.positions is None
+    (row,) = whole(cut(corpus_of([5, 0, 0]), seq_len=4, packing=False, vocab_size=257)).targets.tolist()
+    assert row == [0, 0, -100, -100], "an id that pads have is learned where it stands in a text"
 
 
 # --- packed ---
