@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatrain_ray import __version__
 from megatrain_ray.commands.run_command import COMMANDS
-from megatrain_ray.console.logs import is_unread, show, silence
+from megatrain_ray.console.logs import cannot_flush, is_unread, show, silence
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.units import parse_size
 
@@ -35,11 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if sys.stdout:  # None if it is closed
                 sys.stdout.flush()  # now: an error at the interpreter's end cannot be handled
-    except BrokenPipeError:
-        if not is_unread(sys.stdout):
+    except OSError as error:
+        unread = isinstance(error, BrokenPipeError) and is_unread(sys.stdout)
+        if not unread and not (sys.stdout and cannot_flush(sys.stdout)):
             raise
         silence(sys.stdout)
-        return UNREAD
+        if unread:
+            return UNREAD
+        show(f"error: cannot write the output: {error.strerror}", sys.stderr)
+        return MegatrainError.exit_code
 
 
 def _answer(argv: Sequence[str] | None) -> int:

@@ -121,18 +121,28 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def buffered() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
 def test_a_reader_that_goes_ends_a_command_quietly(arguments: list[str]) -> None:
     """A reader goes as in `megatrain doctor | head -1`; here it is gone before the first line."""
     command = [sys.executable, "-m", "megatrain_ray", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     end, out = os.pipe()
     os.close(end)
     try:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=buffered(), check=False)
     finally:
         os.close(out)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_output_that_is_full_is_told_in_one_line() -> None:
+    command = [sys.executable, "-m", "megatrain_ray", "--help"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered(), check=False)
+    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
 
 
 def test_a_broken_pipe_that_is_not_the_output_is_no_silence(file: str, monkeypatch: pytest.MonkeyPatch) -> None:

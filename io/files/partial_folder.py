@@ -68,6 +68,9 @@ def remove_abandoned(folder: Path) -> list[Path]:
 
 def _remove(partial: Path) -> None:
     """Delete an unfinished folder. Raises NotOwnedError if it must stay, OSError if it cannot be deleted."""
+    if is_free(partial):  # its process was killed before it wrote the mark
+        OwnedFolder.make(partial, FolderKind.PARTIAL).remove()
+        return
     mark = read_mark(partial)
     remove_owned(partial, mark.kind if mark and mark.kind in UNFINISHED else FolderKind.PARTIAL)
 

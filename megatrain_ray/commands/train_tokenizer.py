@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from megatrain_ray.console.logs import drawing_on
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.records.find_files import find_files
@@ -70,6 +70,6 @@ def _and_then_merging(texts: Iterator[str], bar: Progress) -> Iterator[str]:
 @contextmanager
 def _bar() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    console = Console(file=sys.stderr)
+    console = drawing_on(sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM.
+"""Handles Ctrl-C, SIGTERM and SIGHUP, which comes when the terminal or its connection closes.
 
 While a run trains, the first signal asks it to save and end. Any other signal ends it at once. After that no more are
 handled, so that none interrupts the clean-up.
@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Any
 
 STDERR = 2
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ray leaves SIGINT to the driver, and not these
+SIGNALS = (signal.SIGINT, *ENDINGS)
 AGAIN_S = 0.02  # seconds after which a signal is sent again that came where no exception can be raised
 MESSAGE = "interrupted: {} (once more: stop at once{})\n"
 
@@ -23,7 +24,8 @@ MESSAGE = "interrupted: {} (once more: stop at once{})\n"
 class Interrupts:
     """Installs signal handlers for a block, in which a signal raises KeyboardInterrupt.
 
-    Outside the main thread it does nothing, because Python delivers signals only there.
+    SIGHUP stays ignored if it is, as nohup wishes. Outside the main thread this does nothing, because Python delivers
+    signals only there.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
@@ -37,7 +39,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            wanted = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 
     @contextmanager

@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
+
+from rich.console import Console
 
 from megatrain_ray.errors import InterruptedRunError
 
@@ -87,6 +89,43 @@ def show(text: str, stream: TextIO | None = None) -> None:
         print(text.translate(ESCAPES), file=stream, flush=True)
     except OSError:
         silence(stream)
+
+
+class _Terminal:
+    """Passes on to a stream what rich draws. One that fails, as a terminal that was closed does, is silenced."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            silence(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            silence(self._stream)
+
+
+def drawing_on(stream: TextIO) -> Console:
+    """Return a console for lines that are redrawn while something else goes on, which no failure of theirs ends."""
+    return Console(file=cast("TextIO", _Terminal(stream)))
+
+
+def cannot_flush(stream: TextIO) -> bool:
+    """Return whether the stream holds text that it cannot write."""
+    try:
+        stream.flush()
+    except OSError:
+        return True
+    return False
 
 
 def is_unread(stream: TextIO) -> bool:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
 from megatrain_ray.config.values import seconds_of
-from megatrain_ray.console.logs import show
+from megatrain_ray.console.logs import drawing_on, show
 from megatrain_ray.units import format_count, format_duration
 
 NUM_LINES = 50  # about so many lines are printed per run, unless log.every says otherwise
@@ -126,7 +125,7 @@ def make_progress(
     stream = stream or sys.stdout
     times = LineTimes(steps, completed, every)
     if stream.isatty():
-        with RichProgress(*BAR_COLUMNS, console=Console(file=stream), expand=True) as bar:
+        with RichProgress(*BAR_COLUMNS, console=drawing_on(stream), expand=True) as bar:
             yield BarView(bar, stream, steps, completed, times)
     else:
         yield LineView(stream, steps, times)

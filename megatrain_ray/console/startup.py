@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from megatrain_ray.console.logs import show
+from megatrain_ray.console.logs import drawing_on, show
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Startup:
 def spinner(doing: str) -> Iterator[None]:
     """Show a line with the elapsed seconds while the block runs, if standard error is a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    console = Console(file=sys.stderr)
+    console = drawing_on(sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not _on_terminal()) as line:
         line.add_task(doing, total=None)
         yield

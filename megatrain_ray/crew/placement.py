@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew import ray_resources
-from megatrain_ray.crew.actor_role import CHECK_S, Check
+from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, Check
 from megatrain_ray.crew.actors import GpuActor, waiting
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
@@ -131,11 +131,18 @@ class Placement:
 
     def _has_room(self, timeout_s: float, check: Check) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        while not self._group.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
+        while not self._placed_within(max(0.0, min(CHECK_S, deadline_s - time.monotonic())), check):
             check()
             if time.monotonic() >= deadline_s:
                 return False
         return True
+
+    def _placed_within(self, timeout_s: float, check: Check) -> bool:
+        try:
+            return bool(self._group.wait(timeout_s))
+        except Exception as error:  # of no class of Ray's own, once its raylet has died with the request
+            check()
+            raise MegatrainError(f"the Ray cluster dropped the request for room: {error}; {AGAIN}") from error
 
     @property
     def addresses(self) -> list[str]:

@@ -19,6 +19,7 @@ import psutil
 import ray
 from ray._private.services import find_bootstrap_address
 
+from megatrain_ray.console.interrupts import ENDINGS
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
 from megatrain_ray.crew.ray_helpers import without_helpers
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
@@ -161,7 +162,7 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         with _environment(EMBEDDED_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}), on_loopback(), without_helpers():
             logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns that authentication is on
             _init(
-                f"Ray did not start in {folder}", "/tmp must be writable and have room", address="local",
+                f"Ray did not start in {folder}", "/tmp and /dev/shm must be writable and have room", address="local",
                 num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=True, logging_level=logging.ERROR, _temp_dir=str(folder),
             )  # fmt: skip
@@ -214,12 +215,12 @@ def _is_used(folder: Path) -> bool:
 
 
 def _init(problem: str, advice: str, **options: Any) -> None:
-    """Call ray.init, and defer SIGTERM and a first Ctrl-C until it has returned. Raises MegatrainError if it fails.
+    """Call ray.init, and defer SIGTERM, SIGHUP and a first Ctrl-C until it has returned.
 
-    The processes that Ray starts inherit a blocked SIGTERM (Ray itself blocks SIGINT). Schedulers send the signal to
-    the whole process group, and the run needs its processes for its last save.
+    The processes that Ray starts inherit blocked signals (Ray itself blocks SIGINT). Schedulers and terminals send them
+    to the whole process group, and the run needs its processes for its last save. Raises MegatrainError if Ray fails.
     """
-    handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    handler, before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
         with _interrupted_afterwards(), _killing_late(lambda: _started(others), DEADLINE_S):

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.console.logs import say
+from megatrain_ray.console.logs import drawing_on, say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
@@ -247,6 +246,6 @@ class Reports:
 @contextmanager
 def _reports(name: str) -> Iterator[Reports]:
     columns = (TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    console = Console(file=sys.stderr)
+    console = drawing_on(sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield Reports(name, bar)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from megatrain_ray.console.interrupts import ENDINGS
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import DeadlineError
 
@@ -67,7 +68,7 @@ def importing(modules: Sequence[str]) -> Iterator[None]:
     stopped = threading.Event()
 
     def work() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # the main thread decides when it handles one
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # the main thread decides when it handles one
         import_all(modules, stopped)
 
     # A daemon: a process whose file system hangs must still be able to exit.

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, by real signals to this process."""
+"""Ctrl-C, SIGTERM and SIGHUP, by real signals to this process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megatrain_ray.console.interrupts import SIGNALS, Interrupts
+from megatrain_ray.console.interrupts import ENDINGS, SIGNALS, Interrupts
 from megatrain_ray.crew.ray_cluster import _init
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Let SIGHUP be as it is in a terminal, also where nohup runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def send(number: signal.Signals) -> None:
@@ -103,20 +112,29 @@ def test_without_a_signal_nothing_changes() -> None:
     assert handlers() == before
 
 
-def test_a_signal_while_ray_starts_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupts():
+        send(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", ENDINGS)
+def test_a_signal_while_ray_starts_is_heard(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """Ray takes SIGTERM for itself: its handler would print a stack and abort."""
 
     def init(**options: object) -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("Ray's handler"))
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-        assert signal.SIGTERM in signal.sigpending()
+        signal.pthread_kill(threading.get_ident(), number)
+        assert number in signal.sigpending()
 
     monkeypatch.setattr("ray.init", init)
     before = handlers()
     with Interrupts(), pytest.raises(KeyboardInterrupt):
         _init("Ray did not start", "start it")
     assert handlers() == before
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not {*ENDINGS} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_ray_makes_its_core_to_the_end() -> None:

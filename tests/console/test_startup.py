@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import sys
 
 import pytest
 
+from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import Startup, spinner
 
 
@@ -50,3 +52,14 @@ def test_a_terminal_gets_a_line_that_goes_again_and_what_is_said_meanwhile(monke
     assert "step 1" not in shown
     erased_and_cursor_back = shown.rindex("\x1b[?25h"), shown.rindex("\x1b[2K")
     assert min(erased_and_cursor_back) > shown.rindex("loading")
+
+
+def test_a_terminal_that_closes_meanwhile_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a connection that breaks: each write fails from then on, also those of the spinner's own thread."""
+    near, far = os.openpty()
+    with open(far, "w") as terminal:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with spinner("loading"):
+            os.close(near)
+            show("said", sys.stderr)
+        show("said afterwards", sys.stderr)

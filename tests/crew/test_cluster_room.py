@@ -98,8 +98,14 @@ def test_a_full_cluster_whose_processes_died_is_not_waited_for(ray_address: str)
 
     with taken(CPU=4.0):
         placement = Placement(ActorsSpec(2, "cpu"))
-        with closing_placement(placement), pytest.raises(MegatrainError, match="Ray's died"):
-            placement.wait(check=died)
+        with closing_placement(placement):
+            with pytest.raises(MegatrainError, match="Ray's died"):
+                placement.wait(check=died)
+            placement.clear()  # as when the raylet has died
+            with pytest.raises(MegatrainError, match="Ray's died"):
+                placement.wait(check=died)
+            with pytest.raises(MegatrainError, match="the Ray cluster dropped the request for room: "):
+                placement.wait()
 
 
 def test_a_run_ends_with_the_ray_node_of_its_driver(ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,10 @@ def test_what_a_killed_one_left_goes_with_the_next_or_by_itself(tmp_path: Path) 
     assert names(tmp_path) == ["out", "out/new"]
     killed_while_writing(tmp_path / "other")
     (tmp_path / ".file.partial").touch()
-    assert remove_abandoned(tmp_path) == [tmp_path / ".other.partial"]
+    (tmp_path / ".fresh.partial").mkdir()  # its process died before it wrote the mark
+    (tmp_path / ".half.partial").mkdir()
+    (tmp_path / ".half.partial" / "owner.json").touch()
+    assert remove_abandoned(tmp_path) == [tmp_path / f".{name}.partial" for name in ("fresh", "half", "other")]
     assert names(tmp_path) == [".file.partial", "out", "out/new"]
 
 
