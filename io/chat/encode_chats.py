@@ -29,7 +29,7 @@ from megatrain_ray.io.records.read_records import (
     read_records,
 )
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, LossWeights, TokenArray, TokenBlock
-from megatrain_ray.io.tokens.tokenizer import Tokenizer
+from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 
 Truncation = Literal["turn", "drop"]
 
@@ -63,6 +63,7 @@ class ChatRecipe:
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
             **({"datasets": [source.dataset for source in self.sources]} if self.choice.max_records else {}),
+            **({"extended": True} if load_tokenizer(self.tokenizer).is_extended else {}),
             **self.choice.settings(),
             "learn": [self.learn, self.learn_reasoning],
             **({"nulls": False} if any(suffix_of(file) in (PARQUET, ARROW) for file in self.files) else {}),

@@ -17,6 +17,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.long_documents import Joiner, TextPiece, cut_texts
+from megatrain_ray.io.tokens.rebuilt_tokenizer import differ, rebuild
 from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
 
 BATCH_CHARS = 4 << 20  # characters encoded at a time; each takes about 30 bytes until the ids are extracted
@@ -29,6 +30,7 @@ FILE_NAMES = (
     "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
+CONFIG_NAME = "config.json"  # of the model, which decides about the tokenizer's class too
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of templates by name
 # Files of chat templates in addition to those above. A repository of the hub can only be asked for names.
 TEMPLATE_NAMES = (f"{ADDITIONAL_TEMPLATES}/tool_use.jinja", "chat_template.json")
@@ -51,7 +53,7 @@ class ByteTokenizer:
     num_ids = 256  # a number greater than every id of a text
     bos = None  # the id of the token that begins a text; None: there is none
     adds_bos = False  # whether Transformers begins a text with it
-    is_extended = False  # whether settings add tokens to those of tokenizer.json, which earlier releases did not read
+    is_extended = False  # whether ids may differ from those of an earlier release, which read tokenizer.json only
     end_of_document = 256  # the id to put between two documents
 
     def encode(self, text: str) -> TokenArray:
@@ -77,9 +79,9 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """Encodes with the tokenizer.json of a local Hugging Face folder, and the tokens that its settings add to that.
+    """Encodes as AutoTokenizer does with a local Hugging Face folder that has a tokenizer.json.
 
-    The files are read as data: no code of the folder runs.
+    No code of the folder runs.
 
     Its methods are those of ByteTokenizer. `encode_all` uses all cores.
     """
@@ -90,14 +92,18 @@ class FolderTokenizer:
         try:
             to_add = _tokens_to_add(self._tokenizer, folder)
             self._tokenizer.add_tokens(to_add)
+            names = named_tokens(folder)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"data.tokenizer: cannot read the tokens that settings in {folder} add: {error}"
             ) from None
         self.is_extended = bool(to_add)
+        settings, config = (read_settings(folder / name) for name in ("tokenizer_config.json", CONFIG_NAME))
+        if rebuilt := rebuild(folder, settings, config):
+            self.is_extended |= differ(self._tokenizer, rebuilt.tokenizer)
+            self._tokenizer, names = rebuilt
         self._tokenizer.no_truncation()  # a stored limit would silently truncate a document
         self._tokenizer.no_padding()
-        names = named_tokens(folder)
         self._end_of_sequence = names.get("eos_token")
         self.bos = self.id_of(names["bos_token"]) if "bos_token" in names else None
         # In Transformers the post-processor decides, whatever `add_bos_token` in tokenizer_config.json says.
@@ -191,7 +197,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def tokenizer_folder(name: str) -> Path:
     """Return the folder, perhaps missing, or the cached hub repository that a name means. Raises as find_on_hub."""
     required, *optional = FILE_NAMES
-    found = find_on_hub(name, "data.tokenizer", required, [*optional, *TEMPLATE_NAMES])
+    found = find_on_hub(name, "data.tokenizer", required, [*optional, *TEMPLATE_NAMES, CONFIG_NAME])
     return found.path if found else Path(name)
 
 
