@@ -260,6 +260,7 @@ def _output_if_done(run: RunDir, manifest: Manifest | None, config: TrainConfig)
     """Return the output of a run that is finished, and print that it is; else None. `config`: as it was given."""
     if manifest is None or not RunPolicy.of(run.config).is_done_after(manifest.step, run.evaluations()):
         return None
+    run.clean()  # of a start that was killed while it deleted older saves
     if reason := run.early_end(manifest.step):
         say(f"the run has {reason}; a larger eval_patience, or null, goes on")
     epochs = config.train.epochs

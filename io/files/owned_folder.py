@@ -133,7 +133,12 @@ class OwnedFolder:
         except FileExistsError:
             if kind is FolderKind.SESSION or not is_free(path):  # a session's name is new each time
                 raise
-        return OwnedFolder.mark_existing(path, kind, token)
+        try:
+            return OwnedFolder.mark_existing(path, kind, token)
+        except OSError:
+            with suppress(OSError):  # not empty: another process is making it
+                path.rmdir()
+            raise
 
     @staticmethod
     def mark_existing(path: Path, kind: FolderKind, token: str | None = None) -> OwnedFolder:

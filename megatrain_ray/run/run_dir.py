@@ -187,9 +187,9 @@ class RunDir(RunFiles):
         if not self.has_begun:
             self._close()
         self.claim()
-        with explained("make", self.saves):
-            self.saves.mkdir(exist_ok=True)
-            self.logs.mkdir(exist_ok=True)
+        for folder in (self.saves, self.logs):
+            with explained("make", folder):
+                folder.mkdir(exist_ok=True)
         self._keep_plan(plan_json)
         self._cut(step)
         write_atomically(self.plan_file, plan_json)

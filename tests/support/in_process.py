@@ -130,8 +130,9 @@ class Actor:
         with suppress(Exception):  # it has no such method, never took up its role, or has stopped already
             self._object.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        with suppress(Exception):
-            self._object.close()
+        for owner in (self._object, getattr(self._object, "_holder", None)):  # the latter if `run` was never called
+            with suppress(Exception):
+                owner.close()  # type: ignore[union-attr]
         self._loop.close()
         self._object = self._loop = self._tasks = None  # an error that somebody keeps may lead to this actor
 

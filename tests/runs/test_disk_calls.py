@@ -1,0 +1,168 @@
+"""A run whose disk fails, or that is killed, at any of its calls that change the run directory.
+
+The runs have threads for actors: the calls of other processes could not be seen.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain_ray.io.saves.save_folder import list_saves, save_folder, verify
+from tests.support.disk_faults import DiskCall, Moment, Moments, disk_calls
+from tests.support.in_process import IN_PROCESS
+from tests.support.runs import config, exported_masters, losses, write_config
+from tests.support.tiny import build_tiny
+
+# Files whose loss is no reason to end a training; and the folder, which is closed to others if that can be done.
+OPTIONAL = {"logs/driver.log", "history.jsonl", "."}
+MOST_MOMENTS = 180
+MOST_CALLS = 120  # different ones
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Holds an undisturbed run of four steps, which saves twice and keeps one save, and where it can be killed.
+
+    Every trial is made in `run_dir`, since that is part of the settings.
+    """
+
+    run_dir: Path
+    file: Path
+    losses: Sequence[float]
+    masters: dict[str, Tensor]
+    moments: Sequence[Moment]
+    calls: Sequence[DiskCall]
+
+    def start(self) -> subprocess.CompletedProcess[str]:
+        return IN_PROCESS(str(self.file))
+
+    def assert_goes_on(self, *, cleans: bool = True) -> None:
+        """Start the same command once more, and assert that nothing shows what had happened before.
+
+        cleans: False: what could not be deleted may stay while the process that made it, which is this one, lives.
+        """
+        done = self.start()
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        assert losses(self.run_dir) == self.losses
+        out = self.run_dir.with_name("export")
+        masters = exported_masters(self.run_dir, out)
+        shutil.rmtree(out)
+        assert all(torch.equal(masters[name], values) for name, values in self.masters.items())
+        assert not cleans or unfinished(self.run_dir) == []
+
+
+def unfinished(run_dir: Path) -> list[str]:
+    """Return what a run that was cut off leaves: temporary files and folders, and saves without a manifest.
+
+    An empty folder is not counted: the next save of that step uses it.
+    """
+    left = [path.name for path in run_dir.rglob("*") if path.suffix in (".new", ".partial")]
+    saves = run_dir / "saves"
+    whole = {f"step_{step}" for step in list_saves(saves)}
+    return left + (
+        [path.name for path in saves.iterdir() if path.name not in whole and any(path.iterdir())]
+        if saves.is_dir()
+        else []
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("killed")
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    tree = config(
+        run_dir, build_tiny(folder / "model"), train__steps=4, save_every=2, save_keep=1, log__tensorboard=False
+    )
+    path = write_config(folder / "config.yaml", tree)
+    calls: list[DiskCall] = []
+    moments = Moments(run_dir, folder / "moments")
+
+    def see(call: DiskCall) -> None:
+        calls.append(call)
+        moments(call)
+
+    with disk_calls(run_dir, see):
+        done = IN_PROCESS(str(path))
+    assert done.returncode == 0, done.stderr
+    masters = exported_masters(run_dir, folder / "masters")
+    assert len(moments.all) <= MOST_MOMENTS
+    different = list(dict.fromkeys(calls))
+    assert len(different) <= MOST_CALLS
+    return Trained(run_dir, path, losses(run_dir), masters, moments.all, different)
+
+
+def put_back(trained: Trained, moment: Moment) -> None:
+    """Make the run directory what it was at that moment. The copy is used up, as its marks are of its inode."""
+    shutil.rmtree(trained.run_dir, ignore_errors=True)
+    moment.folder.rename(trained.run_dir)
+
+
+def test_at_every_moment_the_newest_save_is_whole(trained: Trained) -> None:
+    seen = []
+    for moment in trained.moments:
+        saves = moment.folder / "saves"
+        steps = list_saves(saves)
+        if moment.call.path.startswith("saves/step_"):
+            assert [problem for step in steps for problem in verify(save_folder(saves, step))] == [], moment.call
+        seen.append(tuple(steps))
+    assert list(dict.fromkeys(seen)) == [(), (2,), (2, 4), (4,)]  # and never none again
+
+
+@pytest.mark.parametrize(
+    "call",
+    [DiskCall("rename", "saves/step_4/manifest.json"), DiskCall("unlink", "saves/step_2/part_0.v")],
+    ids=str,
+)
+def test_the_same_command_goes_on_from_a_kill(trained: Trained, call: DiskCall) -> None:
+    put_back(trained, next(moment for moment in trained.moments if moment.call == call))
+    assert len(unfinished(trained.run_dir)) > 0
+    trained.assert_goes_on()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(MOST_MOMENTS))
+def test_the_same_command_goes_on_from_any_kill(trained: Trained, number: int) -> None:
+    if number < len(trained.moments) and trained.moments[number].folder.exists():
+        put_back(trained, trained.moments[number])
+        trained.assert_goes_on()
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("position", [0.47, *(k / MOST_CALLS for k in range(MOST_CALLS))])
+def test_a_disk_that_fails_ends_the_run_with_one_message_and_without_a_trace(
+    trained: Trained, position: float, number: int
+) -> None:
+    failing = trained.calls[int(position * len(trained.calls))]
+    deletes = failing.name in ("unlink", "rmdir")
+
+    def fail(call: DiskCall) -> None:
+        if call == failing:
+            raise OSError(number, os.strerror(number), str(trained.run_dir / call.path))
+
+    shutil.rmtree(trained.run_dir, ignore_errors=True)
+    with disk_calls(trained.run_dir, fail):
+        done = trained.start()
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    if done.returncode:
+        assert len(errors) == 1, done.stderr
+        assert os.strerror(number) in errors[0]
+        assert str(trained.run_dir) in errors[0]
+    else:
+        assert failing.path in OPTIONAL or deletes
+        assert errors == []
+    assert "Traceback" not in done.stderr
+    assert deletes or unfinished(trained.run_dir) == []
+    trained.assert_goes_on(cleans=not deletes)
