@@ -17,6 +17,7 @@ from benchmarks.kill_campaign.phases import Phase
 from tests.support.fault_injection import END_S, SECOND_SAVE, kill, training
 from tests.support.gpu_runs import CLOSE, CLOSE_WITH_MUON, NO_DROPOUT, ROUTED, held_out, settings, trained, worst
 from tests.support.in_process import Train
+from tests.support.routers import HUNYUAN
 from tests.support.runs import assert_same_masters, losses, plan_of, rows, write_config
 from tests.support.tiny import TEXT
 
@@ -57,14 +58,16 @@ def test_without_clipping_two_gpus_with_a_micro_batch_each_are_one_with_two(
 ) -> None:
     """Two numbers have one sum, whoever takes it, and nothing depends on norms. Tokens have weights in the loss.
 
-    Whoever has a matrix orthogonalises the same.
+    With AdamW routers are FP32 beside bf16, on two hosts if they are threads. Who has a matrix orthogonalises the same.
     """
     ids = [list(TEXT.read_bytes()[33 * k : 33 * k + 33]) for k in range(120)]
     records = [{"input_ids": row, "weights": [(i + k) % 4 / 2 for i in range(33)]} for k, row in enumerate(ids)]
     (tmp_path / "ids.jsonl").write_text("\n".join(map(json.dumps, records)))
     changes = {"train__clip": None, "train__precision": "bf16", "train__grad_dtype": "bf16"}
     changes |= {"train__optimizer": optimizer, "data__kind": "tokens", "data__path": str(tmp_path / "ids.jsonl")}
-    run_dir = trained(train, tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes)
+    changes |= {"model__config": {**HUNYUAN, "vocab_size": 257}} if optimizer == "adamw" else {}
+    hosts = {"hardware__num_hosts": 2} if optimizer == "adamw" and not train.has_processes else {}
+    run_dir = trained(train, tmp_path / "run", 2, train__micro_batch_size=6, train__accumulate=1, **changes | hosts)
     one = trained(train, tmp_path / "one", 1, train__micro_batch_size=6, train__accumulate=2, **changes)
     assert losses(run_dir) == losses(one)
     assert {row["tokens"] for row in rows(one)} <= set(range(12 * 23, 12 * 25)), "a quarter of 32 is not learned"

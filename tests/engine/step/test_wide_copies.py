@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatrain_ray.engine.device.cuda_info import num_gpus
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.spill_bytes import SpillKind
 from megatrain_ray.engine.planner.memory.spill_choice import Spillable
 from megatrain_ray.engine.planner.request import SpillFirst
+from tests.support.device_builders import make_cuda
 from tests.support.family_models import family_batches
 from tests.support.reference import MuonRecipe, Recipe, train_reference
 from tests.support.routers import build_with_fp32_router
@@ -72,3 +75,13 @@ def test_what_a_plan_counts_of_wide_copies(folder: Path) -> None:
     assert plan.gradients.accumulate_dtype is torch.float32, "one micro-batch, whose gradients have two types"
     items = Spillable(plan, structure, layout, activations=False).order(SpillFirst.GRADIENTS)
     assert not [kind for kind, layer in items if layer == 1 and kind is SpillKind.WEIGHTS]
+
+
+@pytest.mark.skipif(not num_gpus(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", [LAYERS, Mode(hbm_layers=ALL), Mode(hbm_layers=frozenset({1}), gradients=Tier.HBM)])
+def test_a_gpu_has_the_bits_of_plain_autograd_there(folder: Path, mode: Mode) -> None:
+    recipe, batches = Recipe(STEPS, micro_batch_size=2, precision="bf16", lr=1e-2), family_batches(STEPS)
+    ours = train_engine(folder, batches, recipe, mode, make_device=make_cuda)
+    theirs = train_reference(folder, batches, replace(recipe, device="cuda"))
+    assert ours.losses == theirs.losses
+    assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m.cpu())] == []
