@@ -6,7 +6,7 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def _answer(argv: Sequence[str] | None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
+    parser, commands = _parsers()
     options, rest = parser.parse_known_args(argv)
     # argparse does not recognize the overrides of `plan CONFIG --json key=value`, nor the prompt of
     # `generate RUN --chat PROMPT`.
@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     strangers = [argument for argument in rest if argument.startswith("-") or "overrides" not in options]
     if strangers:
         hint = _as_setting(strangers[0], argv or sys.argv[1:]) if "overrides" in options else ""
-        parser.error(f"unrecognized arguments: {' '.join(strangers)}{hint}")
+        commands[options.command].error(f"unrecognized arguments: {' '.join(strangers)}{hint}")
     if rest:
         options.overrides += rest
     return options
@@ -93,7 +93,8 @@ def _as_setting(option: str, argv: Sequence[str]) -> str:
     return f"; settings are written as key=value: {key}={value or after}" if key else ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and that of each command."""
     parser = argparse.ArgumentParser(prog="megatrain", description="Train large language models from host memory.")
     parser.add_argument("--version", action="version", version=f"megatrain-ray {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -130,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--measure", action="store_true", help="measure the rates that plans are made with, once more")
     _add_tokenizer(commands.add_parser("tokenizer", help="train a tokenizer on a corpus of your own"))
     _add_convert(commands.add_parser("convert-config", help="a YAML of LLaMA-Factory or Axolotl as one of ours"))
-    return parser
+    return parser, commands.choices
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +165,13 @@ def _from_zero(text: str) -> float:
         if 0 <= (number := float(text)) < math.inf:
             return number
     raise argparse.ArgumentTypeError(f"expected a number from 0 on, got {text!r}")
+
+
+def _above_zero(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
 
 
 def _share(text: str) -> float:
@@ -221,6 +229,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer (512)")
     parser.add_argument("--temperature", type=_from_zero, metavar="T", help="0: the likeliest token (the model's)")
     parser.add_argument("--top-p", type=_share, metavar="P", help="sample from the likeliest tokens (the model's)")
+    parser.add_argument(
+        "--repetition-penalty", type=_above_zero, metavar="X", help="above 1, as 1.1: repeat less (the model's)"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the sampling, for the same text again")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="records with a prompt or a chat: each is printed with its answer"

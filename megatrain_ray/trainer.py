@@ -141,7 +141,7 @@ class Trainer:
                 run.report_resume(manifest)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            _describe(run_spec, data, manifest)
+            _describe(run_spec, data, manifest, self.config.train.epochs)
             budget = FailureBudget(run.config.max_failures)
             job = RunContext(
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
@@ -271,8 +271,8 @@ def _output_if_done(run: RunDir, manifest: Manifest | None, config: TrainConfig)
     return TrainOutput.of(run, manifest.step, None)
 
 
-def _describe(run_spec: RunSpec, data: DataTokens, manifest: Manifest | None) -> None:
-    """Print what is about to be trained."""
+def _describe(run_spec: RunSpec, data: DataTokens, manifest: Manifest | None, epochs: float | None) -> None:
+    """Print what is about to be trained. `epochs`: train.epochs as given."""
     config, plan = run_spec.config, run_spec.plan
     if warning := unused_gpu(config.hardware):
         say(warning)
@@ -283,6 +283,7 @@ def _describe(run_spec: RunSpec, data: DataTokens, manifest: Manifest | None) ->
         counts=data.counts,
         num_held_out=num_records(data.held_out) if data.held_out else None,
         num_made=manifest.step if manifest else 0,
+        epochs=epochs,
     ):
         say(line)
     if config.data.kind == "sft":

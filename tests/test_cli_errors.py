@@ -86,6 +86,12 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
+def test_the_usage_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "x", "y", "--fast"])
+    assert capsys.readouterr().err.startswith("usage: megatrain export ")
+
+
 @pytest.mark.parametrize(
     "option", [["--learning_rate", "1e-4"], ["--learning-rate=1e-4"], ["--train.lr", "1e-4"], ["--lr=1e-4"]]
 )

@@ -16,6 +16,7 @@ class DataCounts:
 
     num_records: records that were read; None if an earlier release made the tokens and did not count them.
     num_cut, num_dropped: those that were too long for a row, and those of which nothing is used.
+    longest: tokens of the longest sequence before it was cut; 0: not known.
     """
 
     num_records: int | None
@@ -23,6 +24,7 @@ class DataCounts:
     num_dropped: int
     num_tokens: int
     num_rows: int
+    longest: int = 0
 
     @staticmethod
     def of(folders: Sequence[Path], windows: Sequence[Windows]) -> DataCounts:
@@ -34,6 +36,7 @@ class DataCounts:
             num_dropped=sum(meta.num_dropped for meta in metas),
             num_tokens=sum(meta.num_tokens for meta in metas),
             num_rows=sum(source.num_windows for source in windows),
+            longest=max((meta.longest for meta in metas), default=0),
         )
 
 

@@ -143,11 +143,13 @@ class EncodedRecord(NamedTuple):
     """Holds the result of one record: the ids and loss weights of what is kept of it, and its outcomes for the tally.
 
     problem: what is wrong with the record; None: nothing.
+    longest: tokens of its longest sequence, before it was cut.
     """
 
     kept: list[tuple[TokenArray, LossWeights]]
     outcomes: list[RecordOutcome]
     problem: str | None = None
+    longest: int = 0
 
     @staticmethod
     def of(
@@ -156,7 +158,8 @@ class EncodedRecord(NamedTuple):
         """Return what is kept of the sequences of a record, of at most `max_tokens` each, and add to its outcomes."""
         cuts = [_kept_length(chat, max_tokens, truncation) for chat in chats]
         kept = [(c.ids[:length], c.loss_weights[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
-        return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)])
+        longest = max((chat.ids.size for chat in chats), default=0)
+        return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)], longest=longest)
 
 
 def _kept_length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
@@ -211,6 +214,7 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
     """
     for location, record in records:
         tally.num_records += 1
+        tally.longest = max(tally.longest, record.longest)
         if record.problem is not None:
             tally.bad(location, record.problem)
         for outcome in record.outcomes:

@@ -80,10 +80,24 @@ def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> 
     except ValueError:  # the hub's rules for names are stricter than HUB_ID
         return None
     with explained(key, repository, required):
-        path = Path(cached) if isinstance(cached, str) else _fetch(repository, revision, required)
+        path = Path(cached) if isinstance(cached, str) else _fetch_first(repository, revision, required)
     folder = HubFolder(key, repository, path.parent)
     folder.add(optional)
     return folder
+
+
+def _fetch_first(repository: str, revision: str, file: str) -> Path:
+    """Fetch the first file of a repository. This fails at once without a network, where `_fetch` retries for 24 s."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, file, revision=revision))
+    except HfHubHTTPError:
+        raise
+    except Exception as error:  # of the hub's HTTP library, or OSError
+        raise ConnectionError(str(error)) from None
+    return _fetch(repository, revision, file)
 
 
 def _fetch(repository: str, revision: str, file: str) -> Path:

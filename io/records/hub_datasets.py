@@ -82,6 +82,16 @@ def find_commit(source: HubDataset) -> HubDataset:
     raise problems[0]
 
 
+def cached_files(source: HubDataset) -> tuple[str, ...]:
+    """Return the names of the files that are read of a data set's cache without a network; none if the hub answers.
+
+    The cache does not say whether the data set has more files.
+    """
+    assert source.commit is not None
+    repository = _repository(source.hub, source.commit)
+    return (_chosen(source, repository) or ()) if repository.is_cached else ()
+
+
 def fetch(source: HubDataset) -> tuple[Path, ...]:
     """Return the files of a data set whose commit is known, after fetching those that the cache lacks.
 
@@ -158,9 +168,14 @@ def _chosen(source: HubDataset, repository: Repository) -> tuple[str, ...] | Non
     configurations = _configurations(source, repository, names)
     chosen = _configuration(source, configurations)
     splits = {split: files for split, files in configurations[chosen].items() if files}
+    where = f"{source.hub} ({chosen})" if chosen else source.hub
+    cached = " in the hub's cache, and the hub cannot be reached" if repository.is_cached else ""
+    if not splits:
+        raise ConfigError(
+            f"data.path: {where}: no data file has a name that its {CARD} gives{cached}; download the files, and name "
+            "them as data.path"
+        )
     if source.split not in splits:
-        where = f"{source.hub} ({chosen})" if chosen else source.hub
-        cached = " in the hub's cache, and the hub cannot be reached" if repository.is_cached else ""
         raise ConfigError(
             f"data.path: {where} has no split {source.split!r}{cached}; set split to one of {', '.join(splits)} (for a "
             "part of one there are data.max_records and data.eval_fraction)"

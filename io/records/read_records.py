@@ -211,6 +211,7 @@ class RecordTally:
         self._locations: dict[RecordOutcome, list[str]] = defaultdict(list)
         self.counts: Counter[RecordOutcome] = Counter()
         self.num_records = 0
+        self.longest = 0  # tokens of the longest sequence, before it was cut
         self.num_sequences = 0
         self.num_tokens = 0
         self.num_supervised = 0

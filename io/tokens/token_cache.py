@@ -227,6 +227,7 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         weighted=writer.weighted,
         num_records=tally.num_records if recipe.has_weights else writer.num_documents + tally.num_dropped,
         num_cut=tally.num_cut,
+        longest=tally.longest,
         num_dropped=tally.num_dropped,
     )
 

@@ -169,6 +169,7 @@ class TokenMeta:
     weighted: whether some loss weight is neither 0 nor 1, so that they are floats.
     num_records: records that were read; None: not counted, by an earlier release.
     num_cut, num_dropped: those that were too long for a row, and those of which nothing is used.
+    longest: tokens of the longest sequence before it was cut; 0: not known.
     """
 
     itemsize: int
@@ -187,6 +188,7 @@ class TokenMeta:
     num_records: int | None = None
     num_cut: int = 0
     num_dropped: int = 0
+    longest: int = 0
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""

@@ -67,6 +67,13 @@ class Term:
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
     @property
+    def error_text(self) -> str:
+        """Return the error in words, as `81% too little`."""
+        if abs(self.error) < 0.005:
+            return "as measured"
+        return f"{abs(self.error):.0%} too {'much' if self.error > 0 else 'little'}"
+
+    @property
     def is_of_bytes(self) -> bool:
         return self.kind in (TermKind.HELD, TermKind.MOVED)
 
@@ -128,8 +135,9 @@ class Comparison:
     def __str__(self) -> str:
         step, part = self.step, self.worst_part
         return (
-            f"predicted {step.predicted:.3g} s a step, measured {step.measured:.3g} ({step.error:+.0%}); most of it in "
-            f"{part.name.replace('_', ' ')}: {part.predicted:.3g} s predicted, {part.measured:.3g} measured"
+            f"predicted {step.predicted:.3g} s a step, measured {step.measured:.3g} (predicted {step.error_text}); "
+            f"most of it in {part.name.replace('_', ' ')}: "
+            f"{part.predicted:.3g} s predicted, {part.measured:.3g} measured"
         )
 
 
@@ -218,7 +226,8 @@ def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder
         if term.is_of_bytes:
             planned, measured = format_bytes(int(term.predicted)), format_bytes(int(term.measured))
             told.append(
-                f"{term.name}: planned {planned}, measured {measured} ({term.error:+.0%}); {MEANINGS[term.name]}"
+                f"{term.name}: planned {planned}, measured {measured} (planned {term.error_text}); "
+                f"{MEANINGS[term.name]}"
             )
     return "; ".join(told) or None
 

@@ -193,8 +193,8 @@ def _unmarked(folder: Path) -> Finding:
     if not left:
         return Finding("folders", Severity.GOOD, "none that only looks like one of this program's")
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    text = f"{left[0]}{more} have no mark of this program, so it never deletes them"
-    advice = "earlier releases made such folders, saves among them; delete what you do not need"
+    text = f"{left[0]}{more}: by the name this program's, but it cannot tell that it made them, so they stay"
+    advice = "earlier releases left no mark in theirs, saves among them; delete yourself what you do not need"
     return Finding("folders", Severity.NOTE, text, advice)
 
 

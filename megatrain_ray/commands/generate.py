@@ -28,7 +28,7 @@ def generate_text(options: Namespace) -> None:
         from megatrain_ray.generate.load_model import loaded
         from megatrain_ray.generate.prompts_file import answer_file
 
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.repetition_penalty)
     with loaded(options.source, chat=options.chat, step=options.step) as model:
         if options.seed is not None:
             set_seed(options.seed)
@@ -105,7 +105,7 @@ def _stream(model: LoadedModel, prompt: list[int], sampling: Sampling) -> str:
     if not answer.ended:
         show(
             f"(stopped after {sampling.max_new_tokens} tokens; --max-new-tokens allows more, and "
-            "--temperature 0.7 helps against repetition)",
+            "--temperature 0.7 or --repetition-penalty 1.1 helps against repetition)",
             sys.stderr,
         )
     return answer.text

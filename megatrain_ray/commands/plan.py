@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.tokenize_data import missing_data
+from megatrain_ray.data.data_worker import count_data
+from megatrain_ray.data.tokenize_data import cached_tokens, missing_data
 from megatrain_ray.engine.device.cards import cards
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine, SpillSpace
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.model.model_source import read_model
 from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
 
@@ -28,6 +31,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     If no plan fits, the alternatives with other memory (`what_if`) are printed all the same, and CapacityError is
     raised. Raises ConfigError if the configuration is invalid.
     """
+    config = _with_known_steps(config)
     with spinner("planning"):
         question = planning_problem(config)
         try:
@@ -48,6 +52,18 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
         show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
     for note in (*_missing_disk(config.spill, question.machine.spill), *_card_of_memory(config, question.machine)):
         show(f"note: {note}", sys.stderr)
+
+
+def _with_known_steps(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the steps of train.epochs, if the tokens of its data are cached."""
+    if not config.counts_epochs:
+        return config
+    with suppress(ConfigError, OSError, RuntimeError):  # training says what is wrong with the data
+        config = config.resolve()
+        vocab_size = read_model(config.model).setting("vocab_size")
+        if tokens := cached_tokens(config.data, config.tokenizer, vocab_size):
+            return config.with_steps(count_data(config.data, tokens, vocab_size).num_rows)
+    return config
 
 
 def _as_json(config: TrainConfig, plan: Plan, found: Sequence[Alternative], price_per_hour: float | None) -> str:

@@ -65,7 +65,9 @@ class OpenedData(NamedTuple):
 
 
 def _open(data: DataConfig, tokenizer: str, vocab_size: int, folder: Path) -> OpenedData:
-    folders, whole = tokenize(data, tokenizer, vocab_size, folder), isinstance(data, HeldOutConfig)
+    # The totals say what became of the records, so that nothing is printed twice.
+    folders = tokenize(data, tokenizer, vocab_size, folder, reports=False)
+    whole = isinstance(data, HeldOutConfig)
     return OpenedData(data, open_windows(data, folders, vocab_size, whole=whole), folders)
 
 
@@ -175,7 +177,9 @@ def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
     names = list(sources_of(part.data))
     for name, windows, folder in zip(names, part.windows, part.folders, strict=True):
         yield name if name.startswith(part.data.key) else f"{part.data.key}: {name}"
-        yield from (f"  {line}" for line in [*_records(folder, windows.corpus), *_lengths(windows.corpus)])
+        yield from (
+            f"  {line}" for line in [*_records(folder, windows.corpus, part.data.seq_len), *_lengths(windows.corpus)]
+        )
         yield from (f"  {line}" for line in _rows(windows, part.data.seq_len))
     if not isinstance(part.data, HeldOutConfig):
         num_rows = sum(windows.num_windows for windows in part.windows)
@@ -184,11 +188,13 @@ def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
         yield f"an epoch is {format_quantity(num_rows, 'row')}, {steps}"
 
 
-def _records(folder: Path, corpus: Corpus) -> Iterator[str]:
+def _records(folder: Path, corpus: Corpus, seq_len: int) -> Iterator[str]:
     """Yield what became of the records: the lines of the tally, or the counts of texts."""
     meta = read_meta(folder)
     assert meta is not None  # it was just opened
     yield from meta.report
+    if meta.longest > seq_len + 1:
+        yield f"data.seq_len={meta.longest - 1} would hold the longest record"
     if not meta.report:
         skipped = [(meta.num_empty, "empty"), (meta.num_bad, "bad")]
         more = "".join(f", {count} {what} ones skipped" for count, what in skipped if count)

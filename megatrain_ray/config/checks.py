@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megatrain_ray.config.groups import DataConfig, NodeConfig, Settings
-from megatrain_ray.config.other_tools import key_for, reason_for
+from megatrain_ray.config.other_tools import key_for, other_names, reason_for
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.units import format_ranges, parse_ranges
 
@@ -265,10 +265,10 @@ def _unknown(key: str, root: type[BaseModel]) -> str:
     group, _, name = without_numbers(key).rpartition(".")
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]
-    near = key_of(name, root) or _nearest(name, siblings, cutoff=0.85)
+    near = key_of(key, root) or key_of(name, root) or _nearest(name, siblings, cutoff=0.85)
     if near is None and (reason := reason_for(name)):
         return f"{key}: unknown key; {reason}"
-    near = near or _nearest(name, siblings) or _nearest(name, keys, cutoff=0.8)
+    near = near or _nearest_alias(name, root) or _nearest(name, siblings) or _nearest(name, keys, cutoff=0.8)
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
     return f"{key}: unknown key; {hint}"
 
@@ -285,6 +285,12 @@ def _nearest(name: str, keys: list[str], cutoff: float = 0.6) -> str | None:
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
     close = get_close_matches(name, by_name, n=1, cutoff=cutoff)
     return by_name[close[0]] if close else None
+
+
+def _nearest_alias(name: str, root: type[BaseModel]) -> str | None:
+    """Return the key that another tool's name stands for, of which `name` is a misspelling; None if it is of none."""
+    close = get_close_matches(name, other_names(), n=1, cutoff=0.85)
+    return key_of(close[0], root) if close else None
 
 
 def _fields(root: type[BaseModel]) -> dict[str, FieldInfo]:

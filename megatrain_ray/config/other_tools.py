@@ -54,6 +54,8 @@ OTHER_NAMES = {  # of TRL and Transformers, as far as no table sets something fo
     "max_length": "data.seq_len",
     "max_seq_length": "data.seq_len",
     "optim": "train.optimizer",
+    "model.name": "model.path",
+    "model.id": "model.path",
 }
 
 
@@ -65,6 +67,11 @@ def key_for(name: str, keys: Collection[str]) -> str | None:
         if ours in keys:
             return ours
     return None
+
+
+def other_names() -> list[str]:
+    """Return the names that other tools have for what our keys do."""
+    return [name for names in (OTHER_NAMES, *(table["sets"] for table in _tables())) for name in names]
 
 
 def reason_for(name: str) -> str | None:

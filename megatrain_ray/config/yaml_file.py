@@ -68,6 +68,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     the override that made them.
     """
     tree = read_settings(Path(path))
+    _check_one_length(overrides)
     of_file = _problems(tree) if overrides else []
     for text in overrides:
         override(tree, text)
@@ -80,6 +81,15 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
             ) from None
         by_key = {text.partition("=")[0]: text for text in overrides}
         raise ConfigError(_with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
+
+
+def _check_one_length(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if overrides give both train.steps and train.epochs, of which one would replace the other."""
+    given = [
+        text for key in LENGTH_KEYS for text in overrides if text.startswith(f"{key}=") and not text.endswith("=null")
+    ]
+    if len({text.partition("=")[0] for text in given}) > 1:
+        raise ConfigError(f"overrides {' and '.join(map(repr, given))}: both say how long to train; give one of them")
 
 
 def _problems(tree: Mapping[str, Any]) -> list[str]:

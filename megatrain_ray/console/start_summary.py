@@ -12,7 +12,14 @@ from megatrain_ray.units import format_bytes, format_count, format_duration, for
 
 
 def describe_start(
-    config: TrainConfig, plan: Plan, *, model_type: str, counts: DataCounts, num_held_out: int | None, num_made: int
+    config: TrainConfig,
+    plan: Plan,
+    *,
+    model_type: str,
+    counts: DataCounts,
+    num_held_out: int | None,
+    num_made: int,
+    epochs: float | None = None,
 ) -> Iterator[str]:
     """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
 
@@ -20,6 +27,7 @@ def describe_start(
     counts: of one epoch of the data.
     num_held_out: records that are held out; None if there are none, or they were not counted.
     num_made: steps that earlier starts of the run have made.
+    epochs: train.epochs, if the configuration gives the steps by it.
     """
     train, steps = config.train, config.train.num_steps
     trained = (
@@ -34,10 +42,12 @@ def describe_start(
     if not steps:
         yield f"memory    {', '.join(_memory(plan))}"
         return
+    made = steps * plan.batch_size / counts.num_rows
+    filled = f" (train.epochs: {epochs:g}, up to a whole step)" if epochs and made > epochs else ""
     held_out = f"; {format_quantity(num_held_out, 'record')} held out" if num_held_out else ""
     yield (
-        f"data      {', '.join(_amounts(counts))} of {plan.step.seq_len} tokens; {format_quantity(steps, 'step')} of "
-        f"{format_quantity(plan.batch_size, 'row')} are {steps * plan.batch_size / counts.num_rows:.3g} epochs"
+        f"data      {', '.join(_amounts(counts, plan.step.seq_len))} of {plan.step.seq_len} tokens; "
+        f"{format_quantity(steps, 'step')} of {format_quantity(plan.batch_size, 'row')} are {made:.3g} epochs{filled}"
         f"{held_out}"
     )
     warmed_up = f" after {format_quantity(train.num_warmup_steps, 'step')} of warm-up" if train.warmup_steps else ""
@@ -57,11 +67,13 @@ def describe_start(
         )
 
 
-def _amounts(counts: DataCounts) -> Iterator[str]:
-    """Yield the numbers of records, tokens and rows."""
+def _amounts(counts: DataCounts, seq_len: int) -> Iterator[str]:
+    """Yield the numbers of records, tokens and rows, and the rows' length at which no record would be too long."""
     if counts.num_records is not None:
         fates = ((counts.num_cut, "cut"), (counts.num_dropped, "dropped"))
         named = ", ".join(f"{number} {fate}" for number, fate in fates if number)
+        if counts.longest - 1 > seq_len:
+            named += f"; data.seq_len={counts.longest - 1} would hold the longest"
         yield f"{format_quantity(counts.num_records, 'record')}{f' ({named})' if named else ''}"
     yield f"{format_count(counts.num_tokens)} tokens"
     yield format_quantity(counts.num_rows, "row")

@@ -8,7 +8,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.values import HubDataset, Source, WeightedPath, listed, weight_of
 from megatrain_ray.console.logs import say
 from megatrain_ray.data.data_worker import naming_held_out
-from megatrain_ray.io.records.hub_datasets import fetch, find_commit, short_form
+from megatrain_ray.io.records.hub_datasets import cached_files, fetch, find_commit, short_form
 
 
 def fix_commits(config: TrainConfig) -> TrainConfig:
@@ -49,6 +49,12 @@ def _with_commit(source: Source) -> Source:
         return named
     found = find_commit(named)
     say(f"{found}: commit {found.commit} on the hub, which a run that begins now goes on reading")
+    if files := cached_files(found):
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        say(
+            f"warning: the hub cannot be reached: of {found} its cache has {files[0]}{more}, and does not say whether "
+            f"that is all; if not, run `hf download --repo-type dataset {found.hub}` with a network"
+        )
     return found
 
 

@@ -38,8 +38,12 @@ ALL_IDS = 1 << 32  # more than any id of a token
 MOST_PROCESSES = 12  # about a tenth of the work stays in one process: reading records and writing the tokens
 
 
-def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -> tuple[Path, ...]:
+def tokenize(
+    data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path, *, reports: bool = True
+) -> tuple[Path, ...]:
     """Return the folder of tokens of each source, made if it is missing: in the user's cache, or else in `run_dir`.
+
+    reports: print what became of the records of those that are made.
 
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
@@ -48,7 +52,22 @@ def tokenize(data: DataConfig, tokenizer: str, vocab_size: int, run_dir: Path) -
     for path in paths.values():
         for note in describe_folders(path, TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES):
             say(note)
-    return tuple(_folder_of(name, recipe, vocab_size, run_dir) for name, recipe in recipes.items())
+    return tuple(_folder_of(name, recipe, vocab_size, run_dir, reports) for name, recipe in recipes.items())
+
+
+def cached_tokens(data: DataConfig, tokenizer: str, vocab_size: int) -> tuple[Path, ...] | None:
+    """Return the folder of tokens of each source if the user's cache has all of them; else None.
+
+    Reads no text, and asks no hub: data sets of the hub count as not cached. Raises ConfigError as tokenize, and
+    RuntimeError for a user without a home.
+    """
+    found = []
+    for parts in sources_of(data).values():
+        paths = local_paths(parts, may_fetch=False)
+        if len(paths) < len(parts):
+            return None
+        found.append(find_tokens(_recipe(paths, data, tokenizer, vocab_size), token_cache()))
+    return None if None in found else tuple(filter(None, found))
 
 
 def missing_data(data: DataConfig) -> Iterator[str]:
@@ -162,7 +181,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
     )
 
 
-def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Path:
+def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path, reports: bool) -> Path:
     with suppress(RuntimeError):  # a user without a home has no cache
         with spinner(f"checking the tokens of {name}"):
             found = find_tokens(recipe, token_cache())  # the cache may be read-only
@@ -171,8 +190,8 @@ def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path) -> Pat
             mark_used(found)
             return found
     with _root(run_dir) as root:
-        with _reports(name) as reports:
-            made = make_tokens(recipe, root, vocab_size, reports)
+        with _reports(name, reports) as reporter:
+            made = make_tokens(recipe, root, vocab_size, reporter)
         mark_used(made)
         if freed_bytes := prune(root):
             size = format_bytes(freed_bytes)
@@ -211,8 +230,9 @@ def _root(run_dir: Path) -> Iterator[Path]:
 class Reports:
     """Reports the progress of tokenising: a bar on a terminal while files are read, and lines at the end."""
 
-    def __init__(self, name: str, bar: Progress) -> None:
+    def __init__(self, name: str, bar: Progress, reports: bool) -> None:
         self._name = name
+        self._reports = reports
         self._bar = bar
         self._task = bar.add_task("tokenizing", start=False)
 
@@ -227,6 +247,8 @@ class Reports:
         self._bar.update(self._task, completed=read_bytes, total=total_bytes)
 
     def end(self, meta: TokenMeta, seconds: float) -> None:
+        if not self._reports:
+            return
         rate = format_count(meta.num_tokens / max(seconds, 1e-3))
         say(
             f"tokenized {self._name}: {meta.num_documents} {'sequences' if meta.report else 'documents'}, "
@@ -244,8 +266,8 @@ class Reports:
 
 
 @contextmanager
-def _reports(name: str) -> Iterator[Reports]:
+def _reports(name: str, reports: bool) -> Iterator[Reports]:
     columns = (TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = drawing_on(sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield Reports(name, bar)
+        yield Reports(name, bar, reports)

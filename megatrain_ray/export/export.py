@@ -98,7 +98,7 @@ def choose_save(files: RunFiles, step: SaveChoice) -> int:
     if chosen is None:
         raise ConfigError(f"no save of {files.path} was evaluated; {there}; save_best: true keeps the best one")
     if chosen not in saves:
-        raise ConfigError(f"{files.path} holds no save of step {chosen}; {there}")
+        raise ConfigError(f"{files.path} holds no save of step {chosen}; {there}; save_keep keeps more")
     return chosen
 
 

@@ -24,20 +24,23 @@ class Sampling:
 
     temperature: 0 takes the likeliest token; None: as the model's generation_config.json says.
     top_p: samples only from the likeliest tokens with this probability together; None: as that file says.
+    repetition_penalty: divides the logits of tokens that were there before; None: as that file says.
     """
 
     max_new_tokens: int
     temperature: float | None = None
     top_p: float | None = None
+    repetition_penalty: float | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of Transformers' `generate`."""
+        penalty = {} if self.repetition_penalty is None else {"repetition_penalty": self.repetition_penalty}
         if self.temperature == 0:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **penalty}
         given = {"temperature": self.temperature, "top_p": self.top_p}
         chosen = {name: value for name, value in given.items() if value is not None}
-        return {"do_sample": True, **chosen} if chosen else {}
+        return {**({"do_sample": True, **chosen} if chosen else {}), **penalty}
 
 
 class Answer(NamedTuple):

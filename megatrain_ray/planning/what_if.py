@@ -31,7 +31,7 @@ ENDURANCE_BYTES = 10**15  # rated bytes written of the drive whose lifetime is c
 class RunTotals:
     """Sums up all steps of a plan: their duration and cost, and how much is written to disk per day.
 
-    steps, tokens, seconds: None if train.epochs is given, since a plan does not read the data.
+    steps, tokens, seconds: None if train.epochs is given and the data were not tokenised yet, which a plan does not do.
     cost: in the currency of `price_per_hour`; None without a price or steps.
     saved_bytes_per_day: bytes of saves; None if nothing is saved before the end.
     spilled_bytes_per_day: bytes of spilled state, gradients and activations.
@@ -81,7 +81,7 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
     speed = f"{format_count(_tokens(plan) / plan.prediction.step_s)} tokens/s"
     if run.tokens is None or run.seconds is None:
         epochs = f"train.epochs: {config.train.epochs:g}"
-        yield f"run       {epochs}; their steps are known once a run has read the data; {speed}"
+        yield f"run       {epochs}; their steps are known once `megatrain data` or a run has read the data; {speed}"
     else:
         duration = format_duration(run.seconds)
         yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {duration}, {speed}{price}"

@@ -113,4 +113,4 @@ def _as_text(term: Term) -> ComparedTerm:
         format_bytes(int(value)) if term.is_of_bytes else f"{value:.3g} s" for value in (term.predicted, term.measured)
     )
     # A wait has no error: a share of almost nothing means nothing.
-    return ComparedTerm(label, predicted, measured, "" if is_wait else f"{term.error:+.0%}")
+    return ComparedTerm(label, predicted, measured, "" if is_wait else term.error_text)

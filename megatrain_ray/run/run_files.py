@@ -38,6 +38,7 @@ from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, read_mark
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.run.best_evaluation import best_evaluation
+from megatrain_ray.run.run_lock import lock_holder
 
 REPORT_NAME = "report.html"
 
@@ -92,12 +93,19 @@ class RunFiles:
         return self.config_file.exists()
 
     @property
+    def is_starting(self) -> bool:
+        """Return whether a process prepares the first start of a run here, which has written nothing yet."""
+        return not self.holds_run and lock_holder(self.path) is not None
+
+    @property
     def has_begun(self) -> bool:
         """Return whether deleting the run would lose something: a save or a row of metrics. Raises MegatrainError."""
         return bool(list_saves(self.saves)) or bool(self.rows())
 
     def read_config(self) -> TrainConfig:
         """Return the configuration of the run. Raises ConfigError if there is none, or none valid in this version."""
+        if self.is_starting:
+            raise ConfigError(f"{self.path}: the run is starting and holds nothing yet; look again in some seconds")
         if not self.holds_run:
             raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
         return load_config(self.config_file).as_begun()

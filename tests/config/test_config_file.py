@@ -124,11 +124,13 @@ def test_an_override_of_steps_replaces_epochs_and_the_other_way_round(tmp_path: 
     file.write_text(yaml.safe_dump(settings(train__steps=4)))
     for overrides, length in (
         (["train.epochs=2"], (None, 2.0)),
-        (["train.epochs=2", "train.steps=9"], (9, None)),
+        (["train.epochs=null", "train.steps=9"], (9, None)),
         (["train.epochs=null"], (4, None)),
     ):
         train = load_config(file, overrides).train
         assert (train.steps, train.epochs) == length
+    with pytest.raises(ConfigError, match=r"'train.steps=9' and 'train.epochs=2': both say how long to train"):
+        load_config(file, ["train.epochs=2", "train.steps=9"])
 
 
 def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:

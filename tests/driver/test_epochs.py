@@ -34,7 +34,10 @@ def test_a_run_is_as_long_as_its_epochs_and_goes_on_when_they_are_more(tmp_path:
     )  # fmt: skip
     path, run_dir = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
     planned = cli_here("plan", str(path))
-    assert "run       train.epochs: 0.5; their steps are known once a run has read the data" in planned.stdout
+    assert (
+        "run       train.epochs: 0.5; their steps are known once `megatrain data` or a run has read the data"
+        in planned.stdout
+    )
 
     first = train(str(path))
     assert first.returncode == 0, first.stderr
@@ -42,12 +45,14 @@ def test_a_run_is_as_long_as_its_epochs_and_goes_on_when_they_are_more(tmp_path:
     assert found is not None
     num_rows, steps = int(found[1]), int(found[2])
     assert f"data      {num_rows} records, {num_rows * (RECORD_CHARS + 1)} tokens, {num_rows} rows of " in first.stderr
-    assert f"epochs; {NUM_RECORDS - num_rows} records held out" in first.stderr
+    held_out = f"{NUM_RECORDS - num_rows} records held out"
+    assert f"epochs (train.epochs: 0.5, up to a whole step); {held_out}" in first.stderr
     assert steps == math.ceil(num_rows / 2 / BATCH_SIZE) >= 3
     assert f"after {math.ceil(steps / 2)} steps of warm-up" in first.stderr
     assert f"step {steps}/{steps}  epoch {steps * BATCH_SIZE / num_rows:.3g}  loss " in first.stdout
     assert (load_config(run_dir / "config.yaml").train.steps, rows(run_dir)[-1]["lr"]) == (steps, 1e-3)
     assert f"step {steps} of {steps}, epoch {steps * BATCH_SIZE / num_rows:.3g}, " in state_of_run(run_dir)
+    assert f"run       {steps} steps, " in cli_here("plan", str(path)).stdout  # tokens are cached
     again = train(str(path))
     assert f"already at step {steps}, the end of train.epochs: 0.5: nothing to do" in again.stdout
 

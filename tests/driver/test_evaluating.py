@@ -186,7 +186,8 @@ def test_the_best_save_is_kept_and_a_run_without_a_better_one_ends_early(tmp_pat
         written = cli_here("export", str(run_dir), str(tmp_path / f"out{len(option)}"), *option)
         assert written.stdout.startswith(f"exported the save of step {step} to ")
     refused = cli_here("export", str(run_dir), str(tmp_path / "none"), "--step", "1")
-    message = f"error: {run_dir} holds no save of step 1; its saves are of steps {best}, {last}\n"
+    remedy = "save_keep keeps more"
+    message = f"error: {run_dir} holds no save of step 1; its saves are of steps {best}, {last}; {remedy}\n"
     assert (refused.returncode, refused.stderr.splitlines(keepends=True)[-1]) == (2, message)
 
     saves = cli_here("inspect", str(run_dir)).stdout.partition("saves\n")[2].splitlines()[:2]

@@ -78,7 +78,8 @@ def test_what_was_cut_is_told(model: str) -> None:
     assert (done.returncode, done.stdout) == (0, "yes\n")
     assert (
         done.stderr
-        == "(stopped after 3 tokens; --max-new-tokens allows more, and --temperature 0.7 helps against repetition)\n"
+        == "(stopped after 3 tokens; --max-new-tokens allows more, and --temperature 0.7 or --repetition-penalty 1.1 "
+        "helps against repetition)\n"
     )
 
 

@@ -17,6 +17,7 @@ from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry
 from megatrain_ray.io.saves.save_folder import commit_save, prepare_save, set_aside, write_part
 from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.run_lock import hold_lock
 from megatrain_ray.units import format_bytes
 from tests.support.planned_steps import PROFILE, measured, planned, with_more_on_disk
 from tests.support.saves import flip
@@ -72,6 +73,16 @@ def test_a_run_without_saves(run: Path, capsys: pytest.CaptureFixture[str]) -> N
         "  nothing to check",
     ]
     assert "    steps: 4" in lines
+
+
+def test_a_run_that_holds_nothing_yet_is_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    with hold_lock(tmp_path):
+        assert main(["inspect", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.startswith("state\n  starting: ")
+        assert main(["report", str(tmp_path)]) == 2
+        assert "the run is starting" in capsys.readouterr().err
 
 
 def test_saves_with_their_size_and_cost_and_a_verdict_on_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,18 @@ def test_without_network_and_cache_one_message_says_so(cache: Path, name: str) -
     )
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> None:
+        raise AssertionError(seconds)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    template = NOWHERE + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("time.sleep", wait)
+    with pytest.raises(ConfigError, match="while the hub cannot be reached: give a local folder"):
+        load_tokenizer("models/mistyped")
+
+
 def test_the_command_line_exits_2_without_network_and_cache(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

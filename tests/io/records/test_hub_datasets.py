@@ -10,7 +10,7 @@ import pytest
 from megatrain_ray.config.values import HubDataset
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records import hub_datasets
-from megatrain_ray.io.records.hub_datasets import CONVERTED, fetch, find_commit, short_form
+from megatrain_ray.io.records.hub_datasets import CONVERTED, cached_files, fetch, find_commit, short_form
 from tests.support.fake_hub import COMMIT, Hub, commit_of, serve
 
 CARD = b"""---
@@ -41,6 +41,10 @@ REPOSITORIES = {
     f"datasets/o/script@{CONVERTED}": dict.fromkeys(["default/train/0001.parquet", "default/train/0000.parquet"], b""),
     "datasets/o/folders": dict.fromkeys(["test_data/train.csv", "test_data/b.csv", "valid/c.csv", "d.csv"], b""),
     "datasets/o/uploaded": {f"data/{split}-00000-of-00001-a1.csv": b"" for split in ("train_sft", "train_gen")},
+    "datasets/o/renamed": {
+        "README.md": b"---\nconfigs:\n- {config_name: a, data_files: gone.csv}\n---\n",
+        "a.csv": b"",
+    },
     "datasets/o/other": {"images.zip": b""},
     "datasets/o/gated": None,
 }
@@ -108,6 +112,18 @@ def test_files_are_those_of_the_configuration_and_split() -> None:
 def test_what_cannot_be_read_is_said(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_commit(HubDataset(**settings))
+
+
+def test_a_readme_that_names_no_file_that_is_there() -> None:
+    with pytest.raises(ConfigError, match=r"o/renamed \(a\): no data file has a name that its README.md gives"):
+        files("o/renamed")
+
+
+def test_what_is_read_of_a_cache_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = files("o/plain")
+    assert cached_files(find_commit(HubDataset(hub="o/plain"))) == ()
+    online(monkeypatch, "")
+    assert list(cached_files(find_commit(HubDataset(hub="o/plain")))) == names
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:1"], ids=["offline", "unreachable"])
