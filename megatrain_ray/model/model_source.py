@@ -231,14 +231,14 @@ def read_model(model: ModelConfig) -> ModelSource:
     folder, hub = None, None
     if model.path is not None:
         hub = find_on_hub(model.path, "model.path", "config.json", [GENERATION_NAME, INDEX_NAME])
-        folder = hub.path if hub else Path(model.path)
+        folder = hub.path if hub else Path(model.path).absolute()  # a process of Ray may have another directory
         if not folder.is_dir():
             raise ConfigError(f"model.path: {model.path} is no folder, nor can it be a hub id; expected one of these")
         place, config = folder, _read_config(folder / "config.json", "model.path")
     elif isinstance(model.config, Mapping):
         place, config = None, dict(model.config)
     else:
-        file = Path(str(model.config))
+        file = Path(str(model.config)).absolute()
         place, config = file if file.is_dir() else file.parent, _read_config(file, "model.config")
     code = _code(config, place, trusted=model.trust_remote_code)
     if hub and code:
@@ -268,7 +268,7 @@ def _open_adapter(name: str) -> AdapterFolder:
     hub = find_on_hub(name, "lora.path", CONFIG_NAME, ())
     if hub is not None:
         hub.require([WEIGHTS_NAME])
-    folder = hub.path if hub else Path(name)
+    folder = hub.path if hub else Path(name).absolute()
     if not folder.is_dir():
         raise ConfigError(f"lora.path: {name} is no folder, nor can it be a hub id; expected an adapter of peft's")
     return AdapterFolder.open(folder)
