@@ -113,6 +113,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     export.add_argument("out_dir", type=Path, metavar="OUT_DIR")
     export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
+    without = "leave out tensors and files of the model's folder that belong to no part of the trained model"
+    export.add_argument("--no-extras", action="store_false", dest="extras", help=without)
     _add_step(export)
     _add_generate(commands.add_parser("generate", help="text or answers of a run's save, or of any model"))
     _add_eval(commands.add_parser("eval", help="held-out loss of a run's save, or of any model, without training"))

@@ -36,6 +36,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.evaluation_config import evaluation_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
 from megatrain_ray.io.batching.data_counts import num_records
+from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
@@ -49,7 +50,7 @@ from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.report.html_report import report_at_end
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.run.run_model import check_model, record_model
+from megatrain_ray.run.run_model import check_model, read_leftovers, record_model
 from megatrain_ray.run.run_processes import await_end
 from megatrain_ray.run.train_output import TrainOutput
 
@@ -141,7 +142,8 @@ class Trainer:
                 run.report_resume(manifest)
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
-            _describe(run_spec, data, manifest, self.config.train.epochs)
+            leftovers = run_spec.source.leftovers()
+            _describe(run_spec, data, manifest, self.config.train.epochs, leftovers)
             budget = FailureBudget(run.config.max_failures)
             job = RunContext(
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
@@ -149,13 +151,13 @@ class Trainer:
             )  # fmt: skip
             with held(job.token_folders):
                 after.callback(run.clean_after_end)
-                _begin(run_spec, run, manifest)
+                _begin(run_spec, run, manifest, leftovers)
                 with report_at_end(run.path):
                     return TrainOutput.of(run, *train(job, manifest, placement))
 
     def save_model(
         self, output_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False,
-        step: SaveChoice = None,
+        step: SaveChoice = None, extras: bool = True,
     ) -> Path:  # fmt: skip
         """Write a save as a Hugging Face folder, and return the folder.
 
@@ -163,10 +165,12 @@ class Trainer:
 
         step: of the save; "best": that with the least held-out loss; None: the newest, or with TrainingArguments'
             `load_best_model_at_end` the best.
+        extras: keep what the model's folder holds beyond the model, as it was.
 
         Raises as export_run does.
         """
-        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge, step=self._chosen(step))
+        chosen = self._chosen(step)
+        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge, step=chosen, extras=extras)
         return Path(output_dir)
 
     def load_model(self, dtype: Literal["bf16", "fp32"] | None = None, *, step: SaveChoice = None) -> Any:
@@ -271,7 +275,9 @@ def _output_if_done(run: RunDir, manifest: Manifest | None, config: TrainConfig)
     return TrainOutput.of(run, manifest.step, None)
 
 
-def _describe(run_spec: RunSpec, data: DataTokens, manifest: Manifest | None, epochs: float | None) -> None:
+def _describe(
+    run_spec: RunSpec, data: DataTokens, manifest: Manifest | None, epochs: float | None, leftovers: Leftovers
+) -> None:
     """Print what is about to be trained. `epochs`: train.epochs as given."""
     config, plan = run_spec.config, run_spec.plan
     if warning := unused_gpu(config.hardware):
@@ -284,6 +290,7 @@ def _describe(run_spec: RunSpec, data: DataTokens, manifest: Manifest | None, ep
         num_held_out=num_records(data.held_out) if data.held_out else None,
         num_made=manifest.step if manifest else 0,
         epochs=epochs,
+        leftovers=leftovers,
     ):
         say(line)
     if config.data.kind == "sft":
@@ -291,11 +298,12 @@ def _describe(run_spec: RunSpec, data: DataTokens, manifest: Manifest | None, ep
             say(line)
 
 
-def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None) -> None:
+def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None, leftovers: Leftovers) -> None:
     """Make the directory hold the run."""
     run.claim()
     left = run.clean()
-    record_model(run.path, run_spec.source.config, run_spec.structure)
+    first = read_leftovers(run.path) if run.has_begun else None
+    record_model(run.path, run_spec.source.config, run_spec.structure, first or leftovers)
     before = run.read_plan() if run.has_begun else None
     run.begin(run_spec.plan.to_json(), manifest.step if manifest else 0)
     _report_plan_change(before, run_spec.plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,13 @@ class HubFolder:
                     _fetch(self.repository, self.path.name, file)
                 except (LocalEntryNotFoundError, ConnectionError):
                     return
+
+    def add_matching(self, patterns: Sequence[str]) -> None:
+        """Fetch the repository's files of these names, as far as the hub can be reached."""
+        from huggingface_hub import snapshot_download
+
+        with suppress(ConfigError), explained(self.key, self.repository, "other files"):
+            snapshot_download(self.repository, revision=self.path.name, allow_patterns=list(patterns))
 
     def add_code(self) -> None:
         """Fetch the repository's Python files. Raises ConfigError."""

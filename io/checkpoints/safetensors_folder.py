@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,20 +92,31 @@ class WeightFolder:
 
         Raises ConfigError for a name or range that is not there, other types than DTYPES, and a truncated file.
         """
-        stored = self._find(name)
-        numel = math.prod(stored.shape)
+        _dtype(name, self._find(name))
+        return self.part(name, start, stop).float()
+
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of a flattened tensor in its stored type. Raises ConfigError as `read`."""
+        stored, numel = self._find(name), self.numel(name)
         if not 0 <= start <= stop <= numel:
             raise ConfigError(f"{stored.file}: {name} has {numel} elements, expected {start} to {stop} of it")
-        values = torch.empty(stop - start, dtype=_dtype(name, stored))
+        values = torch.empty(stop - start, dtype=self.dtype(name))
         stored.fill(values, start)
-        return values.float()
+        return values
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in its stored type and shape. Raises ConfigError as `read`."""
-        stored = self._find(name)
-        values = torch.empty(stored.shape, dtype=self.dtype(name))
-        stored.fill(values.view(-1), 0)
-        return values
+        return self.part(name, 0, self.numel(name)).view(self.shape(name))
+
+    def numel(self, name: str) -> int:
+        return math.prod(self.shape(name))
+
+    def is_quantised(self, name: str) -> bool:
+        return not isinstance(self._find(name), TensorLocation)
+
+    def variants(self, names: Iterable[str]) -> set[str]:
+        """Return all names under which the folder may hold tensors of these names."""
+        return {known for name in names for known in self._known_as(name)}
 
     def holds(self, name: str) -> bool:
         return any(known in self._stored for known in self._known_as(name))

@@ -13,10 +13,12 @@ import torch
 from megatrain_ray.errors import ConfigError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Types that a buffer may have, by safetensors' names.
+# Types that a buffer may have, and what else a folder holds, by safetensors' names.
 BUFFER_DTYPES = DTYPES | {
     "F64": torch.float64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
+    "U8": torch.uint8, "BOOL": torch.bool, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
 }  # fmt: skip
 
 

@@ -11,15 +11,16 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, READ_ELEMENTS, SINGLE_NAME, WeightFolder
 from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES
 from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.files.partial_folder import complete_or_absent
@@ -55,6 +56,19 @@ class ExportTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def copied(folder: WeightFolder, name: str, dtype: ExportDtype) -> ExportTensor:
+    """Return a tensor of another folder, to be written as it is there. A quantised one is dequantised to `dtype`."""
+    written = dtype.torch if folder.is_quantised(name) else folder.dtype(name)
+    return ExportTensor(name, folder.shape(name), partial(_copy, folder, name, written), written)
+
+
+def _copy(folder: WeightFolder, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+    numel = folder.numel(name)
+    for start in range(0, numel, READ_ELEMENTS):
+        part = folder.part(name, start, min(start + READ_ELEMENTS, numel)).to(dtype)
+        yield part.view(torch.uint8).numpy().data
 
 
 def write_model_folder(

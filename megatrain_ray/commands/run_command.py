@@ -84,7 +84,10 @@ def export(options: Namespace) -> int:
     with spinner("exporting"):
         from megatrain_ray.export.export import describe_export, export_run
 
-        step = export_run(options.run_dir, options.out_dir, options.dtype, merge=options.merge, step=options.step)
+        step = export_run(
+            options.run_dir, options.out_dir, options.dtype, merge=options.merge, step=options.step,
+            extras=options.extras,
+        )  # fmt: skip
     for line in describe_export(options.out_dir, step):
         print(line)
     return 0

@@ -8,6 +8,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.batching.data_counts import DataCounts
+from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity
 
 
@@ -19,9 +20,12 @@ def describe_start(
     counts: DataCounts,
     num_held_out: int | None,
     num_made: int,
+    leftovers: Leftovers,
     epochs: float | None = None,
 ) -> Iterator[str]:
     """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
+
+    leftovers: what the model's folder holds beyond the model; a line more if it is something.
 
     model_type: the model's type in Transformers.
     counts: of one epoch of the data.
@@ -39,6 +43,8 @@ def describe_start(
         f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.precision.value}, "
         f"on {plan.device}"
     )
+    if leftovers.tensors and steps:
+        yield f"kept      in exports as they were, since the model has no such part: {leftovers}"
     if not steps:
         yield f"memory    {', '.join(_memory(plan))}"
         return

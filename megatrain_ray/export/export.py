@@ -7,30 +7,30 @@ import math
 import secrets
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
-from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
-from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.export_save import export_save
-from megatrain_ray.engine.weights.saved_values import bytes_of
-from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.export.export_lora import export_adapter, export_merged
+from megatrain_ray.export.source_extras import (
+    SourceRest,
+    empty_model,
+    export_extras,
+    source_rest,
+    with_own_code,
+)
 from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.quantisation import without_quantisation
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
-from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
 from megatrain_ray.io.files.partial_folder import remove_abandoned
@@ -40,12 +40,9 @@ from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer
 from megatrain_ray.model.architecture import (
     Architecture,
-    checkpoint_names,
     is_known,
-    owned_parameters,
-    persistent_buffers,
 )
-from megatrain_ray.model.model_source import GENERATION_NAME, ModelSource, open_model
+from megatrain_ray.model.model_source import GENERATION_NAME, open_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 
@@ -55,7 +52,10 @@ NO_EOS_TOKEN = "{%- set eos_token = '' -%}\n"  # begins a template
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False, step: SaveChoice = None) -> int:
+def export_run(
+    run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool = False, step: SaveChoice = None,
+    extras: bool = True,
+) -> int:  # fmt: skip
     """Export a save of a run and return its step.
 
     The tokenizer's files go with the weights. Of a run with `lora` only the adapters are exported, or, with `merge`,
@@ -63,6 +63,7 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool =
 
     dtype: bf16, fp32, or None for the working copy's.
     step: of the save; "best": that with the least held-out loss; None: the newest.
+    extras: keep tensors and files of the folder that the run began with which belong to no part of the trained model.
 
     Raises ConfigError for a folder that holds no run or no such save, for an OUT_DIR that is in use, and for `merge` of
     a run without adapters; MegatrainError for a damaged save. OUT_DIR appears complete or not at all.
@@ -75,7 +76,7 @@ def export_run(run_dir: Path, out_dir: Path, dtype: str | None, *, merge: bool =
     for _ in range(MAX_TRIES):
         number = choose_save(files, step)
         try:
-            _export(files, number, out_dir, chosen, config, merge=merge)
+            _export(files, number, out_dir, chosen, config, merge=merge, extras=extras)
             return number
         except MegatrainError:
             if number in list_saves(files.saves):
@@ -117,7 +118,7 @@ def exported(run_dir: Path, dtype: str | None = None, step: SaveChoice = None, *
     with explained("write to", run_dir):
         holder = OwnedFolder.make(run_dir / f".export-{secrets.token_hex(4)}.partial", FolderKind.PARTIAL)
     try:
-        export_run(run_dir, holder.path / "model", dtype, merge=merge, step=step)
+        export_run(run_dir, holder.path / "model", dtype, merge=merge, step=step, extras=False)
         yield holder.path / "model"
     finally:
         holder.remove()
@@ -140,12 +141,13 @@ def load_exported(folder: Path, **options: Any) -> Any:
 
 
 def _export(
-    files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig, *, merge: bool
-) -> None:
+    files: RunFiles, step: int, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig, *, merge: bool,
+    extras: bool,
+) -> None:  # fmt: skip
     manifest = load_manifest(files.saves, step)
     files.check_save(step, manifest)
     with _tokenizer_files(files, config, manifest) as tokenizer:
-        _write(save_folder(files.saves, step), manifest, out_dir, dtype, config, tokenizer, merge=merge)
+        _write(files, manifest, out_dir, dtype, config, tokenizer, merge=merge, extras=extras)
 
 
 @contextmanager
@@ -164,30 +166,31 @@ def _tokenizer_files(files: RunFiles, config: TrainConfig, manifest: Manifest) -
 
 
 def _write(
-    folder: Path, manifest: Manifest, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig,
-    tokenizer: Sequence[Path], *, merge: bool,
+    files: RunFiles, manifest: Manifest, out_dir: Path, dtype: ExportDtype | None, config: TrainConfig,
+    tokenizer: Sequence[Path], *, merge: bool, extras: bool,
 ) -> None:  # fmt: skip
-    model, lora = config.model, config.lora
+    folder, model, lora = save_folder(files.saves, manifest.step), config.model, config.lora
     if lora is not None and not merge:
-        empty = _empty(_with_own_code(model, manifest), manifest)
+        empty = empty_model(with_own_code(model, manifest), manifest)
         return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
-    beside = export_extras(model, manifest)
+    chosen = dtype or (ExportDtype.BF16 if "residual" in manifest.itemsize else ExportDtype.FP32)
+    beside = export_extras(model, manifest, chosen)
+    copies = [*tokenizer, *beside.code]
+    source = source_rest(files, config, beside, chosen, {f.name for f in copies}) if extras else SourceRest()
+    copies, rest = [*copies, *source.files], [*beside.rest, *source.tensors]
     # Inference servers read the class here. A run that began with only model.config has no entry for it.
     settings = {
         **without_quantisation(manifest.model),
-        "architectures": manifest.model.get("architectures") or [beside.model_class],
+        "architectures": manifest.model.get("architectures") or [type(beside.model).__name__],
     }
     whole = replace(manifest, model=settings)
     if "tokenizer.json" in {file.name for file in tokenizer}:
         whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.kind == "sft"))
-    copies = [*tokenizer, *beside.code]
     if lora is None:
-        return export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=beside.rest)
-    source = open_model(model)
-    base, empty = source.weights(), build_empty(source.factory, torch.float32)
-    return export_merged(
-        folder, whole, out_dir, dtype, lora, empty, base, names=beside.names, rest=beside.rest, copies=copies
-    )
+        return export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=rest)
+    opened = open_model(model)
+    base, empty = opened.weights(), build_empty(opened.factory, torch.float32)
+    return export_merged(folder, whole, out_dir, dtype, lora, empty, base, names=beside.names, rest=rest, copies=copies)
 
 
 def with_ends(manifest: Manifest, marks: EndMarks) -> Manifest:
@@ -211,87 +214,6 @@ def with_ends(manifest: Manifest, marks: EndMarks) -> Manifest:
 
 def _listed(ids: int | list[int] | None) -> list[int]:
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
-
-
-def _with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
-    """Return the source of a model that Transformers does not have; None if it has the model."""
-    return None if is_known(manifest.model.get("model_type")) else open_model(model)
-
-
-def _empty(source: ModelSource | None, manifest: Manifest) -> nn.Module:
-    """Return the model without weights, built by its own code or by Transformers."""
-    return build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
-
-
-@dataclass(frozen=True)
-class ExportExtras:
-    """Holds what an export needs that no save holds.
-
-    model_class: the model's class in Transformers.
-    names: what a checkpoint of the model calls its tensors.
-    rest: tensors that the run did not train, exported as they are.
-    code: files of the model's own code.
-    """
-
-    model_class: str
-    names: WeightMap
-    rest: Sequence[ExportTensor] = ()
-    code: Sequence[Path] = ()
-
-
-def export_extras(config: ModelConfig, manifest: Manifest) -> ExportExtras:
-    """Return what an export needs in addition to a save, from the folder that the run began with.
-
-    `rest` are the parameters that text does not reach and the persistent buffers. Raises ConfigError if that folder is
-    gone and something of it is needed.
-    """
-    source = _with_own_code(config, manifest)
-    empty = _empty(source, manifest)
-    names = checkpoint_names(empty)
-    held = {whole_name(p.name) for layer in manifest.layers for p in layer.parameters}
-    parameters = [name for name in owned_parameters(empty) if name not in held]
-    buffers = persistent_buffers(empty)
-    code = sorted(source.code.glob("*.py")) if source and source.code else ()
-    if not parameters and not buffers:
-        return ExportExtras(type(empty).__name__, names, code=code)
-    source = source or open_model(config)
-    shapes = {name: tuple(empty.get_parameter(name).shape) for name in parameters}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    whole = {name: [CheckpointTensor.whole(name, shape)] for name, shape in shapes.items()}
-    pieces = {t.name: (name, t) for name in shapes for t in names.get(name) or whole[name]}
-    stored = WeightFolder.open(source.folder, source.prefix) if source.folder else None
-    rest = [
-        ExportTensor(name, stored.shape(name), partial(_stored_bytes, stored, name), stored.dtype(name))
-        for name in pieces
-        if stored and stored.holds(name)
-    ]
-    left = pieces.keys() - {tensor.name for tensor in rest}
-    if left:
-        weights, made = source.weights(), build_empty(source.factory, torch.float32)
-        rest += [
-            ExportTensor(name, t.shape, partial(_piece_bytes, weights, owner, t), torch.float32)
-            for name, (owner, t) in pieces.items()
-            if name in left and owner not in buffers
-        ]
-        computed = [
-            (name, made.get_buffer(owner).flatten().as_strided(t.shape, t.stride, t.offset))
-            for name, (owner, t) in pieces.items()
-            if name in left and owner in buffers
-        ]
-        rest += [ExportTensor(name, tuple(b.shape), partial(_bytes, b), b.dtype) for name, b in computed]
-    return ExportExtras(type(empty).__name__, names, rest, code)
-
-
-def _stored_bytes(folder: WeightFolder, name: str) -> list[memoryview]:
-    return _bytes(folder.whole(name))
-
-
-def _piece_bytes(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
-    return _bytes(weights.read(name, tensor.offset, tensor.stop).as_strided(tensor.shape, tensor.stride))
-
-
-def _bytes(values: torch.Tensor) -> list[memoryview]:
-    return [bytes_of(values.contiguous().view(-1))]
 
 
 def describe_export(out_dir: Path, step: int) -> Iterator[str]:

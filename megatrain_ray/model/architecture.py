@@ -216,6 +216,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def known_names(model: nn.Module, names: WeightMap) -> set[str]:
+    """Return all names of the model's parameters and buffers: its own, and those of checkpoints (`names`)."""
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return own | {tensor.name for pieces in names.values() for tensor in pieces}
+
+
 def base_prefix(model: nn.Module) -> str:
     """Return the name of the base model within the model; checkpoints may leave it out of their tensors' names."""
     return str(getattr(model, "base_model_prefix", ""))

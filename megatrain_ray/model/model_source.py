@@ -26,6 +26,7 @@ from megatrain_ray.engine.weights.lora_values import LoraWeights
 from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSource
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub
+from megatrain_ray.io.checkpoints.leftovers import PATTERNS, Leftovers, find_leftovers
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
 from megatrain_ray.io.checkpoints.quantisation import refusal, without_quantisation
 from megatrain_ray.io.checkpoints.safetensors_folder import (
@@ -36,7 +37,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     equal_values,
     weight_files,
 )
-from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known
+from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known, known_names
 from megatrain_ray.model.positions import positions_of
 from megatrain_ray.model.sight_check import sees_later_tokens
 
@@ -167,6 +168,15 @@ class ModelSource:
         if self.folder is not None:
             return self._mapped(self.folder)
         return RandomSource(build_empty(self._base, torch.float32), self.seed)
+
+    def leftovers(self) -> Leftovers:
+        """Return what the folder holds beyond the model, after fetching its other files. Raises ConfigError."""
+        if self.folder is None:
+            return Leftovers()
+        if self.hub is not None:
+            self.hub.add_matching(PATTERNS)
+        known = known_names(build_empty(self._base, torch.float32), self.names)
+        return find_leftovers(self._mapped(self.folder).folder, known)
 
     def _stored_adapter(self) -> AdapterFolder | None:
         """Open the adapter to continue from; None if there is none.

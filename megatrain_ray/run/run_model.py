@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,31 @@ from megatrain_ray.config.yaml_file import leaves
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.io.checkpoints.quantisation import without_quantisation
 from megatrain_ray.io.files.atomic_file import write_atomically
 
 MODEL_NAME = "model.json"
+LEFTOVERS_KEY = "leftovers"
 # Keys of a Hugging Face configuration that change nothing of what is computed here.
 IRRELEVANT = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
 
 
-def record_model(path: Path, config: Mapping[str, Any], structure: ModelStructure) -> None:
-    """Write into run directory `path` that its run is of this model."""
-    write_atomically(path / MODEL_NAME, json.dumps(_described(config, structure), indent=2) + "\n")
+def record_model(path: Path, config: Mapping[str, Any], structure: ModelStructure, leftovers: Leftovers) -> None:
+    """Write into run directory `path` that its run is of this model.
+
+    leftovers: what the model's folder holds beyond the model.
+    """
+    described = _described(config, structure) | {LEFTOVERS_KEY: asdict(leftovers)}
+    write_atomically(path / MODEL_NAME, json.dumps(described, indent=2) + "\n")
+
+
+def read_leftovers(path: Path) -> Leftovers | None:
+    """Return the leftovers that were recorded in directory `path`; None if they were not, as in early releases."""
+    try:
+        return Leftovers(**json.loads((path / MODEL_NAME).read_bytes())[LEFTOVERS_KEY])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def model_type(path: Path) -> str | None:
@@ -43,7 +58,8 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
     file = path / MODEL_NAME
     try:
         stored = json.loads(file.read_bytes())
-        theirs = dict(leaves(stored | {"config": without_quantisation(stored["config"])}))
+        compared = {"config": without_quantisation(stored["config"]), "layers": stored["layers"]}
+        theirs = dict(leaves(compared))
     except FileNotFoundError:
         return  # deleted, as the message below says
     except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:

@@ -10,6 +10,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.start_summary import describe_start
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.io.batching.data_counts import DataCounts
+from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from tests.support.planned_steps import PROFILE, planned
 from tests.support.runs import config
 from tests.support.tiny import build_tiny
@@ -21,7 +22,7 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     written = TrainConfig.model_validate(tree)
     rows = 20 * plan.batch_size
     counts = DataCounts(num_records=50, num_cut=3, num_dropped=2, num_tokens=12345, num_rows=rows, longest=901)
-    told = partial(describe_start, written, plan, model_type="llama", num_made=10)
+    told = partial(describe_start, written, plan, model_type="llama", num_made=10, leftovers=Leftovers())
     lines = list(told(counts=counts, num_held_out=7))
     assert [line.split()[0] for line in lines] == ["model", "data", "step", "memory", "time"]
     model, data, step, memory, time = lines
@@ -44,7 +45,13 @@ def test_only_memory_with_a_limit_is_told(tmp_path: Path) -> None:
     counts = DataCounts(num_records=9, num_cut=0, num_dropped=0, num_tokens=9, num_rows=9)
     told = list(
         describe_start(
-            TrainConfig.model_validate(tree), with_disk, model_type="x", counts=counts, num_held_out=None, num_made=0
+            TrainConfig.model_validate(tree),
+            with_disk,
+            model_type="x",
+            counts=counts,
+            num_held_out=None,
+            num_made=0,
+            leftovers=Leftovers(),
         )
     )
     assert told[-1].startswith("memory    GPU ")

@@ -18,8 +18,8 @@ from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights import saved_values
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import export_extras
 from megatrain_ray.export.export_lora import export_adapter, export_merged
+from megatrain_ray.export.source_extras import export_extras
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import save_folder
 from tests.engine.weights.test_round_trip import save

@@ -14,7 +14,7 @@ from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import export_extras
+from megatrain_ray.export.source_extras import export_extras
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, MappedWeights, WeightFolder, is_covered
 from megatrain_ray.io.saves.save_folder import save_folder
 from megatrain_ray.model.architecture import Architecture

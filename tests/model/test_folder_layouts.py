@@ -18,7 +18,7 @@ from megatrain_ray.data.python_objects import save_model
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.saved_values import bytes_of
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import export_extras
+from megatrain_ray.export.source_extras import export_extras
 from megatrain_ray.io.checkpoints.quantisation import SETTINGS_KEY
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME
 from megatrain_ray.model.architecture import Architecture, owned_parameters

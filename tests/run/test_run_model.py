@@ -12,6 +12,7 @@ from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.model.model_source import open_model
 from megatrain_ray.run.run_model import MODEL_NAME, check_model, record_model
 
@@ -39,11 +40,11 @@ def check(folder: Path, **changes: Any) -> None:
 
 def test_the_same_model_may_go_on(tmp_path: Path) -> None:
     check(tmp_path)  # nothing written down yet
-    record_model(tmp_path, CONFIG, structure_of(CONFIG))
+    record_model(tmp_path, CONFIG, structure_of(CONFIG), Leftovers())
     check(tmp_path)
     check(tmp_path, transformers_version="5.0", torch_dtype="bfloat16", use_cache=False)
     # Releases before dequantisation left the settings of quantised weights in the configuration.
-    record_model(tmp_path, CONFIG | {"quantization_config": {"quant_method": "fp8"}}, structure_of(CONFIG))
+    record_model(tmp_path, CONFIG | {"quantization_config": {"quant_method": "fp8"}}, structure_of(CONFIG), Leftovers())
     check(tmp_path)
 
 
@@ -62,7 +63,7 @@ def test_the_same_model_may_go_on(tmp_path: Path) -> None:
 def test_another_model_is_refused_by_its_first_difference(
     tmp_path: Path, changes: dict[str, Any], difference: str
 ) -> None:
-    record_model(tmp_path, CONFIG, structure_of(CONFIG))
+    record_model(tmp_path, CONFIG, structure_of(CONFIG), Leftovers())
     with pytest.raises(ConfigError) as caught:
         check(tmp_path, **changes)
     assert str(caught.value).startswith(f"{tmp_path} holds a run of another model: {difference}; set the model back to")
@@ -70,7 +71,7 @@ def test_another_model_is_refused_by_its_first_difference(
 
 def test_shapes_are_compared_too(tmp_path: Path) -> None:
     """Another version of transformers may build something else of the same configuration."""
-    record_model(tmp_path, CONFIG, structure_of(CONFIG | {"hidden_size": 32}))
+    record_model(tmp_path, CONFIG, structure_of(CONFIG | {"hidden_size": 32}), Leftovers())
     with pytest.raises(
         ConfigError, match=r"layers\.embedding\.model\.embed_tokens\.weight\.shape: \[48, 32\] -> \[48, 16\]"
     ):

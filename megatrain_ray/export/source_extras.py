@@ -1,0 +1,189 @@
+"""Finds what an export needs that no save holds: names of tensors, untrained ones, and leftovers of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.engine.layout.expert_names import whole_name
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.engine.weights.saved_values import bytes_of
+from megatrain_ray.engine.weights.weight_source import WeightSource
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.leftovers import Leftovers, find_leftovers, leftover_files
+from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
+from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, copied
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.tokens.tokenizer import FILE_NAMES, TEMPLATE_NAMES
+from megatrain_ray.model.architecture import (
+    Architecture,
+    base_prefix,
+    checkpoint_names,
+    is_known,
+    known_names,
+    owned_parameters,
+    persistent_buffers,
+)
+from megatrain_ray.model.model_source import ModelSource, open_model, read_model
+from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.run.run_model import read_leftovers
+
+
+def with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
+    """Return the source of a model that Transformers does not have; None if it has the model."""
+    return None if is_known(manifest.model.get("model_type")) else open_model(model)
+
+
+def empty_model(source: ModelSource | None, manifest: Manifest) -> nn.Module:
+    """Return the model without weights, built by its own code or by Transformers."""
+    return build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
+
+
+VOCABULARIES = (".model", ".tiktoken", ".bpe", ".spm")  # of tokenizers
+
+
+@dataclass(frozen=True)
+class ExportExtras:
+    """Holds what an export needs that no save holds.
+
+    model: the model without weights.
+    names: what a checkpoint of the model calls its tensors.
+    rest: tensors that the run did not train, exported as they are.
+    code: files of the model's own code.
+    """
+
+    model: nn.Module
+    names: WeightMap
+    rest: Sequence[ExportTensor] = ()
+    code: Sequence[Path] = ()
+
+
+def export_extras(config: ModelConfig, manifest: Manifest, dtype: ExportDtype = ExportDtype.FP32) -> ExportExtras:
+    """Return what an export needs in addition to a save, from the folder that the run began with.
+
+    `rest` are the parameters that text does not reach and the persistent buffers.
+
+    dtype: type of the export, to which quantised ones are dequantised.
+
+    Raises ConfigError if that folder is
+    gone and something of it is needed.
+    """
+    source = with_own_code(config, manifest)
+    empty = empty_model(source, manifest)
+    names = checkpoint_names(empty)
+    held = {whole_name(p.name) for layer in manifest.layers for p in layer.parameters}
+    parameters = [name for name in owned_parameters(empty) if name not in held]
+    buffers = persistent_buffers(empty)
+    code = sorted(source.code.glob("*.py")) if source and source.code else ()
+    if not parameters and not buffers:
+        return ExportExtras(empty, names, code=code)
+    source = source or _open(config, (parameters or list(buffers))[0])
+    shapes = {name: tuple(empty.get_parameter(name).shape) for name in parameters}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    whole = {name: [CheckpointTensor.whole(name, shape)] for name, shape in shapes.items()}
+    pieces = {t.name: (name, t) for name in shapes for t in names.get(name) or whole[name]}
+    stored = WeightFolder.open(source.folder, source.prefix) if source.folder else None
+    rest = [copied(stored, name, dtype) for name in pieces if stored and stored.holds(name)]
+    left = pieces.keys() - {tensor.name for tensor in rest}
+    if left:
+        weights, made = source.weights(), build_empty(source.factory, torch.float32)
+        rest += [
+            ExportTensor(name, t.shape, partial(_piece_bytes, weights, owner, t), torch.float32)
+            for name, (owner, t) in pieces.items()
+            if name in left and owner not in buffers
+        ]
+        computed = [
+            (name, made.get_buffer(owner).flatten().as_strided(t.shape, t.stride, t.offset))
+            for name, (owner, t) in pieces.items()
+            if name in left and owner in buffers
+        ]
+        rest += [ExportTensor(name, tuple(b.shape), partial(_bytes, b), b.dtype) for name, b in computed]
+    return ExportExtras(empty, names, rest, code)
+
+
+def _open(config: ModelConfig, needed: str) -> ModelSource:
+    try:
+        return open_model(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"an export has {needed}, which the run did not train, from the model that it began with, which cannot be "
+            f"read now: {error}"
+        ) from None
+
+
+def _piece_bytes(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
+    return _bytes(weights.read(name, tensor.offset, tensor.stop).as_strided(tensor.shape, tensor.stride))
+
+
+def _bytes(values: torch.Tensor) -> list[memoryview]:
+    return [bytes_of(values.contiguous().view(-1))]
+
+
+@dataclass(frozen=True)
+class SourceRest:
+    """Holds what an export takes over from the folder that the run began with, beyond the model."""
+
+    tensors: Sequence[ExportTensor] = ()
+    files: Sequence[Path] = ()
+
+
+def source_rest(
+    files: RunFiles, config: TrainConfig, beside: ExportExtras, dtype: ExportDtype, written: Collection[str]
+) -> SourceRest:
+    """Return the tensors and files of the folder that the run began with which are exported as they were; say which.
+
+    dtype: type of the export, to which quantised tensors are dequantised.
+    written: names of the files that the export has from elsewhere.
+
+    Raises ConfigError if tensors were there when the run began, and are gone or others.
+    """
+    recorded, model = read_leftovers(files.path), config.model
+    if model.path is None:
+        return SourceRest()
+    try:
+        folder = WeightFolder.open(_folder(model), base_prefix(beside.model))
+        found = find_leftovers(folder, known_names(beside.model, beside.names))
+    except ConfigError as error:
+        if recorded is not None and recorded.tensors:
+            raise _unlike(model.path, recorded, f"cannot be read now: {error}") from None
+        say(f"note: only the model is exported: {error}")
+        return SourceRest()
+    if recorded is not None and recorded.crc32 != found.crc32:
+        raise _unlike(model.path, recorded, f"has {found if found.tensors else 'none'} now")
+    copies = [file for file in leftover_files(folder.path) if _is_wanted(file.name, config, written)]
+    kept = [str(found)] * bool(found.tensors) + [file.name for file in copies]
+    if kept:
+        say(f"kept as they were in {model.path}: {', '.join(kept)}")
+    return SourceRest([copied(folder, name, dtype) for name in found.tensors], copies)
+
+
+def _folder(config: ModelConfig) -> Path:
+    folder = read_model(config).folder
+    assert folder is not None  # model.path is set
+    return folder
+
+
+def _unlike(path: str, recorded: Leftovers, now: str) -> ConfigError:
+    what = recorded if recorded.tensors else "no tensors"
+    return ConfigError(
+        f"model.path: {path} held {what} beyond the model when the run began, which an export keeps as they were, and "
+        f"{now}; bring the folder back as it was, or export without them: --no-extras"
+    )
+
+
+def _is_wanted(name: str, config: TrainConfig, written: Collection[str]) -> bool:
+    """Return whether a file of the model's folder belongs in an export beside the files of the run's tokenizer."""
+    if name in written:
+        return False
+    is_own = config.tokenizer == config.model.path
+    of_template = name in TEMPLATE_NAMES and "chat_template.jinja" in written
+    of_tokenizer = name in (*FILE_NAMES, *TEMPLATE_NAMES, "vocab.txt") and "processor" not in name
+    return not of_template and (is_own or not (of_tokenizer or name.endswith(VOCABULARIES)))
