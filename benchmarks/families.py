@@ -24,6 +24,7 @@ import torch
 import transformers
 
 from benchmarks.vertical_slice import machine
+from megatrain_ray.data.python_objects import save_model
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.cuda_device import CudaDevice
 from megatrain_ray.engine.device.device import Device
@@ -38,13 +39,16 @@ from megatrain_ray.virtual_clock import Timeline
 from tests.support.documents import packed
 from tests.support.families import FAMILIES
 from tests.support.family_models import build_family, family_batches
-from tests.support.reference import Recipe, Result, train_reference
+from tests.support.quantised import as_fp8, as_mxfp4
+from tests.support.reference import Recipe, Result, load_model, train_reference
 from tests.support.run_engine import EngineResult, Mode, folder_source, train_engine
 
 # One family each without masks of its own, with windows, capped scores, sinks: each compiles for tens of seconds.
 WITH_FLEX = ("Llama", "Mistral", "Gemma 2", "GPT-OSS")
 # The forward of these models needs four axes of positions to keep documents apart, which the reference does not give.
 NOT_PACKED = ("Qwen2-VL", "Qwen2.5-VL")
+# Folders with quantised weights, which both dequantise: each a family, and how its folder is turned into one.
+QUANTISED = {"GPT-OSS, MXFP4": ("GPT-OSS", as_mxfp4), "DeepSeek-V3, FP8": ("DeepSeek-V3", as_fp8)}
 BOUNDS = {"fp32": 1e-4, "bf16": 5e-2}  # relative, of a gradient's norm
 
 
@@ -69,15 +73,31 @@ def compare(ours: EngineResult, theirs: Result) -> dict[str, Any]:
     }
 
 
+def family_of(name: str) -> str:
+    return QUANTISED[name][0] if name in QUANTISED else name
+
+
+def plain_folder(folder: Path, name: str) -> Path:
+    """Return the folder, or that of its weights as Transformers dequantises them.
+
+    In 5.23 it gives parameters that are not quantised no other type than they are stored in, whatever is asked for.
+    """
+    plain = folder / "plain"
+    if name in QUANTISED and not plain.exists():
+        save_model(load_model(folder, torch.float32).float(), plain)
+    return plain if name in QUANTISED else folder
+
+
 def case(folder: Path, name: str, batch: Batch, recipe: Recipe, attention: Attention, kind: str) -> dict[str, Any]:
     mode = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_fragments=3, packed_attention=attention)
     start_s = time.perf_counter()
     try:
         ours = train_engine(folder, [batch], recipe, mode, make_device=lambda *args: make_device(kind, *args))
+        frozen, reference = FAMILIES[family_of(name)].frozen, plain_folder(folder, name)
         device = make_device(kind, Timeline(), 1)
         with device.activate():
             on_device = dataclasses.replace(recipe, device=device.torch_device.type)
-            theirs = train_reference(folder, [batch], on_device, frozen=FAMILIES[name].frozen)
+            theirs = train_reference(reference, [batch], on_device, frozen=frozen)
         device.close()
     except Exception as error:  # of one family: the others still run
         return {"failed": f"{type(error).__name__}: {error}"[:400]}
@@ -100,8 +120,12 @@ def attentions(name: str, folder: Path, kind: str) -> Sequence[Attention]:
 def family(name: str, kind: str) -> list[dict[str, Any]]:
     rows = []
     with TemporaryDirectory() as folder:
-        heads = {"head_dim": MIN_HEAD_DIM} if name in WITH_FLEX else {}
-        path = build_family(name, Path(folder), **heads)
+        changes = {"head_dim": MIN_HEAD_DIM} if name in WITH_FLEX else {}
+        if name in QUANTISED:
+            changes["intermediate_size"] = 64  # whole blocks
+        path = build_family(family_of(name), Path(folder), **changes)
+        if name in QUANTISED:
+            QUANTISED[name][1](path)
         cases = [(family_batches(1)[0], Attention.SDPA), *((packed(0), a) for a in attentions(name, path, kind))]
         for precision in ("fp32", "bf16"):
             for batch, attention in cases:
@@ -119,7 +143,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("out", type=Path)
     arguments.add_argument("commit")
-    arguments.add_argument("--only", nargs="+", default=list(FAMILIES))
+    arguments.add_argument("--only", nargs="+", default=[*FAMILIES, *QUANTISED])
     arguments.add_argument("--device", default="cuda")
     options = arguments.parse_args()
     warnings.simplefilter("ignore")

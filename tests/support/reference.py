@@ -349,13 +349,16 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     """Load the model by the class that its configuration names, or by the folder's own code if there is some.
 
     It is a causal language model, or one that has one inside. Models with capped scores use eager attention: older
-    Transformers give the scores to SDPA, which leaves the cap out.
+    Transformers give the scores to SDPA, which leaves the cap out. Quantised weights are dequantised, on a GPU as well.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model_class = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    attention = {"attn_implementation": "eager"} if capped else {}
-    return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True, **attention)
+    options: dict[str, Any] = {"attn_implementation": "eager"} if capped else {}
+    if isinstance(quantisation := getattr(config, "quantization_config", None), dict):
+        quantisation["dequantize"] = True
+        options["config"] = config
+    return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=True, **options)
 
 
 def _trained(model: Any) -> list[tuple[str, nn.Parameter]]:
