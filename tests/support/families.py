@@ -187,9 +187,7 @@ FAMILIES: dict[str, Family] = {
 ROUNDED: dict[str, frozenset[str]] = {"Gemma 3n": frozenset({"model.embed_tokens.weight"})}
 
 # Families that cannot pack: layers hand a state from token to token, or get no mask that tells documents apart.
-UNPACKED = frozenset(
-    {"Bloom", "Falcon, ALiBi", "MPT", "GPT-OSS", "Qwen3-Next", "Falcon-H1", "Bamba", "Jamba", "Zamba2"}
-)
+UNPACKED = frozenset({"Bloom", "MPT", "GPT-OSS", "Qwen3-Next", "Falcon-H1", "Bamba", "Jamba", "Zamba2"})
 
 BEGIN, END = "<!-- table begin -->\n", "<!-- table end -->\n"
 
