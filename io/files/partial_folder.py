@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import sync
+from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import (
     MARK_NAME,
     SHARED,
@@ -43,7 +44,9 @@ def complete_or_absent(out_dir: Path, kind: FolderKind | None = None) -> Iterato
             (target / MARK_NAME).unlink()  # last: without it the folder could not be deleted after a kill
         sync(target, target.parent)
     except OSError as error:
-        raise MegatrainError(f"cannot write {error.filename or out_dir}: {error.strerror}") from error
+        where = error.filename2 or error.filename or out_dir  # of a copy the second one
+        with explained("write", Path(str(where))):
+            raise
     finally:
         if partial.exists():
             owned.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.files.partial_folder import complete_or_absent, remove_abandoned
 from tests.support.partial_folders import killed_while_writing
 
@@ -37,6 +39,14 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path, error: BaseException) -> N
         complete_or_absent(tmp_path / "out"),
     ):
         (tmp_path / "gone").read_bytes()
+
+
+def test_a_full_disk_is_told_with_what_is_free_where_a_copy_goes(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "from", None, str(tmp_path / "to"))
+    message = f"^cannot write {tmp_path}/to: No space left on device, .*B are free there$"
+    with pytest.raises(DiskFullError, match=message), complete_or_absent(tmp_path / "out"):
+        raise full
+    assert names(tmp_path) == []
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
