@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from megatrain_ray import __version__
 from megatrain_ray.commands.run_command import COMMANDS
-from megatrain_ray.console.logs import cannot_flush, is_unread, show, silence
+from megatrain_ray.console.logs import SafeFormatter, cannot_flush, is_unread, show, silence
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
+from megatrain_ray.escapes import escaped
 from megatrain_ray.units import parse_size
 
 UNREAD = 128 + signal.SIGPIPE  # exit code of a program that the signal ends
@@ -42,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence(sys.stdout)
         if unread:
             return UNREAD
-        show(f"error: cannot write the output: {error.strerror}", sys.stderr)
+        show(f"error: cannot write the output: {error.strerror}", stream=sys.stderr)
         return MegatrainError.exit_code
 
 
 def _answer(argv: Sequence[str] | None) -> int:
     options = _parse(argv)
+    if logging.lastResort:  # prints the warnings of a command that writes no log
+        logging.lastResort.setFormatter(SafeFormatter())
     try:
         if sys.flags.optimize > 1:
             raise ConfigError(
@@ -55,15 +60,22 @@ def _answer(argv: Sequence[str] | None) -> int:
             )
         return COMMANDS[options.command](options)
     except InterruptedRunError as end:
-        show(str(end), sys.stderr)
+        show(*str(end).split("\n"), stream=sys.stderr)
         return end.exit_code
     except MegatrainError as error:
-        show(f"error: {error}", sys.stderr)
+        show(*f"error: {error}".split("\n"), stream=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         goes_on = ": nothing more was saved; the same command resumes" if options.command == "train" else ""
-        show(f"interrupted{goes_on}", sys.stderr)
+        show(f"interrupted{goes_on}", stream=sys.stderr)
         return InterruptedRunError.exit_code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Escapes what it prints of the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escaped(message))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -95,7 +107,7 @@ def _as_setting(option: str, argv: Sequence[str]) -> str:
 
 def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser of the command line, and that of each command."""
-    parser = argparse.ArgumentParser(prog="megatrain", description="Train large language models from host memory.")
+    parser = _Parser(prog="megatrain", description="Train large language models from host memory.")
     parser.add_argument("--version", action="version", version=f"megatrain-ray {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train, or resume the run in run_dir")

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import math
 
+from megatrain_ray.escapes import escaped
+
 
 class MegatrainError(Exception):
-    """Reports that a run failed while running (exit code 1)."""
+    """Reports that a run failed while running (exit code 1).
+
+    Each argument is a line of the message. Names from outside cannot add lines to it: line ends in them are escaped.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return "\n".join(escaped(str(line)) for line in self.args)
 
 
 class ConfigError(MegatrainError):

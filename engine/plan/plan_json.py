@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatrain_ray.engine.plan import plan_groups as groups
+from megatrain_ray.read_file import parse_json
 
 
 def _keys(group: type, **renamed: str) -> Mapping[str, str]:
@@ -58,7 +59,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 def as_version_2(text: str) -> str:
     """Return the text of the plan as version 2. Text that is not a plan of version 1 is returned as it is."""
     try:
-        old = json.loads(text)
+        old = parse_json(text)
     except ValueError:
         return text
     if not isinstance(old, dict) or old.get("version") != 1:

@@ -15,6 +15,7 @@ from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.limits import beyond_device, beyond_disk, host_bytes, spare_ram
 from megatrain_ray.engine.planner.request import ANY_ROOM
+from megatrain_ray.escapes import escaped
 from megatrain_ray.io.storage.disk_io import PLAIN, DiskWay
 from megatrain_ray.units import format_bytes, format_count, format_quantity, format_ranges, format_seconds
 
@@ -54,7 +55,7 @@ def describe(plan: Plan) -> str:
         f"{'by the same step again' if plan.repeats_steps else 'from the last save'} when the GPU worker does",
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
-    return "\n".join(lines)
+    return "\n".join(map(escaped, lines))
 
 
 def _gpus(plan: Plan) -> str:
@@ -260,8 +261,8 @@ def _processes(plan: Plan) -> int:
     return sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HOST and row.name == "processes")
 
 
-def explain_infeasible(plan: Plan, remedies: Sequence[str]) -> str:
-    """Explain which tiers overflow in the plan that is nearest to fitting, by how much, and what would help.
+def explain_infeasible(plan: Plan, remedies: Sequence[str]) -> list[str]:
+    """Explain, in lines, which tiers overflow in the plan that is nearest to fitting, by how much, and what would help.
 
     plan: the plan that is nearest to fitting.
     remedies: changes with each of which some plan fits within the same limits.
@@ -287,4 +288,4 @@ def explain_infeasible(plan: Plan, remedies: Sequence[str]) -> str:
         )
     if remedies:
         problems.append(f"within these limits it fits with {', or with '.join(remedies)}")
-    return "; ".join(problems) + "\n" + "\n".join(_tier_lines(plan))
+    return ["; ".join(problems), *_tier_lines(plan)]

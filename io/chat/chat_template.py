@@ -14,6 +14,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.named_templates import MARKS, PLAIN, check_marks, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, named_tokens, read_settings, tokenizer_folder
+from megatrain_ray.read_file import regular_file
 
 Message = Mapping[str, Any]
 
@@ -155,7 +156,7 @@ def _sources(folder: Path) -> dict[str, str]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return regular_file(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.chat_template: cannot read {file}: {error}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from megatrain_ray.io.chat.conversation_formats import (
 )
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
 from megatrain_ray.io.records.find_files import find_files, is_saved_dataset
+from megatrain_ray.read_file import parse_json, regular_file
 
 
 class ChatSource(NamedTuple):
@@ -76,7 +76,7 @@ ROLE_TAGS = {
 def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[ChatSource, ...]:
     """Return the data sets of these names. Raises ConfigError, naming entry and key, for what cannot be read."""
     try:
-        entries = json.loads(file.read_bytes().decode("utf-8-sig"))
+        entries = parse_json(regular_file(file).read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.path: cannot read {file}: {error}") from None
     if not isinstance(entries, dict):

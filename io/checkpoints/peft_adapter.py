@@ -6,7 +6,6 @@ parameters after the prefix `base_model.model.`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder, equal_values
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportTensor, write_folder
+from megatrain_ray.read_file import parse_json, regular_file
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -47,7 +47,7 @@ class AdapterFolder:
         """Open an adapter folder. Raises ConfigError if it holds none, others than plain LoRA, or damaged ones."""
         file = path / CONFIG_NAME
         try:
-            settings = json.loads(file.read_bytes())
+            settings = parse_json(regular_file(file).read_bytes())
             kind, rank, alpha = settings["peft_type"], int(settings["r"]), float(settings["lora_alpha"])
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror}; expected a folder of peft's format") from None

@@ -20,6 +20,7 @@ import torch
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.quantisation import quantisation_of, with_dequantised
 from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES, DTYPES, StoredTensor, TensorLocation
+from megatrain_ray.read_file import parse_json, regular_file
 
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
@@ -153,11 +154,11 @@ def _dtype(name: str, stored: StoredTensor, allowed: Mapping[str, torch.dtype] =
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        files = json.loads(index.read_bytes())["weight_map"]
+        files = parse_json(regular_file(index).read_bytes())["weight_map"]
         return {str(name): str(file) for name, file in files.items()}
     except OSError as error:
         raise ConfigError(f"cannot read {index}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
 
 
@@ -176,7 +177,7 @@ def _read_indexed(index: Path, present: Set[str]) -> dict[str, TensorLocation]:
 def _dequantised(folder: Path, stored: Mapping[str, TensorLocation]) -> Mapping[str, StoredTensor]:
     """Return the tensors as the settings of the folder's config.json say that they are quantised, if it has one."""
     try:
-        config = json.loads((folder / CONFIG_NAME).read_bytes())
+        config = parse_json(regular_file(folder / CONFIG_NAME).read_bytes())
     except (OSError, ValueError):
         return stored  # a folder of weights alone; who needs the settings has read them, and said what is wrong
     return with_dequantised(stored, quantisation_of(config) if isinstance(config, dict) else None)
@@ -185,7 +186,7 @@ def _dequantised(folder: Path, stored: Mapping[str, TensorLocation]) -> Mapping[
 def _read_header(path: Path) -> dict[str, TensorLocation]:
     """Locate the tensors of a file. The library checks the file, but does not say where the bytes lie."""
     try:
-        with path.open("rb") as file, safetensors.safe_open(path, framework="pt"):
+        with regular_file(path).open("rb") as file, safetensors.safe_open(path, framework="pt"):
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:

@@ -10,6 +10,8 @@ from typing import IO, Any
 
 import pyarrow
 
+from megatrain_ray.read_file import regular_file
+
 TEXT, JSON, JSONL, CSV, TSV, PARQUET, ARROW = ".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by the suffix behind that of the format
 COMPRESSIBLE = (TEXT, JSON, JSONL, CSV, TSV)  # the others compress their columns themselves
@@ -44,7 +46,7 @@ def open_bytes(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
 
     Raises OSError and ArrowException for what cannot be read, also for a compressed file that ends too early.
     """
-    _, compression = _format_of(file)
+    _, compression = _format_of(regular_file(file))
     if not compression:
         with file.open("rb", buffering=CHUNK_BYTES) as plain:
             yield plain, plain

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import glob
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.file_formats import TEXT_SUFFIXES, describe_suffixes, suffix_of
+from megatrain_ray.read_file import parse_json
 
 NUM_SHOWN = 3  # files that a note names
 # What `save_to_disk` of the datasets library writes beside its tables, and a folder that holds several such folders.
@@ -117,14 +117,14 @@ def _saved_files(folder: Path) -> list[Path]:
     state = folder / STATE_NAME
     try:
         if not state.is_file():
-            splits = json.loads((folder / SPLITS_NAME).read_bytes())["splits"]
+            splits = parse_json((folder / SPLITS_NAME).read_bytes())["splits"]
             if len(splits) == 1:
                 return _saved_files(folder / splits[0])
             names = ", ".join(splits)
             raise ConfigError(
                 f"data.path: {folder} holds the splits {names}; name one of them, as in {folder / splits[0]}"
             )
-        return [folder / str(part["filename"]) for part in json.loads(state.read_bytes())["_data_files"]]
+        return [folder / str(part["filename"]) for part in parse_json(state.read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"data.path: {folder} is no whole folder of save_to_disk ({type(error).__name__}: {error}); save it again"

@@ -249,7 +249,7 @@ class RecordTally:
     def check_learned(self) -> None:
         """Raise ConfigError, saying what became of the records, if no sequence was learned."""
         if not self.num_sequences:
-            raise ConfigError("\n".join(["data.path: nothing to learn", *self.lines()]))
+            raise ConfigError("data.path: nothing to learn", *self.lines())
 
     def lines(self) -> list[str]:
         """Return a line with the totals, and a line for each outcome that occurred with its first locations."""

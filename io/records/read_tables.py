@@ -14,6 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from megatrain_ray.io.records.file_formats import ARROW, CSV, PARQUET, TSV, open_bytes, suffix_of
+from megatrain_ray.read_file import regular_file
 
 ROWS = 256  # rows decoded at a time
 ARROW_FILE_MAGIC = b"ARROW1"  # Arrow has a format of files and one of streams; `datasets` writes the latter
@@ -60,7 +61,7 @@ def table_columns(file: Path) -> pyarrow.Schema:
             header = next(csv.reader(_lines(stream), delimiter=DELIMITERS[str(suffix_of(file))]), [])
         return pyarrow.schema([(name, pyarrow.string()) for name in header])
     if suffix_of(file) == PARQUET:
-        return pyarrow.parquet.read_schema(file)
+        return pyarrow.parquet.read_schema(regular_file(file))
     with _arrow(file) as reader:
         return reader.schema
 
@@ -68,7 +69,7 @@ def table_columns(file: Path) -> pyarrow.Schema:
 def _batches(file: Path, columns: Sequence[str] | None, stack: ExitStack) -> tuple[int, Iterable[Any]]:
     """Return the number of rows, 0 if the file does not say it, and the batches of an open Parquet or Arrow file."""
     if suffix_of(file) == PARQUET:
-        table = stack.enter_context(pyarrow.parquet.ParquetFile(file))
+        table = stack.enter_context(pyarrow.parquet.ParquetFile(regular_file(file)))
         return table.metadata.num_rows, table.iter_batches(ROWS, columns=columns)
     reader = stack.enter_context(_arrow(file))
     batches = map(reader.get_batch, range(reader.num_record_batches)) if _is_file(reader) else reader
@@ -77,7 +78,7 @@ def _batches(file: Path, columns: Sequence[str] | None, stack: ExitStack) -> tup
 
 @contextmanager
 def _arrow(file: Path) -> Iterator[Any]:
-    with pyarrow.memory_map(str(file)) as source:
+    with pyarrow.memory_map(str(regular_file(file))) as source:
         is_file = source.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
         source.seek(0)
         with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source) as reader:

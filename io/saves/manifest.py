@@ -6,7 +6,6 @@ of shards. The last key of the file is a checksum of everything before it.
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatrain_ray.config.groups import SaveCompression
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.files.disk_errors import UnreadableError, explained
+from megatrain_ray.read_file import parse_json, regular_file
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
@@ -201,8 +201,8 @@ def read_manifest(save_folder: Path) -> Manifest:
     path = save_folder / MANIFEST_NAME
     try:
         with explained("read", path):
-            text = _unsealed(path.read_bytes())
-        values = json.loads(text)
+            text = _unsealed(regular_file(path).read_bytes())
+        values = parse_json(text)
     except UnreadableError as error:
         raise DamagedSaveError(f"{error}; without it there is no save") from None
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.long_documents import Joiner, TextPiece, cut_texts
 from megatrain_ray.io.tokens.rebuilt_tokenizer import differ, rebuild
 from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
+from megatrain_ray.read_file import parse_json, regular_file
 
 BATCH_CHARS = 4 << 20  # characters encoded at a time; each takes about 30 bytes until the ids are extracted
 EMPTY_CHARS = 64  # memory of a text in addition to its characters, in characters
@@ -203,14 +203,14 @@ def tokenizer_folder(name: str) -> Path:
 
 def _read(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not file.exists():
         missing = file if folder.is_dir() else folder
         raise ConfigError(
             f"data.tokenizer: no such {'file' if folder.is_dir() else 'folder'}: {missing}; "
             "expected `bytes`, a folder that holds a tokenizer.json, or a hub id"
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_file(str(regular_file(file)))
     # The library raises bare Exception for whatever is wrong with the file, and a panic, which is none, for a damaged
     # precompiled charsmap.
     except BaseException as error:
@@ -281,7 +281,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
 def read_settings(file: Path) -> dict[str, Any]:
     """Return the settings of a file of a tokenizer; none if it is missing. Raises ConfigError."""
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = parse_json(regular_file(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

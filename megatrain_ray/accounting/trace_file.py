@@ -18,6 +18,7 @@ import numpy as np
 from megatrain_ray.io.files.atomic_file import temporary_file
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.storage.measured_store import BusyInterval, busy_s
+from megatrain_ray.read_file import parse_json, regular_file
 from megatrain_ray.spans import RecordedSpans, Row, Span
 
 LARGE_SPANS = 50_000  # 10 MB of JSON; a trace with more spans is compressed, to about a tenth
@@ -57,8 +58,8 @@ def write_trace(path: Path, processes: Sequence[TracedProcess], layer_names: Seq
 
 def read_trace(path: Path) -> list[Event]:
     """Return the events of a file that `write_trace` wrote. Raises MegatrainError if it cannot be read."""
-    with explained("read", path), _open(path, "rt", compressed=path.suffix == ".gz") as file:
-        found: list[Event] = json.load(file)["traceEvents"]
+    with explained("read", path), _open(regular_file(path), "rt", compressed=path.suffix == ".gz") as file:
+        found: list[Event] = parse_json(file.read())["traceEvents"]
     return found
 
 

@@ -26,6 +26,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.measure.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_shards import shard_layout
+from megatrain_ray.escapes import escaped
 from megatrain_ray.machine.environment import commit, hardware, versions
 from megatrain_ray.units import format_bytes, format_count, format_ranges
 
@@ -191,7 +192,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
 def print_table(report: Mapping[str, Any]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, text in _lines(report):
-        table.add_row(name, Text(text))
+        table.add_row(name, Text(escaped(text)))
     Console().print(table)
 
 

@@ -8,9 +8,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatrain_ray.console.logs import show
+from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.escapes import escaped
 
 if TYPE_CHECKING:
     from megatrain_ray.generate.answer import Sampling
@@ -35,7 +36,7 @@ def generate_text(options: Namespace) -> None:
         if options.prompts is not None:
             records = answer_file(model, options.prompts, sampling, chat=options.chat, batch_size=options.batch_size)
             for record in records:
-                print(json.dumps(record, ensure_ascii=False, default=str))  # a table may hold times
+                print_lines(json.dumps(record, ensure_ascii=False, default=str))  # a table may hold times
         elif options.chat:
             turns = iter([prompt]) if prompt is not None else _typed(options.source)
             _chat(model, sampling, options.system, turns, is_typed=prompt is None)
@@ -65,12 +66,12 @@ def _typed(source: str) -> Iterator[str]:
     """Yield what somebody types, a line each, until /exit or Ctrl-D."""
     import readline  # noqa: F401 - lets `input` edit lines
 
-    show(f"chat with {source}; /exit or Ctrl-D ends it", sys.stderr)
+    show(f"chat with {source}; /exit or Ctrl-D ends it", stream=sys.stderr)
     while True:
         try:
             text = input("> ").strip()
         except EOFError:
-            print()
+            print_lines("")
             return
         if text == "/exit":
             return
@@ -90,7 +91,8 @@ def _chat(model: LoadedModel, sampling: Sampling, system: str | None, turns: Ite
         except KeyboardInterrupt:
             if not is_typed:
                 raise
-            show("\n(interrupted: this question and its answer are left out; /exit ends the chat)", sys.stderr)
+            left_out = "(interrupted: this question and its answer are left out; /exit ends the chat)"
+            show("", left_out, stream=sys.stderr)
         else:
             messages = [*asked, {"role": "assistant", "content": answer}]
 
@@ -99,13 +101,13 @@ def _stream(model: LoadedModel, prompt: list[int], sampling: Sampling) -> str:
     """Print an answer as it comes, and return it."""
     from megatrain_ray.generate.answer import generate, text_streamer
 
-    streamer = text_streamer(model, lambda text: print(text, end="", flush=True))
+    streamer = text_streamer(model, lambda text: print(escaped(text, keep="\n"), end="", flush=True))
     [answer] = generate(model, [prompt], sampling, streamer)
-    print(flush=True)
+    print_lines("")
     if not answer.ended:
         show(
             f"(stopped after {sampling.max_new_tokens} tokens; --max-new-tokens allows more, and "
             "--temperature 0.7 or --repetition-penalty 1.1 helps against repetition)",
-            sys.stderr,
+            stream=sys.stderr,
         )
     return answer.text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.console.logs import show
+from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import count_data
 from megatrain_ray.data.tokenize_data import cached_tokens, missing_data
@@ -40,18 +40,18 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
             plan, capacity_error = None, error
         found = list(alternatives(question, plan)) if what_if else []
     if as_json and plan:
-        print(_as_json(config, plan, found, price_per_hour))
+        print_lines(*_as_json(config, plan, found, price_per_hour).split("\n"))
     elif plan:
-        print("\n".join([describe(plan), *run_lines(config, plan, price_per_hour)]))
+        print_lines(*describe(plan).split("\n"), *run_lines(config, plan, price_per_hour))
     if found and not as_json:
-        print()
+        print_lines("")
         print_alternatives(found)
     if capacity_error:
         raise capacity_error
     for problem in missing_data(config.data):
-        show(f"note: {problem}; a plan does without data, training does not", sys.stderr)
+        show(f"note: {problem}; a plan does without data, training does not", stream=sys.stderr)
     for note in (*_missing_disk(config.spill, question.machine.spill), *_card_of_memory(config, question.machine)):
-        show(f"note: {note}", sys.stderr)
+        show(f"note: {note}", stream=sys.stderr)
 
 
 def _with_known_steps(config: TrainConfig) -> TrainConfig:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatrain_ray.bench.bench_config import BenchOptions, bench_config
 from megatrain_ray.config.yaml_file import load_config
-from megatrain_ray.console.logs import show
+from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.workers.early_imports import no_collections
@@ -74,7 +74,7 @@ def bench(options: Namespace) -> int:
 
         results = to_report(measure(config, settings), settings)
     if options.json:
-        show(to_json(results))
+        show(*to_json(results).split("\n"))
     else:
         print_table(results)
     return 0
@@ -88,8 +88,7 @@ def export(options: Namespace) -> int:
             options.run_dir, options.out_dir, options.dtype, merge=options.merge, step=options.step,
             extras=options.extras,
         )  # fmt: skip
-    for line in describe_export(options.out_dir, step):
-        print(line)
+    print_lines(*describe_export(options.out_dir, step))
     return 0
 
 
@@ -113,27 +112,26 @@ def inspect(options: Namespace) -> int:
     from megatrain_ray.run.run_files import RunFiles
 
     if RunFiles(options.run_dir.absolute()).is_starting:
-        print("state\n  starting: data, plan and processes are prepared, and no step is made yet")
+        print_lines("state", "  starting: data, plan and processes are prepared, and no step is made yet")
         return 0
-    print(state_of_run(options.run_dir), flush=True)  # at once: with --verify the rest takes a while
+    print_lines(*state_of_run(options.run_dir).split("\n"))  # at once: with --verify the rest takes a while
     text, good = inspect_run(options.run_dir, with_config=options.config, verify_saves=options.verify)
-    print(text)
+    print_lines(*text.split("\n"))
     return 0 if good else MegatrainError.exit_code
 
 
 def report(options: Namespace) -> int:
     from megatrain_ray.report.html_report import write_report
 
-    print(f"wrote {write_report(options.run_dir, options.out)}")
+    print_lines(f"wrote {write_report(options.run_dir, options.out)}")
     return 0
 
 
 def refit(options: Namespace) -> int:
     from megatrain_ray.commands.refit import refit as write_profile
 
-    for line in write_profile(options.run_dir, options.out).report:
-        print(line)
-    print(f"wrote {options.out}; hardware.profile={options.out} plans with it")
+    print_lines(*write_profile(options.run_dir, options.out).report)
+    print_lines(f"wrote {options.out}; hardware.profile={options.out} plans with it")
     return 0
 
 
@@ -152,7 +150,7 @@ def doctor(options: Namespace) -> int:
         forget_rates()
     states = set()
     for finding in examine(options.folder):
-        print(finding, flush=True)
+        print_lines(str(finding))
         states.add(finding.severity)
     return MegatrainError.exit_code if Severity.STOP in states else 0
 
@@ -169,7 +167,7 @@ def tokenizer(options: Namespace) -> int:
         bad_records=options.bad_records,
     )
     fewer = f": the corpus has no more pairs to merge for {options.vocab_size}" if num_ids < options.vocab_size else ""
-    print(f"wrote {num_ids} ids to {options.out}{fewer}; data.tokenizer: {options.out}")
+    print_lines(f"wrote {num_ids} ids to {options.out}{fewer}; data.tokenizer: {options.out}")
     return 0
 
 
@@ -182,17 +180,16 @@ def convert_config(options: Namespace) -> int:
         raise ConfigError(f"--out: {options.out} exists: nothing is overwritten; name another one")
     lenient = options.ignore_unsupported
     found = convert(options.config, options.overrides, num_gpus=options.gpus, lenient=lenient)
-    for line in found.report:
-        print(line, file=sys.stderr)
+    print_lines(*found.report, stream=sys.stderr)
     if found.refused and not lenient:
         raise ConfigError(
             "some keys cannot be honoured (see above): change them, or leave them out with --ignore-unsupported"
         )
     if options.out is None:
-        print(found.text, end="")
+        print_lines(*found.text.removesuffix("\n").split("\n"))
     else:
         options.out.write_text(found.text, encoding="utf-8")
-        print(f"wrote {options.out}; megatrain plan {options.out} says whether it fits")
+        print_lines(f"wrote {options.out}; megatrain plan {options.out} says whether it fits")
     return 0
 
 

@@ -21,6 +21,7 @@ from megatrain_ray.data.data_worker import naming_held_out, open_windows, source
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.tokenize_data import describe_template, tokenize
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.escapes import escaped
 from megatrain_ray.io.batching.windows import SpanWindows, Windows
 from megatrain_ray.io.tokens.token_files import Corpus, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -160,14 +161,9 @@ def _runs(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any]) -
             # Decoded from the start: some decoders treat a first blank as their own.
             whole = tokenizer.decode(ids[:end])
             piece = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids[start:end])
-            yield _printable(piece), float(weights[start])
+            yield escaped(piece, keep="\n"), float(weights[start])
             before = whole
         start = end
-
-
-def _printable(text: str) -> str:
-    """Return a text in which control characters, which could change the terminal, are written as escapes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 # --- totals ---

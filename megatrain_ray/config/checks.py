@@ -44,10 +44,10 @@ EXPECTED = {
 }
 
 
-def describe_problems(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return all problems of a configuration of the class `root` that failed validation, one per line."""
+def describe_problems(error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """Return all problems of a configuration of the class `root` that failed validation, a line for each."""
     problems = error.errors(include_url=False)
-    return "\n".join(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
+    return list(dict.fromkeys(line for problem in problems for line in _lines(problem, root)))
 
 
 def disagreements(config: Settings) -> Iterator[str]:

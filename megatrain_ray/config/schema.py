@@ -25,9 +25,9 @@ class TrainConfig(Settings):
         try:
             config = handler(value)
         except ValidationError as error:
-            raise ConfigError(describe_problems(error, cls)) from None
+            raise ConfigError(*describe_problems(error, cls)) from None
         if problems := list(disagreements(config)):
-            raise ConfigError("\n".join(problems))
+            raise ConfigError(*problems)
         return config
 
     @property

@@ -13,6 +13,7 @@ from megatrain_ray.config.checks import without_numbers
 from megatrain_ray.config.other_tools import tool_of
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.read_file import regular_file
 
 SAVE_KEYS = ("save_every", "save_keep", "save_keep_every", "save_best", "save_compress")
 EVAL_KEYS = ("eval_every", "eval_patience", "data.eval_path", "data.eval_dataset")
@@ -34,6 +35,7 @@ FLOAT_TAG = "tag:yaml.org,2002:float"
 # In YAML 1.2, 1e-4 and 1E5 are numbers. PyYAML implements 1.1, which requires a dot and a signed exponent.
 EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$")
 NUMBER_STARTS = list("-+.0123456789")
+WIDTH = 1 << 20  # characters of a line of YAML: a text is never wrapped
 
 
 class Loader(yaml.SafeLoader):
@@ -80,7 +82,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
                 f"{path}: is a configuration of {tool}; megatrain convert-config {path} --out OURS.yaml makes one of it"
             ) from None
         by_key = {text.partition("=")[0]: text for text in overrides}
-        raise ConfigError(_with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
+        raise ConfigError(*_with_origins(str(error).splitlines(), of_file, str(path), by_key)) from None
 
 
 def _check_one_length(overrides: Sequence[str]) -> None:
@@ -100,8 +102,10 @@ def _problems(tree: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _with_origins(problems: Sequence[str], of_file: Sequence[str], path: str, overrides: Mapping[str, str]) -> str:
-    """Return the problems grouped by origin: a single line for one problem, otherwise a list under each origin.
+def _with_origins(
+    problems: Sequence[str], of_file: Sequence[str], path: str, overrides: Mapping[str, str]
+) -> list[str]:
+    """Return the problems as lines, by origin: a single line for one problem, otherwise a list under each origin.
 
     of_file: those problems that the file has without overrides.
     overrides: text of each override (`train.lr=1e-4`) by its key.
@@ -111,8 +115,8 @@ def _with_origins(problems: Sequence[str], of_file: Sequence[str], path: str, ov
         origin = path if problem in of_file else _origin(problem, path, overrides)
         by_origin.setdefault(origin, []).append(problem)
     if len(problems) == 1:
-        return f"{next(iter(by_origin))}: {problems[0]}"
-    return "\n".join("\n".join([f"{origin}:", *found]) for origin, found in by_origin.items())
+        return [f"{next(iter(by_origin))}: {problems[0]}"]
+    return [line for origin, found in by_origin.items() for line in (f"{origin}:", *found)]
 
 
 def _origin(problem: str, path: str, overrides: Mapping[str, str]) -> str:
@@ -153,7 +157,7 @@ def dump_config(config: TrainConfig) -> str:
 
 def dump_settings(tree: Mapping[str, Any]) -> str:
     """Return YAML that `read_settings` reads back as an equal mapping."""
-    return yaml.dump(dict(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(dict(tree), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=WIDTH)
 
 
 def config_to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def _one_by_one(config: TrainConfig) -> Iterator[tuple[str, Any]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return regular_file(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror} (relative paths start at {Path.cwd()})"
@@ -282,4 +286,4 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def shown(value: Any) -> str:
     """Return a value as it would be written in YAML, on one line."""
-    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=WIDTH).removesuffix("...\n").strip()

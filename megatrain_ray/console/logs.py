@@ -15,11 +15,19 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 
 from megatrain_ray.errors import InterruptedRunError
+from megatrain_ray.escapes import escaped
 
 log = logging.getLogger(__name__)
 
-# Control characters as escapes: messages quote names from data and from the hub, and a terminal would obey those.
-ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+class SafeFormatter(logging.Formatter):
+    """Formats log records with unsafe characters escaped: a message is one line, a traceback keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, logging's name
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802, logging's name
+        return escaped(super().formatException(ei), keep="\n")
 
 
 class _FileLog(logging.FileHandler):
@@ -47,7 +55,7 @@ def log_to(path: Path) -> Iterator[None]:
     logger = logging.getLogger("megatrain_ray")
     before = logger.level
     handler = _FileLog(path, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     in_threads, threading.excepthook = threading.excepthook, _log_thread
@@ -72,23 +80,28 @@ def _log_thread(ended: threading.ExceptHookArgs) -> None:
     log.error("%s ended by %s", name, ended.exc_type.__name__, exc_info=ended.exc_value)
 
 
-def say(message: str) -> None:
-    """Print a message on standard error and log it, with control characters as escapes."""
-    message = message.translate(ESCAPES)
-    log.info(message)  # a warning would be printed twice while no log file is open yet
-    show(message, sys.stderr)
+def say(*lines: str) -> None:
+    """Print the lines of a message on standard error and log them, with unsafe characters escaped."""
+    for line in lines:
+        log.info("%s", line)  # a warning would be printed twice while no log file is open yet
+    show(*lines, stream=sys.stderr)
 
 
-def show(text: str, stream: TextIO | None = None) -> None:
-    """Print a line on `stream`, by default standard output, with control characters as escapes.
-
-    If that fails, nothing more is printed there.
-    """
-    stream = stream or sys.stdout
+def show(*lines: str, stream: TextIO | None = None) -> None:
+    """Print lines as `print_lines` does. If that fails, nothing more is printed there."""
     try:
-        print(text.translate(ESCAPES), file=stream, flush=True)
+        print_lines(*lines, stream=stream)
     except OSError:
-        silence(stream)
+        silence(stream or sys.stdout)
+
+
+def print_lines(*lines: str, stream: TextIO | None = None) -> None:
+    """Print lines on `stream`, by default standard output, with unsafe characters escaped. Raises OSError.
+
+    Line ends in a line are escaped too: names from outside, such as paths and keys, cannot add lines.
+    """
+    for line in lines:
+        print(escaped(line), file=stream or sys.stdout, flush=True)
 
 
 class _Terminal:

@@ -16,6 +16,7 @@ from rich.table import Column
 
 from megatrain_ray.config.values import seconds_of
 from megatrain_ray.console.logs import drawing_on, show
+from megatrain_ray.escapes import escaped
 from megatrain_ray.units import format_count, format_duration
 
 NUM_LINES = 50  # about so many lines are printed per run, unless log.every says otherwise
@@ -74,7 +75,7 @@ class LineView:
         self._print(describe_evaluation(row))
 
     def _print(self, line: str) -> None:
-        show(line, self._stream)
+        show(line, stream=self._stream)
 
 
 class BarView(LineView):
@@ -93,7 +94,7 @@ class BarView(LineView):
         self._bar.update(self._task, status=f"evaluating {done}/{total}")
 
     def _print(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._bar.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class TimeLeft:

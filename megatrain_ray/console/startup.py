@@ -32,7 +32,7 @@ class Startup:
         """Write what is being done to the log, and to standard error."""
         log.info(doing)
         if not _on_terminal():  # there something else shows it
-            show(f"{time.monotonic() - self._start_s:6.1f} s  {doing}", sys.stderr)
+            show(f"{time.monotonic() - self._start_s:6.1f} s  {doing}", stream=sys.stderr)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ if data sets are missing or cannot be translated.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from megatrain_ray.convert.key_tables import (
 from megatrain_ray.convert.resolve_settings import FREEZING, resolve
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.find_chats import FILE_NAME, read_dataset_info
+from megatrain_ray.read_file import parse_json, regular_file
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def llama_factory_data(tree: Mapping[str, Any], found: Findings) -> None:
         # Texts are packed unless the file says otherwise.
         found.settings |= {"data.packing": tree.get("packing", True), **_texts(info, folder, chosen)}
         return
-    if info.is_file():
+    if info.exists():
         _check_entries(info, [*chosen, *(names(held_out) if held_out else ())])
     found.settings |= {"data.path": str(info), "data.dataset": _one_or_all(chosen)}
     if held_out:
@@ -136,7 +136,7 @@ def _check_entries(info: Path, chosen: list[str]) -> None:
 def _texts(info: Path, folder: Path, chosen: list[str]) -> dict[str, Any]:
     """Return settings with the files of texts themselves: our pretraining data do not use dataset_info.json."""
     try:
-        entries = [json.loads(info.read_text(encoding="utf-8"))[name] for name in chosen]
+        entries = [parse_json(regular_file(info).read_text(encoding="utf-8"))[name] for name in chosen]
         files = [str(folder / entry["file_name"]) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RefusedError(

@@ -29,10 +29,11 @@ def with_arguments(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     table = _table(names)
     found = apply(table, _stated(args, names, table))
     if found.refused:
-        raise ConfigError("\n  ".join(["args: cannot be honoured; leave out, or set otherwise:", *found.refused]))
+        refused = (f"  {line}" for line in found.refused)
+        raise ConfigError("args: cannot be honoured; leave out, or set otherwise:", *refused)
     for title, reasons in (("done otherwise", found.otherwise), ("without a meaning", found.meaningless)):
         if reasons:
-            say("\n  ".join([f"args: {title} here:", *by_reason(reasons)]))
+            say(f"args: {title} here:", *(f"  {line}" for line in by_reason(reasons)))
     given = {"data.packing": False, "data.kind": settings["data"].get("kind", "pretrain"), **found.settings}
     if given.get("eval_strategy") == "no":
         given["eval_every"] = 0

@@ -255,14 +255,14 @@ class Reports:
             f"{meta.num_tokens} tokens in {seconds:.1f} s, {rate} tokens/s"
         )
         if meta.report:
-            say("\n".join(meta.report))
+            say(*meta.report)
             return
         if meta.num_empty:
             say(f"skipped {meta.num_empty} empty texts of {self._name}")
         if meta.num_bad:
-            more = f"\n  and {meta.num_bad - len(meta.places)} more" if meta.num_bad > len(meta.places) else ""
-            places = "".join(f"\n  {place}" for place in meta.places)
-            say(f"skipped {meta.num_bad} records of {self._name} that hold no text:{places}{more}")
+            more = [f"and {meta.num_bad - len(meta.places)} more"] if meta.num_bad > len(meta.places) else []
+            places = (f"  {place}" for place in (*meta.places, *more))
+            say(f"skipped {meta.num_bad} records of {self._name} that hold no text:", *places)
 
 
 @contextmanager

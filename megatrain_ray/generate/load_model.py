@@ -25,6 +25,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, weight_f
 from megatrain_ray.io.tokens.tokenizer import tokenizer_folder
 from megatrain_ray.machine.machine import unused_gpu
 from megatrain_ray.model.model_source import GENERATION_NAME
+from megatrain_ray.read_file import check_folder
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_count
 
@@ -94,6 +95,7 @@ def _load(folder: Path, name: str, template_arguments: Mapping[str, Any], *, cha
         raise ConfigError(f"{name} has no chat template: leave --chat out, or name a model that was trained on chats")
     with spinner("loading the model"):
         try:
+            check_folder(folder)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model = load_exported(folder, device_map="auto")
         except (OSError, TypeError, ValueError) as error:

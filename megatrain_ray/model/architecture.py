@@ -29,6 +29,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     is_covered,
 )
 from megatrain_ray.model.small_copy import shrink
+from megatrain_ray.read_file import check_folder
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Architecture:
 
     def load(self, folder: Path, **options: Any) -> Any:
         """Return the model with the weights of a Hugging Face folder, in their own type. `options`: more arguments."""
+        check_folder(folder)
         return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True, **options)
 
     def refusal(self) -> str | None:

@@ -6,7 +6,6 @@ Picklable.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -40,6 +39,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
 from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoint_names, is_known, known_names
 from megatrain_ray.model.positions import positions_of
 from megatrain_ray.model.sight_check import sees_later_tokens
+from megatrain_ray.read_file import parse_json, regular_file
 
 GENERATION_NAME = "generation_config.json"
 
@@ -255,7 +255,7 @@ def read_model(model: ModelConfig) -> ModelSource:
         hub.add_code()
     generation_file = folder / GENERATION_NAME if folder else None
     generation = None
-    if generation_file and generation_file.is_file():
+    if generation_file and generation_file.exists():
         generation = _read_config(generation_file, "model.path")
     if folder is not None and (refused := refusal(config, str(model.path))):
         raise ConfigError(f"model.path: {model.path}: {refused}")
@@ -304,7 +304,7 @@ def _read_config(path: Path, key: str) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(regular_file(path).read_text())
     except OSError as error:
         expected = "expected a Hugging Face config.json"
         if (path.parent / "saves").is_dir():

@@ -27,6 +27,7 @@ from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.machine.machine import allowed_cpus, cpu_name, driver_version
+from megatrain_ray.read_file import regular_file
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def check_profile(setting: str) -> None:
 def read_profile(path: Path) -> HardwareProfile:
     """Read a profile. Raises ConfigError if the file cannot be read or is no profile."""
     try:
-        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
+        return HardwareProfile.from_json(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(cards())
         raise ConfigError(

@@ -18,8 +18,10 @@ from megatrain_ray import __version__
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.escapes import escaped
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.read_file import regular_file
 from megatrain_ray.report.measured_starts import compare_starts, compared_terms
 from megatrain_ray.report.run_header import describe_run, headline, other_settings, resumes
 from megatrain_ray.report.run_state import RunState, read_state
@@ -49,7 +51,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """
     files = RunFiles(run_dir.absolute())
     if out is not None and out.exists():
-        with explained("read", out), out.open("rb") as page:
+        with explained("read", out), regular_file(out).open("rb") as page:
             is_report = TITLE_END.encode() in page.read(4096)
         if not is_report:
             raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
@@ -80,7 +82,7 @@ def render(files: RunFiles, now_s: float) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template(TEMPLATE).render(
+    page = environment.get_template(TEMPLATE).render(
         name=files.path.name,
         made=_moment(now_s),
         version=__version__,
@@ -100,6 +102,7 @@ def render(files: RunFiles, now_s: float) -> str:
         surroundings=_surroundings(history),
         settings=other_settings(config),
     )
+    return escaped(page, keep="\n")
 
 
 def _facts(rows: Rows, evaluations: Rows, state: RunState) -> dict[str, str]:
@@ -153,7 +156,7 @@ def _parts(rows: Rows) -> Iterator[tuple[int, dict[str, float]]]:
     for row in rows:
         exposed, step_s = row.get("exposed_s"), _number(row, "step_s")
         if isinstance(exposed, Mapping) and step_s is not None:
-            waits = {cause.replace("_", " "): max(0.0, _number(exposed, cause) or 0.0) for cause in causes}
+            waits = {escaped(cause).replace("_", " "): max(0.0, _number(exposed, cause) or 0.0) for cause in causes}
             yield row["step"], {"compute": max(0.0, step_s - sum(waits.values())), **waits}
 
 

@@ -12,6 +12,7 @@ from megatrain_ray.config.yaml_file import dump_config
 from megatrain_ray.console.progress import describe_evaluation, describe_split
 from megatrain_ray.console.text_charts import draw
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.escapes import escaped
 from megatrain_ray.io.saves.save_folder import list_saves, list_set_aside, load_manifest, save_folder, verify
 from megatrain_ray.report.measured_starts import compare_start, comparison_table, measured_starts
 from megatrain_ray.report.page_placement import pages_of_run
@@ -38,14 +39,12 @@ def state_of_run(path: Path) -> str:
     config, rows = files.read_config(), sound(files.rows())
     run = describe_run(files, config, files.read_plan(), read_history(files.path))
     numbers = headline(rows, sound(files.evaluations()))
-    return "\n".join(
-        _lines(
-            {
-                "run": [f"{name:<7} {value}" for name, value in run.items()],
-                "state": list(read_state(files, config, rows).lines()),
-                "result": [f"{name:<23} {value}" for name, value in numbers.items()] or ["none yet"],
-            }
-        )
+    return _text(
+        {
+            "run": [f"{name:<7} {value}" for name, value in run.items()],
+            "state": list(read_state(files, config, rows).lines()),
+            "result": [f"{name:<23} {value}" for name, value in numbers.items()] or ["none yet"],
+        }
     )
 
 
@@ -86,13 +85,16 @@ def inspect_run(path: Path, *, with_config: bool = False, verify_saves: bool = F
     if verify_saves:
         sections["checksums"] = sections["checksums"] or ["nothing to check"]
     shown = {title: lines for title, lines in sections.items() if lines}
-    return "\n".join(_lines(shown)), not any(problems.values())
+    return _text(shown), not any(problems.values())
 
 
-def _lines(sections: dict[str, list[str]]) -> Iterator[str]:
-    for title, lines in sections.items():
-        yield title
-        yield from (f"  {line}" for line in lines)
+def _text(sections: dict[str, list[str]]) -> str:
+    """Return sections as text, in which every line is a title or one of the given lines."""
+    return "\n".join(escaped(line) for title, found in sections.items() for line in (title, *_indented(found)))
+
+
+def _indented(lines: list[str]) -> Iterator[str]:
+    return (f"  {line}" for line in lines)
 
 
 def _problems(saves: Path) -> dict[int, list[str]]:

@@ -301,5 +301,5 @@ def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None
     if not config.resume:
         raise ConfigError(f"resume is false, but {path} holds a run; set resume: true, or choose another run_dir")
     if diff := resume_diff(earlier, config):
-        lines = "".join(f"\n  {line}" for line in diff)
-        raise ConfigError(f"{path} holds a run with other settings; set them back, or choose another run_dir:{lines}")
+        message = f"{path} holds a run with other settings; set them back, or choose another run_dir:"
+        raise ConfigError(message, *(f"  {line}" for line in diff))

@@ -37,6 +37,7 @@ from megatrain_ray.io.files.disk_errors import UnreadableError, explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, read_mark
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
+from megatrain_ray.read_file import parse_json, regular_file
 from megatrain_ray.run.best_evaluation import best_evaluation
 from megatrain_ray.run.run_lock import lock_holder
 
@@ -166,11 +167,11 @@ def other_settings(manifest: Manifest, config: TrainConfig) -> str:
 
 def read_damaged(file: Path) -> str:
     """Return the text of a file, even of a damaged one. Raises OSError."""
-    return file.read_text(encoding="utf-8", errors="replace")
+    return regular_file(file).read_text(encoding="utf-8", errors="replace")
 
 
 def hash_file(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(regular_file(file).read_bytes()).hexdigest()
 
 
 def parse_rows(text: str, is_row: Callable[[Row], bool]) -> list[Row]:
@@ -178,7 +179,7 @@ def parse_rows(text: str, is_row: Callable[[Row], bool]) -> list[Row]:
     rows = []
     for line in text.splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and is_row(row):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import InterruptedRunError
-from megatrain_ray.run.run_files import append_row, parse_rows
+from megatrain_ray.run.run_files import append_row, parse_rows, read_damaged
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class History:
 def read_history(run_dir: Path) -> Sequence[Mapping[str, Any]]:
     """Return the rows in their order. Empty for a run of a version that wrote none."""
     try:
-        text = (run_dir / HISTORY_NAME).read_text(encoding="utf-8", errors="replace")
+        text = read_damaged(run_dir / HISTORY_NAME)
     except OSError:
         return ()
     known = {what.value for what in What}

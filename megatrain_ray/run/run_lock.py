@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.read_file import regular_file
 
 PRIVATE = 0o700  # mode of a run's directory: only its owner can reach the files in it, whatever their modes
 LOCK_LINE = re.compile(rb"(\d+ on .*\n)?")  # what a lock holds: nothing, or the process that held it last
@@ -28,7 +29,7 @@ def lock_holder(folder: Path) -> str | None:
     Takes a shared lock for an instant, which `hold_lock` waits for.
     """
     try:
-        file = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(regular_file(folder / "lock"), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:

@@ -18,6 +18,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.io.checkpoints.quantisation import without_quantisation
 from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.read_file import parse_json, regular_file
 
 MODEL_NAME = "model.json"
 LEFTOVERS_KEY = "leftovers"
@@ -45,7 +46,7 @@ def read_leftovers(path: Path) -> Leftovers | None:
 def model_type(path: Path) -> str | None:
     """Return the type of the model that the run in directory `path` is of; None if that cannot be read."""
     try:
-        return str(json.loads((path / MODEL_NAME).read_bytes())["config"]["model_type"])
+        return str(parse_json(regular_file(path / MODEL_NAME).read_bytes())["config"]["model_type"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -57,7 +58,7 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
     """
     file = path / MODEL_NAME
     try:
-        stored = json.loads(file.read_bytes())
+        stored = parse_json(regular_file(file).read_bytes())
         compared = {"config": without_quantisation(stored["config"]), "layers": stored["layers"]}
         theirs = dict(leaves(compared))
     except FileNotFoundError:

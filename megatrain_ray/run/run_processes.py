@@ -18,6 +18,7 @@ from pathlib import Path
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.process_identity import PidNamespace, start_ticks
+from megatrain_ray.read_file import parse_json, regular_file
 
 DATA, OWNER, GPU, SHARD = "data", "arena owner", "GPU worker", "optimizer shard"  # in messages and in files of a run
 PROCESSES_NAME = "processes.json"
@@ -92,7 +93,7 @@ def forget(path: Path) -> None:
 def _read(file: Path) -> list[_RecordedProcess]:
     """Return the recorded processes that can be looked up from here; empty if nothing readable is recorded."""
     try:
-        values = json.loads(file.read_bytes())
+        values = parse_json(regular_file(file).read_bytes())
         place = PidNamespace(**values["place"])
         processes = [_RecordedProcess(**process) for process in values["processes"]]
     except FileNotFoundError:

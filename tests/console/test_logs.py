@@ -100,4 +100,4 @@ def test_who_no_longer_reads_ends_nothing(full: bool) -> None:
 def test_control_characters_reach_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Messages quote keys of records and names of the hub."""
     say("keys\tof\na record: a\x1b[2Jb\x9b1m é")
-    assert capsys.readouterr().err == "keys\tof\na record: a\\x1b[2Jb\\x9b1m é\n"
+    assert capsys.readouterr().err == "keys\tof\\na record: a\\x1b[2Jb\\u009b1m é\n"

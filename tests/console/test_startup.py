@@ -61,5 +61,5 @@ def test_a_terminal_that_closes_meanwhile_ends_nothing(monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "stderr", terminal)
         with spinner("loading"):
             os.close(near)
-            show("said", sys.stderr)
-        show("said afterwards", sys.stderr)
+            show("said", stream=sys.stderr)
+        show("said afterwards", stream=sys.stderr)

@@ -44,7 +44,7 @@ def infeasibility_error(
     """
     plan = _smallest(basis, machine, request, activations, shortfall)
     error = CapacityError(
-        explain_infeasible(plan, list(_remedies(basis.structure, machine, request, activations, plan)))
+        *explain_infeasible(plan, list(_remedies(basis.structure, machine, request, activations, plan)))
     )
     error.shortfall = shortfall(plan)
     return error
