@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # A module may import the rooms that stand before its own, and its own. `__version__` is no module: anybody may read it.
-FOUNDATION = ("__version__", "escapes", "read_file", "errors", "units", "spans", "virtual_clock", "config")
+FOUNDATION = (
+    "__version__", "escapes", "read_file", "time_limit", "errors", "units", "spans", "virtual_clock", "config",
+)  # fmt: skip
 IO = (
     "io.files", "io.words", "io.storage", "io.arenas", "io.saves", "io.checkpoints", "io.records", "io.tokens",
     "io.chat", "io.batching",

@@ -10,7 +10,6 @@ and MODULE.lora_B.weight, as in peft's files.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
-from megatrain_ray.engine.model.parameter_rules import ParameterRules, near
+from megatrain_ray.engine.model.parameter_rules import ParameterRules, matching, near
 from megatrain_ray.engine.model.structure import ModelFactory
 from megatrain_ray.errors import ConfigError
 
@@ -70,7 +69,9 @@ class Lora:
             module.lora_B = nn.Linear(self.rank, num_out, bias=False, **like)
 
     def _targets(self, model: nn.Module) -> list[str]:
-        matched = [(p, m) for p, m in model.named_modules() if any(re.search(pattern, p) for pattern in self.match)]
+        paths = [path for path, _ in model.named_modules()]
+        found = {pattern: matching("lora.match", pattern, paths) for pattern in self.match}
+        matched = [(p, m) for p, m in model.named_modules() if any(p in names for names in found.values())]
         # Counted by storage, because on the meta device a shared parameter may be several objects.
         uses = Counter(p.untyped_storage()._cdata for _, p in model.named_parameters(remove_duplicate=False))
         for path, module in matched:
@@ -78,7 +79,7 @@ class Lora:
                 raise ConfigError(f"lora.match: {path} {problem}; make the pattern narrower")
         linear = [path for path, module in model.named_modules() if _is_linear(module)]
         for pattern in self.match:
-            if not any(re.search(pattern, path) for path in linear):
+            if found[pattern].isdisjoint(linear):
                 raise ConfigError(
                     f"lora.match: {pattern!r} matches no linear module of the model ({len(linear)} of them); "
                     f"{near(pattern, linear)}"

@@ -7,7 +7,7 @@ one that matches is enough. A range of experts is matched by the name of the who
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -18,9 +18,14 @@ from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.layout.flat_layout import COMMON, FROZEN, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.time_limit import OutOfTimeError, time_limit
 
 MUON_DIMENSIONS = (2, 3)  # of a matrix; of a stack of matrices, one per expert
+PATTERN_S = 10.0  # a pattern that ends takes milliseconds
 NEAR = 0.4  # cutoff of difflib's ratio; low, since even the intended name is not very similar to a pattern
+
+
+Found = Mapping[str, Set[str]]  # names that match a pattern, by pattern
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,10 @@ class ParameterRules:
         nothing is left to train.
         """
         aliases = _aliases(model)
+        every = {whole_name(name) for names in aliases.values() for name in names}
+        found = {pattern: matching(key, pattern, every) for key, pattern in self._patterns()}
         for key, pattern in self._patterns():
-            if not any(_matches([pattern], names) for names in aliases.values()):
+            if not found[pattern]:
                 raise ConfigError(
                     f"{key}: {pattern!r} matches no parameter of the model ({len(aliases)} of them); "
                     f"{near(pattern, list(map(whole_name, aliases)))}"
@@ -59,12 +66,12 @@ class ParameterRules:
             name
             for name, names in aliases.items()
             if model.get_parameter(name).requires_grad
-            and (not self.trainable or _matches(self.trainable, names))
-            and not _matches(self.freeze, names)
+            and (not self.trainable or _matches(self.trainable, names, found))
+            and not _matches(self.freeze, names, found)
         ]
         if not trained:
             raise ConfigError("train.trainable and train.freeze leave no parameter to train; freeze less")
-        groups = {name: self._group(aliases[name]) for name in trained}
+        groups = {name: self._group(aliases[name], found) for name in trained}
         used = {id(group) for group in groups.values()}
         for number, rule in enumerate(self.groups):
             if id(rule.group) not in used:
@@ -80,8 +87,8 @@ class ParameterRules:
         for number, rule in enumerate(self.groups):
             yield from ((f"train.groups.{number}.match", pattern) for pattern in rule.match)
 
-    def _group(self, names: Sequence[str]) -> ParameterGroup:
-        return next((rule.group for rule in self.groups if _matches(rule.match, names)), COMMON)
+    def _group(self, names: Sequence[str], found: Found) -> ParameterGroup:
+        return next((rule.group for rule in self.groups if _matches(rule.match, names, found)), COMMON)
 
 
 ALL_ALIKE = ParameterRules()
@@ -140,8 +147,23 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return aliases
 
 
-def _matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
-    return any(re.search(pattern, whole_name(name)) for pattern in patterns for name in names)
+def matching(key: str, pattern: str, names: Iterable[str]) -> frozenset[str]:
+    """Return the names that a pattern of the setting `key` matches.
+
+    Raises ConfigError if that takes too long: some patterns take a time that doubles with each letter of a name.
+    """
+    try:
+        with time_limit(PATTERN_S):
+            return frozenset(name for name in names if re.search(pattern, name))
+    except OutOfTimeError:
+        raise ConfigError(
+            f"{key}: {pattern!r} was not compared with the model's names within {PATTERN_S:.0f} s; write it without "
+            "repetitions inside of repetitions, such as (a+)+"
+        ) from None
+
+
+def _matches(patterns: Iterable[str], names: Sequence[str], found: Found) -> bool:
+    return any(whole_name(name) in found[pattern] for pattern in patterns for name in names)
 
 
 def near(pattern: str, names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from megatrain_ray.io.chat.named_templates import MARKS, PLAIN, check_marks, rea
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, named_tokens, read_settings, tokenizer_folder
 from megatrain_ray.read_file import regular_file
+from megatrain_ray.time_limit import OutOfTimeError, time_limit
 
 Message = Mapping[str, Any]
 
@@ -32,6 +33,7 @@ OWN_VARIABLES = {
     "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
     "continue_final_message", "add_generation_prompt",
 }  # fmt: skip
+RENDER_S = 30.0  # a conversation takes milliseconds
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that Transformers uses
 
 
@@ -72,14 +74,20 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template  # takes 1 s: only if chats are read
 
         try:
-            texts, places = render_jinja_template(
-                conversations=[list(messages)],
-                tools=list(tools) or None,
-                chat_template=_with_fixed_date(self._source(tools)),
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
-                **self.variables,
-            )
+            with time_limit(RENDER_S):
+                texts, places = render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=list(tools) or None,
+                    chat_template=_with_fixed_date(self._source(tools)),
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=prompt,
+                    **self.variables,
+                )
+        except OutOfTimeError:
+            raise ConfigError(
+                f"data.chat_template: {self.name} did not render a conversation of {len(messages)} turns within "
+                f"{RENDER_S:.0f} s; mend its loops, or name another template"
+            ) from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"data.chat_template: {self.name}: line {error.lineno}: {error.message}") from None
         except Exception as error:  # a template is a program and may raise anything

@@ -23,6 +23,10 @@ from megatrain_ray.io.chat.messages import (
 from megatrain_ray.io.chat.template_ending import Surroundings, find_surroundings
 from megatrain_ray.io.records.read_records import RecordError
 
+MANY_ANSWERS = 500
+TURN_CHARS = 200  # of text take about as long to render as what a template does in each turn
+MOST_RENDERED = 1 << 31  # characters, twice those that are rendered: some minutes, for 4,000 short turns
+
 Range = tuple[int, int]
 Result = TypeVar("Result")
 
@@ -85,6 +89,7 @@ class TurnMarker:
         if last < 0:
             return []
         whole = replace(conversation, messages=conversation.messages[: last + 1])
+        _check_length(whole)
         return _in_either_form(whole, self._mark)
 
     def _mark(self, conversation: Conversation) -> list[MarkedText]:
@@ -205,6 +210,20 @@ def render_prompt(template: ChatTemplate, conversation: Conversation) -> str:
         return text
 
     return _in_either_form(conversation, rendered)
+
+
+def _check_length(conversation: Conversation) -> None:
+    """Raise RecordError for a conversation of so many turns that it would be rendered for hours.
+
+    It is rendered once for each answer, up to that answer, so the work grows with the square of its length.
+    """
+    if len(conversation.answers) > MANY_ANSWERS:
+        chars = sum(TURN_CHARS + len(str(message)) for message in conversation.messages)
+        if chars * len(conversation.answers) > MOST_RENDERED:
+            raise RecordError(
+                f"{len(conversation.messages)} turns are too many for one conversation, which is rendered for each "
+                "of its answers; divide it into several"
+            )
 
 
 def _leaves_out(template: ChatTemplate, what: str, index: int | None = None) -> RecordError:

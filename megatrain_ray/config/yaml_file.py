@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ FLOAT_TAG = "tag:yaml.org,2002:float"
 # In YAML 1.2, 1e-4 and 1E5 are numbers. PyYAML implements 1.1, which requires a dot and a signed exponent.
 EXPONENT = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)[eE][-+]?\d+$")
 NUMBER_STARTS = list("-+.0123456789")
+MOST_VALUES = 1_000_000  # of a file of settings, aliases counted as what they stand for
 WIDTH = 1 << 20  # characters of a line of YAML: a text is never wrapped
 
 
@@ -212,13 +214,41 @@ def _read(path: Path) -> str:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader)
+        return _load(text, where)
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark, error.problem or error.context
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{where}{position}: broken YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: it is nested too deeply; expected settings in a few levels") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: YAML reads 2024-02-30 as a date, which does not exist
         raise ConfigError(f"{where}: broken YAML: {error}") from None
+
+
+def _load(text: str, where: str) -> Any:
+    """Return the value of a YAML text. Raises ConfigError if aliases make it much larger than it is written."""
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_values(node, {}) > MOST_VALUES:
+            raise ConfigError(
+                f"{where}: its aliases (*name) stand for more than {MOST_VALUES} values; write the values themselves"
+            )
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return how many values a node holds, where each alias counts as what it stands for; infinite within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inner = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
+        known[id(node)] = 1 + sum(_num_values(part, known) for part in inner)
+    return known[id(node)]
 
 
 def override(tree: dict[str, Any], setting: str) -> None:
