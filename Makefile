@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint types unit curves
+.PHONY: demo test test-all test-newest lint types unit curves
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,11 @@ unit: $(READY)
 test-all: CASES = --all-cases --hypothesis-profile=many
 test-all: test
 	$(BIN)/python -m benchmarks.kill_campaign kill_campaign.json
+
+# The tests of models with the newest Transformers that pip gives, which stands before the pinned one (docs/testing.md).
+test-newest: $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers
+	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest tests/model tests/engine/discovery tests/engine/step/test_model_types.py
 
 # The committed loss curves of the reference, made again.
 curves: $(READY)

@@ -25,22 +25,30 @@ TOKEN, COUNT = 3, 8  # an id that no model uses for an image
 
 
 def check_outside_reads(factory: ModelFactory, structure: ModelStructure, readers: Mapping[str, str]) -> None:
-    """Raise ConfigError if what is read reaches a layer or the end of the forward.
+    """Raise ConfigError if what is read reaches a layer, or the end of the base model's forward.
+
+    Also if it is read elsewhere, or is a parameter of no layer.
 
     readers: path of the module that reads each parameter.
     """
     model = build_empty(factory, torch.float32)
     name = type(model).__name__
+    held = {p.name for layer in structure.layers for p in layer.parameters}
+    base = f"{structure.base}."
+    for parameter, reader in readers.items():
+        if parameter not in held or not f"{reader}.".startswith(base):
+            raise _refusal(name, parameter, readers)
     with FakeTensorMode(), Answers():
         trial = run_trial(factory(torch.float32), torch.zeros(1, COUNT, dtype=torch.int64))
     proxied = ProxiedModel(model, structure, torch.device("cpu"))
     for value in filter(is_floating, _given(proxied, trial)):
         if value.isnan().any():
-            parameter, reader = next(iter(readers.items()))
-            where = f"in {reader}" if reader else "by the model itself"
-            raise ConfigError(
-                f"{name}: parameter {parameter} belongs to no layer: it is read {where}; not supported yet"
-            )
+            raise _refusal(name, next(iter(readers)), readers)
+
+
+def _refusal(model: str, parameter: str, readers: Mapping[str, str]) -> ConfigError:
+    where = f"in {readers[parameter]}" if readers[parameter] else "by the model itself"
+    return ConfigError(f"{model}: parameter {parameter} belongs to no layer: it is read {where}; not supported yet")
 
 
 def _given(proxied: ProxiedModel, trial: Trial) -> Iterator[torch.Tensor]:

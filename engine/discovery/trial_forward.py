@@ -80,7 +80,9 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
     with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor), recorder:
         output = model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    behind = leaves_behind(tensors_in(vars(output)))
+    # A loss may be computed from everything that a base model returns.
+    bases = [c.output for c in recorder.trial.calls if hasattr(c.output, "last_hidden_state")]
+    behind = leaves_behind(tensors_in([vars(result) for result in (output, *bases)]))
     recorder.trial.reached |= {names[id(leaf)] for leaf in behind if id(leaf) in names}
     for module in model.modules():  # remove the trial's hooks, and those by which Transformers collects outputs
         module._forward_pre_hooks.clear()

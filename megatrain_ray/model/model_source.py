@@ -138,9 +138,9 @@ class ModelSource:
         """
         if self.folder is None or not self.tied:
             return None
-        weights, parameters = self._mapped(self.folder), dict(build_empty(self._base, torch.float32).named_parameters())
+        weights, model = self._mapped(self.folder), build_empty(self._base, torch.float32)
         for name, other in self.tied.items():
-            size = parameters[other].numel()
+            size = model.get_parameter(other).numel()
             if weights.holds(name) and weights.holds(other) and not equal_values(weights.read, name, other, size):
                 return name
         return None

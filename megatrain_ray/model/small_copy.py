@@ -22,7 +22,10 @@ _SPECIAL_ID = r".*_(id|ids|index|idx)"
 # The first pattern that matches a setting's whole name decides its largest value in the copy. Others: WIDTH.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"(unpadded_)?vocab_size(_per_layer_input)?|.*vocab_size_base|.*hash_byte_group_vocab", VOCAB),
-    (r"max_position_embeddings|max_seq_len|n_positions|n_ctx|context_length|model_max_length|mem_len", POSITIONS),
+    (
+        r"(original_)?max_position_embeddings|max_seq_len|n_positions|n_ctx|context_length|model_max_length|mem_len",
+        POSITIONS,
+    ),
     (_NUM_LAYERS, LAYERS),
     (r"moe_layer_end_index", LAYERS - 1),
     (r"num_kv_shared_layers|n_(in|out)put_layers|num_layers_per_stack", LAYERS // 2),
@@ -37,12 +40,14 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*(heads?|heads_per_layer)", HEADS),
     (r"mamba_d_ssm|attention_hidden_size", 2 * WIDTH),
     (r".*(rank|d_rel|rotary_dim|ple_embed_dim|hc_lowrank)", HEAD_DIM),
-    (r".*(window|chunk|attention_chunk)(_size|_length|_len)?|local_attention|block_size|.*topk(_blocks)?", WINDOW),
+    # Documents begin anywhere in a chunk of attention, which in Llama 4 is longer than most rows.
+    (r"attention_chunk_size", 1 << 62),
+    (r".*(window|chunk)(_size|_length|_len)?|local_attention|block_size|.*topk(_blocks)?", WINDOW),
     (r".*attention|.*_rates?|index_block_size", WINDOW // 2),
     (r".*(intermediate|ffn|inner|feed_forward|dff|dim_ff|mlp)(_.*)?", 48),
     (r"image_size|crop_size", 28),
     (r"patch_size", 14),
-    (r"top_k", 1 << 62),  # of generation
+    (r"top_k|.*floor(_scale)?", 1 << 62),  # of generation; of a scale that grows with a row
     (r".*(stride|kernel(_size)?|seed|period|offset|axis|iters|bins?|factor|decay|theta.*)", 1 << 62),
 )
 # Heads whose dimensions make up a width, which is twice the hidden one if it has no name.

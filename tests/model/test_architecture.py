@@ -15,6 +15,7 @@ from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.sight_check import check_packing
 from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe, load_model
 from tests.support.run_engine import Mode, train_engine
@@ -111,6 +112,7 @@ def test_a_models_own_code_runs_only_where_the_configuration_says_so(tmp_path: P
     batches, recipe = family_batches(2), Recipe(2, micro_batch_size=2)
     ours = train_engine(own, batches, recipe, Mode(), trust_remote_code=True)
     assert ours.losses == train_engine(llama, batches, recipe, Mode()).losses
+    check_packing(open_model(ModelConfig(path=str(own), trust_remote_code=True)).architecture)
 
 
 def test_pickled_weights_are_refused_whoever_is_trusted(tmp_path: Path) -> None:

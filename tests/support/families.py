@@ -1,12 +1,8 @@
-"""Defines tiny random models of many families by their configurations.
-
-Run as a module it writes their table into docs/.
-"""
+"""Defines tiny random models of many families by their configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 VOCAB = 131
@@ -44,7 +40,7 @@ class Family:
     """Holds the configuration of a family's model.
 
     config: Hugging Face's configuration, as plain data.
-    shows: what of the engine only such a model needs.
+    shows: what of the engine only such a model needs, for the reader.
     frozen: prefixes of parameters that a text never reaches.
     """
 
@@ -188,26 +184,3 @@ ROUNDED: dict[str, frozenset[str]] = {"Gemma 3n": frozenset({"model.embed_tokens
 
 # Families that cannot pack: layers hand a state from token to token, or get no mask that tells documents apart.
 UNPACKED = frozenset({"Bloom", "MPT", "GPT-OSS", "Qwen3-Next", "Falcon-H1", "Bamba", "Jamba", "Zamba2"})
-
-BEGIN, END = "<!-- table begin -->\n", "<!-- table end -->\n"
-
-
-def table() -> str:
-    """Return the parity matrix in Markdown, as the tests check it."""
-    rows = ["| family | what only such a model needs | packed rows |", "|---|---|---|"]
-    for name, of_family in FAMILIES.items():
-        rows.append(f"| {name} | {of_family.shows} | {'refused' if name in UNPACKED else 'yes'} |")
-    rounded = [f"the last bits of `{part}` in {name}" for name, parts in ROUNDED.items() for part in sorted(parts)]
-    return "\n".join([*rows, "", f"All are bit-equal, except {', '.join(rounded)}."]) + "\n"
-
-
-def write_docs(page: Path) -> None:
-    """Put the table between the page's marks."""
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(before + BEGIN + table() + END + rest.split(END)[1])
-
-
-if __name__ == "__main__":
-    from tests.engine.step.test_families import DOCS
-
-    write_docs(DOCS)

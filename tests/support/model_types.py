@@ -45,6 +45,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {"text_config": NOTE},
     "dots3_note_text": NOTE,
+    "emu3": {"vocabulary_map": {"<image>": 122}},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}}},
     "gemma3n": {"vision_config": {"model_type": "siglip_vision_model"}},
     "gemma3n_text": {**SLIDING_AND_FULL, "num_kv_shared_layers": 2},

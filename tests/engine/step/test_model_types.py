@@ -11,6 +11,7 @@ from tests.support.model_types import all_types, settings_of
 from tests.support.reference import Recipe
 from tests.support.run_engine import Mode
 from tests.support.type_sweep import build, compare, judge
+from tests.support.type_table import PAGE, table
 
 # What each shows is in the comment. Those that the installed Transformers lacks are left out.
 SHORT = (
@@ -37,3 +38,7 @@ def test_every_type_is_bit_equal_or_refused(tmp_path: Path, model_type: str) -> 
     verdict = judge(model_type, settings_of(model_type), tmp_path)
     results = {verdict.fp32, verdict.bf16, verdict.packed}
     assert [result for result in results if result != "equal" and not result.startswith("refused: ")] == []
+
+
+def test_the_table_in_docs_is_current() -> None:
+    assert table() in PAGE.read_text(), "run: python -m tests.support.type_table"
