@@ -10,9 +10,9 @@ import hashlib
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from megatrain_ray.engine.device.deadlines import transfer_deadline_s
 from megatrain_ray.engine.layout.precision import SECOND_MOMENT_BYTES, Precision
@@ -89,7 +89,7 @@ class MemoryItem:
 
     tier: Tier
     name: str
-    num_bytes: int
+    num_bytes: Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]
     formula: str
 
 

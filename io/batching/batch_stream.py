@@ -42,6 +42,9 @@ class Batch:
         return self.num_supervised if self.loss_weights is None else self.loss_weights.double().sum().item()
 
 
+MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
+
+
 class BatchStream:
     """Draws the windows of one source epoch after epoch. They depend only on the data, the seed and the position.
 
@@ -78,6 +81,9 @@ class BatchStream:
     def seek(self, position: Mapping[str, Any]) -> None:
         """Go to a saved position. Raises ConfigError for one of other data or outside this data."""
         corpus, num_windows = self._windows.corpus, self._windows.num_windows
+        wrong = [key for key in self.position if type(position.get(key)) is not int]
+        if wrong or position["epoch"] > MOST_EPOCHS:
+            raise ConfigError(f"the saved data position {dict(position)} is damaged: see {(wrong or ['epoch'])[0]}")
         saved = Fingerprint(position["num_tokens"], position["crc32"])
         if saved != corpus.fingerprint:
             raise ConfigError(

@@ -6,6 +6,7 @@ of shards. The last key of the file is a checksum of everything before it.
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,9 @@ FORMAT_VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
 WIDE_KIND = "wide"  # FP32 values of frozen parameters, where the working copy is bf16
 WEIGHT_KINDS = ("working", "master", WIDE_KIND)  # all other kinds are optimizer state
+
+ITEMSIZES = {"working": 2, "residual": 2, "master": 4, WIDE_KIND: 4}  # bytes of an element of weights, by kind
+MOMENT_SIZES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -211,11 +215,50 @@ def read_manifest(save_folder: Path) -> Manifest:
     if version != FORMAT_VERSION:
         raise MegatrainError(f"{path} has format version {version!r}, this release reads version {FORMAT_VERSION}")
     try:
-        return TypeAdapter(Manifest).validate_json(text)
+        manifest = TypeAdapter(Manifest).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise DamagedSaveError(f"{path} is damaged: {where}: {first['msg']}") from None
+    if problem := next(_problems(manifest), None):
+        raise DamagedSaveError(f"{path} is damaged: {problem}")
+    return manifest
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Yield what of a manifest does not fit together, though its checksum is right: somebody has edited it."""
+    counts = manifest.step, manifest.optimizer_step, manifest.num_skipped
+    if min(counts) < 0 or manifest.step != manifest.optimizer_step + manifest.num_skipped:
+        yield "step: {} is not optimizer_step + num_skipped: {} + {}".format(*counts)
+    working = "bf16" if "working" in manifest.itemsize else "fp32"
+    if manifest.precision != working:
+        yield f"precision: {manifest.precision}, though its kinds of state are those of {working}"
+    sizes = ITEMSIZES | dict.fromkeys(("m", "v"), MOMENT_SIZES.get(manifest.moments))
+    for kind, itemsize in manifest.itemsize.items():
+        if sizes.get(kind) != itemsize:
+            yield f"itemsize: {kind}: {itemsize}, expected {sizes.get(kind, 'no such kind')}"
+    if not manifest.layers:
+        yield "layers: there are none"
+    if len({layer.name for layer in manifest.layers}) < len(manifest.layers):
+        yield "layers: two have one name"
+    for layer in manifest.layers:
+        yield from _problems_of_layer(layer)
+    for blob in manifest.blobs():
+        if Path(blob.name).name != blob.name or "\0" in blob.name:
+            yield f"parts: {blob.name} is no name of a file in the folder"
+    yield from manifest.gaps()
+
+
+def _problems_of_layer(layer: LayerEntry) -> Iterator[str]:
+    position = 0
+    for p in layer.parameters:
+        if p.start != position or min(p.shape, default=1) < 1:
+            yield f"{layer.name}: {p.name} of shape {list(p.shape)} from element {p.start} on, expected from {position}"
+        position += 0 if p.tied_to else math.prod(p.shape)
+    if position != layer.logical_size:
+        yield f"{layer.name}: its parameters have {position} elements, expected logical_size: {layer.logical_size}"
+    if not 0 <= layer.num_frozen <= layer.logical_size or not 0 <= layer.num_muon <= layer.num_trained:
+        yield f"{layer.name}: num_frozen: {layer.num_frozen} and num_muon: {layer.num_muon} of {position} elements"
 
 
 def _sealed(text: bytes) -> bytes:

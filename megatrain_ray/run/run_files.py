@@ -40,6 +40,7 @@ from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.read_file import parse_json, regular_file
 from megatrain_ray.run.best_evaluation import best_evaluation
 from megatrain_ray.run.run_lock import lock_holder
+from megatrain_ray.run.run_model import check_saved
 
 REPORT_NAME = "report.html"
 
@@ -128,7 +129,7 @@ class RunFiles:
         else:
             is_own = token == manifest.run
         if is_own and manifest.step == step:
-            return
+            return check_saved(self.path, manifest)
         whose = f"of step {manifest.step} of the run in {manifest.config.get('run_dir', 'an unknown place')}"
         raise ConfigError(
             f"{self.saves / f'step_{step}'} is the save {whose}{others}: move it away; to go on with that run, name "

@@ -21,6 +21,7 @@ from megatrain_ray.run.run_files import append_row, parse_rows, read_damaged
 log = logging.getLogger(__name__)
 
 HISTORY_NAME = "history.jsonl"
+LARGEST = 1e18  # bytes or seconds of a row
 LATEST_S = 1 << 33  # in the year 2242
 
 
@@ -92,8 +93,25 @@ def read_history(run_dir: Path) -> Sequence[Mapping[str, Any]]:
         text = read_damaged(run_dir / HISTORY_NAME)
     except OSError:
         return ()
-    known = {what.value for what in What}
-    return parse_rows(text, lambda row: row.get("what") in known and _is_moment(row.get("unix_s")))
+    return [{key: value for key, value in row.items() if _is_sound(key, value)} for row in parse_rows(text, _is_row)]
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    return row.get("what") in [what.value for what in What] and _is_moment(row.get("unix_s"))
+
+
+def _is_sound(key: str, value: Any) -> bool:
+    """Return whether a value is of the type that versions write, so that a damaged file can still be shown."""
+    if key in ("step", "steps", "pid"):
+        return type(value) is int and 0 <= value < LATEST_S
+    if key in ("took_s", "pss_bytes"):
+        return isinstance(value, (int, float)) and 0 <= value < LARGEST
+    if key in ("process", "host", "plan_sha256", "how"):
+        return isinstance(value, str)
+    if key == "changed":
+        return isinstance(value, Mapping) and all(isinstance(pair, list) for pair in value.values())
+    is_flat = isinstance(value, Mapping) and not any(isinstance(part, (list, dict)) for part in value.values())
+    return key not in ("hardware", "versions") or is_flat
 
 
 def _is_moment(value: Any) -> bool:

@@ -18,6 +18,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.io.checkpoints.quantisation import without_quantisation
 from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.read_file import parse_json, regular_file
 
 MODEL_NAME = "model.json"
@@ -51,20 +52,35 @@ def model_type(path: Path) -> str | None:
         return None
 
 
+def check_saved(path: Path, manifest: Manifest) -> None:
+    """Raise ConfigError if a save is of another model than the run in directory `path`, going by its model.json."""
+    stored = _stored(path)
+    if stored is None:
+        return
+    theirs = dict(leaves(stored["config"]))
+    theirs |= {name: entry["shape"] for layer in stored["layers"].values() for name, entry in layer.items()}
+    ours: dict[str, Any] = {}
+    for p in (p for layer in manifest.layers for p in layer.parameters):
+        ours[whole_name(p.name)] = joined_shape(ours.get(whole_name(p.name)), p.shape)
+    relevant = {key: value for key, value in without_quantisation(manifest.model).items() if key not in IRRELEVANT}
+    ours = json.loads(json.dumps(dict(leaves(relevant)) | ours))
+    for key in dict.fromkeys([*theirs, *ours]):
+        if theirs.get(key) != ours.get(key):
+            raise ConfigError(
+                f"the save of step {manifest.step} is of another model than {path / MODEL_NAME} says: {key}: "
+                f"{theirs.get(key)} -> {ours.get(key)}; take another save (--step), or move this one away"
+            )
+
+
 def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure) -> None:
     """Raise ConfigError naming the first difference if the run in directory `path` is of another model.
 
     Values of weights are not compared.
     """
-    file = path / MODEL_NAME
-    try:
-        stored = parse_json(regular_file(file).read_bytes())
-        compared = {"config": without_quantisation(stored["config"]), "layers": stored["layers"]}
-        theirs = dict(leaves(compared))
-    except FileNotFoundError:
-        return  # deleted, as the message below says
-    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); delete it to go on without comparing models") from None
+    stored = _stored(path)
+    if stored is None:
+        return
+    theirs = dict(leaves(stored))
     ours = dict(leaves(_described(config, structure)))
     differing = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
     if differing:
@@ -74,6 +90,18 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
             f"{path} holds a run of another model: {key}: {theirs.get(key)} -> {ours.get(key)}{more}; set the model "
             "back to what it was, or choose another run_dir"
         )
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    """Return the model that `record_model` wrote, without settings of quantisation; None if it was deleted."""
+    file = path / MODEL_NAME
+    try:
+        stored = parse_json(regular_file(file).read_bytes())
+        return {"config": without_quantisation(stored["config"]), "layers": stored["layers"]}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); delete it to go on without comparing models") from None
 
 
 def _described(config: Mapping[str, Any], structure: ModelStructure) -> dict[str, Any]:
