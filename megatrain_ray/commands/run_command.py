@@ -21,7 +21,7 @@ from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.workers.early_imports import no_collections
 
 # Collections in the driver visit the objects of PyTorch, Ray and Transformers, which stay. At Python's thresholds (700,
-# 10, 10) they take 1.3 of the 7 CPU seconds that the driver needs for a start, at these 0.3.
+# 10, 10) they take 1.3 of the driver's 7 CPU seconds in a run of one step, at these 0.3.
 GC_THRESHOLDS = (100_000, 10, 10)
 
 
