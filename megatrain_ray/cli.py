@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import math
 import signal
@@ -65,6 +66,11 @@ def _answer(argv: Sequence[str] | None) -> int:
     except MegatrainError as error:
         show(*f"error: {error}".split("\n"), stream=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        show(f"error: {str(error.filename)[:64]}…: too long for the name of a file", stream=sys.stderr)
+        return ConfigError.exit_code
     except KeyboardInterrupt:
         goes_on = ": nothing more was saved; the same command resumes" if options.command == "train" else ""
         show(f"interrupted{goes_on}", stream=sys.stderr)

@@ -37,6 +37,12 @@ def file(tmp_path: Path) -> str:
             "hardware.cuda_graphs: true goes with one GPU so far, and hardware.num_gpus is 2; leave one of the two out",
         ),
         (["train.lr"], "override 'train.lr': expected key=value"),
+        (["train.steps=1" + 400 * "0"], "train.steps: expected at most 2147483647, got 10"),
+        (["train.steps=null", "train.epochs=1e300"], "train.epochs: expected at most 1048576, got 1e+300"),
+        (["train.batch_size=1048577"], "train.batch_size: expected at most 1048576, got 1048577"),
+        (["hardware.ram_limit=" + 400 * "9"], "hardware.ram_limit: expected at most 1152921504606846976"),
+        ([r'run_dir="a\0b"'], "run_dir: expected a text without a NUL character"),
+        (["model.config=null", "model.path=" + 5000 * "a"], "too long for the name of a file"),
         (["log.mlflow=true"], "log.mlflow: expected text (in quotes where it looks like something else), got true. "),
     ],
 )

@@ -9,12 +9,14 @@ from pydantic import Field
 
 from megatrain_ray.config.values import (
     Count,
+    Epochs,
     Group,
     NotNegative,
     Patterns,
     Positive,
     Rate,
     Seed,
+    Sequences,
     Text,
     WarmUp,
     exact,
@@ -52,13 +54,13 @@ class OptimizationConfig(Group):
     steps: NotNegative | None = None
     """Updates in total, those before a resume included; 0: only evaluate. Set exactly one of train.steps and
     train.epochs."""
-    epochs: Positive | None = None
+    epochs: Epochs | None = None
     """Passes over the training data: steps = epochs × rows ÷ batch_size, rounded up, once the data are tokenised."""
-    batch_size: Count | None = None
+    batch_size: Sequences | None = None
     """Sequences of an update = micro_batch_size × accumulate × num_gpus; null: from these, 1 each if unset."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: Sequences | None = None
     """Sequences of one forward; the plan chooses if only batch_size is set."""
-    accumulate: Count | None = None
+    accumulate: Sequences | None = None
     """Micro-batches of an update."""
     lr: Positive = 1e-4
     """Peak learning rate."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megatrain_ray.units import format_ranges, parse_ranges, parse_size
 
@@ -51,6 +51,20 @@ class HubDataset(Group):
 Source = str | WeightedPath | HubDataset
 
 
+def at_most(most: int, value: Any) -> Any:
+    """Return the number. Raises ValueError if it is larger than anything that a machine can do."""
+    if value > most:
+        raise ValueError(f"expected at most {most}, got {value}")
+    return value
+
+
+def without_nul(value: str) -> str:
+    """Return the text. Raises ValueError if it holds a NUL, which no path and no name may."""
+    if "\0" in value:
+        raise ValueError("expected a text without a NUL character")
+    return value
+
+
 def auto_or_switch(value: Any) -> Any:
     """Accept "auto", true or false. Raises ValueError for anything else."""
     if value != "auto" and not isinstance(value, bool):
@@ -67,7 +81,7 @@ def seconds_of(text: str) -> float:
 
 def steps_or_seconds(value: Any) -> Any:
     """Accept a number of steps, or text such as 30s. Raises ValueError for anything else."""
-    is_steps = type(value) is int and value >= 1
+    is_steps = type(value) is int and 1 <= value <= MOST
     if not is_steps and not isinstance(value, str):
         raise ValueError(f"expected a number of steps from 1 on, or seconds as in 30s, got {value!r}")
     if isinstance(value, str):
@@ -91,9 +105,11 @@ def epochs_of(text: str) -> Fraction:
 
 def steps_or_epochs(value: Any) -> Any:
     """Accept a number of steps, or text such as 1 epoch. Raises ValueError for anything else."""
-    is_steps = type(value) is int and value >= 0
+    is_steps = type(value) is int and 0 <= value <= MOST
     if not is_steps and not isinstance(value, str):
-        raise ValueError(f"expected a number of steps from 0 on, or epochs as in 1 epoch or 0.5 epochs, got {value!r}")
+        raise ValueError(
+            f"expected a number of steps from 0 to {MOST}, or epochs as in 1 epoch or 0.5 epochs, got {value!r}"
+        )
     if isinstance(value, str):
         epochs_of(value)
     return value
@@ -101,7 +117,7 @@ def steps_or_epochs(value: Any) -> Any:
 
 def steps_or_share(value: Any) -> int | float:
     """Accept a whole number of steps, or a share of them below 1. Raises ValueError for anything else."""
-    if type(value) in (int, float) and value >= 0 and (value < 1 or value == int(value)):
+    if type(value) in (int, float) and 0 <= value <= MOST and (value < 1 or value == int(value)):
         return int(value) if value == int(value) else float(value)
     raise ValueError(f"expected a whole number of steps, or their share as a number below 1; got {value!r}")
 
@@ -116,7 +132,7 @@ def sources_of_data(value: Any) -> Any:
     expected = (
         f"expected a path, a glob, a list of these, or a list of {{path, weight}} or {{hub: OWNER/NAME}}; got {value!r}"
     )
-    if not isinstance(given, (list, tuple)) or not all(given) or not given:
+    if not isinstance(given, (list, tuple)) or not all(given) or not given or "\0" in "".join(map(str, given)):
         raise ValueError(expected)
     sources = tuple(_source(source) if isinstance(source, dict) else source for source in given)
     if not all(isinstance(source, (str, WeightedPath, HubDataset)) for source in sources):
@@ -228,12 +244,16 @@ def number_ranges(expected: str, value: Any) -> str:
     return format_ranges(numbers)
 
 
-Text = Annotated[str, Field(min_length=1)]
+MOST = 2**31 - 1  # of anything that a run counts
+MOST_SEQUENCES = 2**20  # of a step; and epochs
+Text = Annotated[str, Field(min_length=1), AfterValidator(without_nul)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Count = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1), AfterValidator(partial(at_most, MOST))]
+NotNegative = Annotated[int, Field(ge=0), AfterValidator(partial(at_most, MOST))]
 Positive = Annotated[float, Field(gt=0)]
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Sequences = Annotated[int, Field(ge=1), AfterValidator(partial(at_most, MOST_SEQUENCES))]
+Epochs = Annotated[float, Field(gt=0), AfterValidator(partial(at_most, MOST_SEQUENCES))]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1), AfterValidator(partial(at_most, 2**60))]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 WarmUp = Annotated[int | float, BeforeValidator(steps_or_share)]
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)]

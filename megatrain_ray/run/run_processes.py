@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatrain_ray.errors import DeadlineError, MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.process_identity import PidNamespace, start_ticks
 from megatrain_ray.read_file import parse_json, regular_file
 
@@ -86,8 +87,10 @@ def living(path: Path) -> dict[str, int]:
 
 
 def forget(path: Path) -> None:
-    """Delete the record, when all processes of the run have ended well."""
-    (path / PROCESSES_NAME).unlink(missing_ok=True)
+    """Delete the record, when all processes of the run have ended well. Raises MegatrainError."""
+    file = path / PROCESSES_NAME
+    with explained("delete", file):
+        file.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> list[_RecordedProcess]:
