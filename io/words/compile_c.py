@@ -18,6 +18,7 @@ from megatrain_ray.io.files.atomic_file import sync
 from megatrain_ray.io.files.cache_folder import cache_folder
 
 COMPILE_S = 120  # our files take one second
+DIGEST_BYTES = 32
 COMPILERS = ("cc", "gcc", "clang", "g++", "clang++")
 
 Library = TypeVar("Library", bound=ctypes.CDLL)
@@ -55,8 +56,9 @@ def declare(function: ctypes._NamedFuncPointer, result: type | None, *arguments:
 
 
 def _load_or_build(source: Path, flags: Sequence[str], library: Path, load: Callable[[str], Library]) -> Library:
-    with suppress(OSError):  # missing, or damaged by a crash of the machine
-        return load(str(library))
+    if _is_whole(library):
+        with suppress(OSError):  # mounted noexec, or of another machine
+            return load(str(library))
     library.parent.mkdir(parents=True, exist_ok=True)
     # Build under a unique name, then rename: another process loads a complete file or none.
     file, name = tempfile.mkstemp(suffix=".partial", prefix=f"{library.stem}.", dir=library.parent)
@@ -64,11 +66,26 @@ def _load_or_build(source: Path, flags: Sequence[str], library: Path, load: Call
     partial = Path(name)
     try:
         _compile(source, flags, partial)
+        with partial.open("ab") as library_file:  # loaders read what its headers name, not what follows
+            library_file.write(_digest(partial.read_bytes()))
         sync(partial)  # a file torn by a crash of the machine might load, and fail only when called
         partial.replace(library)
     finally:
         partial.unlink(missing_ok=True)
     return load(str(library))
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether the library is there and ends with the digest of its bytes: a flipped bit could end a process."""
+    try:
+        data = library.read_bytes()
+    except OSError:
+        return False
+    return _digest(data[:-DIGEST_BYTES]) == data[-DIGEST_BYTES:]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def _compile(source: Path, flags: Sequence[str], output: Path) -> None:
