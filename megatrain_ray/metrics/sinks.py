@@ -182,8 +182,8 @@ def _wanted(config: TrainConfig, run_dir: Path, first_step: int) -> Iterator[tup
     if settings.prometheus:
         from megatrain_ray.metrics.ray_sink import RaySink
 
-        plan = RunFiles(run_dir).read_plan()
-        yield "log.prometheus", "Ray's metrics", lambda: RaySink(run_dir.name, config.train.num_steps, plan)
+        plan, run = RunFiles(run_dir).read_plan(), ascii(run_dir.name)[1:-1]  # Ray's tags are ASCII
+        yield "log.prometheus", "Ray's metrics", lambda: RaySink(run, config.train.num_steps, plan)
 
 
 def _identity(run_dir: Path) -> str:
