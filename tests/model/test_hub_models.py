@@ -1,6 +1,6 @@
 """What is trained of popular models' folders is what Transformers makes of them: ids, chats, the first loss, exports.
 
-The configurations are those that the models' makers publish (tests/support/hub_models.py).
+The configurations follow those that the models' makers publish (tests/support/hub_models.py).
 """
 
 from __future__ import annotations
