@@ -111,7 +111,8 @@ class LayerEntry:
         if kind not in WEIGHT_KINDS:
             return 0, self.num_trained - (self.num_muon if kind == "v" else 0)
         stop = self.logical_size if self.base_crc32 is None else self.num_trained
-        wide = min([stop, *(p.start for p in self.parameters if p.fp32 and self.num_trained <= p.start < stop)])
+        frozen = (p for p in self.parameters if p.tied_to is None and self.num_trained <= p.start < stop)
+        wide = min([stop, *(p.start for p in frozen if p.fp32)])
         return (wide, stop) if kind == WIDE_KIND else (0, wide)
 
     @property
@@ -230,9 +231,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     counts = manifest.step, manifest.optimizer_step, manifest.num_skipped
     if min(counts) < 0 or manifest.step != manifest.optimizer_step + manifest.num_skipped:
         yield "step: {} is not optimizer_step + num_skipped: {} + {}".format(*counts)
-    working = "bf16" if "working" in manifest.itemsize else "fp32"
-    if manifest.precision != working:
-        yield f"precision: {manifest.precision}, though its kinds of state are those of {working}"
+    fitting = ("bf16",) if "working" in manifest.itemsize else ("fp32", "tf32")
+    if manifest.precision not in fitting:
+        yield f"precision: {manifest.precision}, though its kinds of state are those of {' or '.join(fitting)}"
     sizes = ITEMSIZES | dict.fromkeys(("m", "v"), MOMENT_SIZES.get(manifest.moments))
     for kind, itemsize in manifest.itemsize.items():
         if sizes.get(kind) != itemsize:

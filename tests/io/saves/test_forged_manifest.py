@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from megatrain_ray.errors import DamagedSaveError
-from megatrain_ray.io.saves.manifest import MANIFEST_NAME, _sealed, _unsealed, read_manifest
+from megatrain_ray.io.saves.manifest import (
+    MANIFEST_NAME,
+    WIDE_KIND,
+    LayerEntry,
+    ParameterEntry,
+    _sealed,
+    _unsealed,
+    read_manifest,
+)
 from tests.support.saves import make_state, write_save
 
 Edit = Callable[[dict[str, Any]], None]
@@ -56,14 +64,37 @@ EDITS: dict[str, Edit] = {
 }
 
 
+def edit_manifest(file: Path, edit: Edit) -> None:
+    tree = json.loads(_unsealed(file.read_bytes()))
+    edit(tree)
+    file.write_bytes(_sealed(json.dumps(tree, separators=(",", ":")).encode()))
+
+
 @pytest.mark.parametrize("problem", EDITS)
 def test_a_forged_manifest_is_refused(problem: str, tmp_path: Path) -> None:
     file = write_save(tmp_path, 1, make_state("bf16")) / MANIFEST_NAME
     read_manifest(file.parent)
-    tree = json.loads(_unsealed(file.read_bytes()))
-    EDITS[problem](tree)
-    file.write_bytes(_sealed(json.dumps(tree, separators=(",", ":")).encode()))
+    edit_manifest(file, EDITS[problem])
     with pytest.raises(DamagedSaveError) as refusal:
         read_manifest(file.parent)
     assert problem in str(refusal.value)
     assert f"{file} is damaged: " in str(refusal.value)
+
+
+def test_a_save_of_a_tf32_run_is_read(tmp_path: Path) -> None:
+    """Its kinds of state are those of FP32, but it names its own precision."""
+    folder = write_save(tmp_path, 1, make_state("fp32"), "fp32")
+    edit_manifest(folder / MANIFEST_NAME, lambda tree: tree.update(precision="tf32"))
+    assert read_manifest(folder).precision == "tf32"
+
+
+def test_a_tied_parameter_begins_no_wide_values() -> None:
+    parameters = (
+        ParameterEntry("trained", (8,), 0),
+        ParameterEntry("tied", (8,), 8, tied_to="trained", fp32=True),
+        ParameterEntry("frozen", (4,), 8),
+        ParameterEntry("router", (2,), 12, fp32=True),
+    )
+    entry = LayerEntry("layer", 14, parameters, num_frozen=6)
+    assert entry.span_of("working") == (0, 12)
+    assert entry.span_of(WIDE_KIND) == (12, 14)
