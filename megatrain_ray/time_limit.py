@@ -36,8 +36,11 @@ def time_limit(seconds: float) -> Iterator[None]:
     handler, start_s = signal.signal(signal.SIGALRM, end), time.monotonic()
     before_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            is_over = True
+    finally:  # also if the signal came between the end of the block and the line above
         is_over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

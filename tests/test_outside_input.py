@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from torch import nn
@@ -102,6 +106,27 @@ def test_a_time_limit_ends_loops_and_regular_expressions() -> None:
             time.sleep(1)
     with time_limit(10):
         pass
+    assert signal.getsignal(signal.SIGALRM) == before
+
+
+def test_a_time_limit_is_over_if_its_signal_comes_at_the_last_moment() -> None:
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is time_limit.__wrapped__.__code__ and event == "line" and frame.f_lineno in last_lines:
+            last_lines.clear()
+            signal.raise_signal(signal.SIGALRM)
+        return trace
+
+    lines, first = inspect.getsourcelines(time_limit.__wrapped__)
+    last_lines = [first + i for i, line in enumerate(lines) if "is_over = True" in line][:1]
+    before, traced = signal.getsignal(signal.SIGALRM), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(OutOfTimeError), time_limit(10):
+            pass
+    finally:
+        sys.settrace(traced)
+    assert not last_lines
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == 0  # the interval at which a limit raises again
     assert signal.getsignal(signal.SIGALRM) == before
 
 
