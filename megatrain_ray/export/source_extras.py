@@ -73,8 +73,7 @@ def export_extras(config: ModelConfig, manifest: Manifest, dtype: ExportDtype = 
 
     dtype: type of the export, to which quantised ones are dequantised.
 
-    Raises ConfigError if that folder is
-    gone and something of it is needed.
+    Raises ConfigError if that folder is gone and something of it is needed.
     """
     source = with_own_code(config, manifest)
     empty = empty_model(source, manifest)

@@ -39,7 +39,7 @@ def record_model(path: Path, config: Mapping[str, Any], structure: ModelStructur
 def read_leftovers(path: Path) -> Leftovers | None:
     """Return the leftovers that were recorded in directory `path`; None if they were not, as in early releases."""
     try:
-        return Leftovers(**json.loads((path / MODEL_NAME).read_bytes())[LEFTOVERS_KEY])
+        return Leftovers(**parse_json(regular_file(path / MODEL_NAME).read_bytes())[LEFTOVERS_KEY])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

@@ -14,7 +14,7 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.model.model_source import open_model
-from megatrain_ray.run.run_model import MODEL_NAME, check_model, record_model
+from megatrain_ray.run.run_model import MODEL_NAME, check_model, read_leftovers, record_model
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -43,6 +43,9 @@ def test_the_same_model_may_go_on(tmp_path: Path) -> None:
     record_model(tmp_path, CONFIG, structure_of(CONFIG), Leftovers())
     check(tmp_path)
     check(tmp_path, transformers_version="5.0", torch_dtype="bfloat16", use_cache=False)
+    assert read_leftovers(tmp_path) == Leftovers([], [])
+    (tmp_path / MODEL_NAME).write_text("[" * 100_000)
+    assert read_leftovers(tmp_path) is None
     # Releases before dequantisation left the settings of quantised weights in the configuration.
     record_model(tmp_path, CONFIG | {"quantization_config": {"quant_method": "fp8"}}, structure_of(CONFIG), Leftovers())
     check(tmp_path)
