@@ -137,7 +137,7 @@ def _extent(length: int, number: int, size: int | None) -> int | None:
     """
     if size and -(-length // size) == number:
         return size
-    return length // number if number and length % number == 0 else None
+    return length // number if length and number and length % number == 0 else None
 
 
 def _grid(scales: TensorLocation) -> tuple[int, int]:

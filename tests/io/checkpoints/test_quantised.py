@@ -110,6 +110,10 @@ def test_two_fp4_numbers_in_a_byte(tmp_path: Path) -> None:
             {"a.weight": random_bytes(8, 8).view(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(3, 3)},
             FP8, r"shape \(3, 3\) do not fit quantised weights of shape \(8, 8\)",
         ),
+        (
+            {"a.weight": random_bytes(8).view(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(())},
+            FP8, r"shape \(\) do not fit quantised weights of shape \(8,\)",
+        ),
     ],
 )  # fmt: skip
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, held: Held, settings: Any, message: str) -> None:
