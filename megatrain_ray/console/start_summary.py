@@ -25,12 +25,13 @@ def describe_start(
 ) -> Iterator[str]:
     """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
 
-    leftovers: what the model's folder holds beyond the model; a line more if it is something.
+    If the model's folder holds something beyond the model, a line more says so.
 
     model_type: the model's type in Transformers.
     counts: of one epoch of the data.
     num_held_out: records that are held out; None if there are none, or they were not counted.
     num_made: steps that earlier starts of the run have made.
+    leftovers: what the folder holds beyond the model.
     epochs: train.epochs, if the configuration gives the steps by it.
     """
     train, steps = config.train, config.train.num_steps

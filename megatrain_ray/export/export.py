@@ -174,23 +174,23 @@ def _write(
         empty = empty_model(with_own_code(model, manifest), manifest)
         return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
     chosen = dtype or (ExportDtype.BF16 if "residual" in manifest.itemsize else ExportDtype.FP32)
-    beside = export_extras(model, manifest, chosen)
-    copies = [*tokenizer, *beside.code]
-    source = source_rest(files, config, beside, chosen, {f.name for f in copies}) if extras else SourceRest()
-    copies, rest = [*copies, *source.files], [*beside.rest, *source.tensors]
+    needed = export_extras(model, manifest, chosen)
+    copies = [*tokenizer, *needed.code]
+    source = source_rest(files, config, needed, chosen, {f.name for f in copies}) if extras else SourceRest()
+    copies, rest = [*copies, *source.files], [*needed.rest, *source.tensors]
     # Inference servers read the class here. A run that began with only model.config has no entry for it.
     settings = {
         **without_quantisation(manifest.model),
-        "architectures": manifest.model.get("architectures") or [type(beside.model).__name__],
+        "architectures": manifest.model.get("architectures") or [type(needed.model).__name__],
     }
     whole = replace(manifest, model=settings)
     if "tokenizer.json" in {file.name for file in tokenizer}:
         whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.kind == "sft"))
     if lora is None:
-        return export_save(folder, whole, out_dir, dtype, copies=copies, names=beside.names, rest=rest)
+        return export_save(folder, whole, out_dir, dtype, copies=copies, names=needed.names, rest=rest)
     opened = open_model(model)
     base, empty = opened.weights(), build_empty(opened.factory, torch.float32)
-    return export_merged(folder, whole, out_dir, dtype, lora, empty, base, names=beside.names, rest=rest, copies=copies)
+    return export_merged(folder, whole, out_dir, dtype, lora, empty, base, names=needed.names, rest=rest, copies=copies)
 
 
 def with_ends(manifest: Manifest, marks: EndMarks) -> Manifest:

@@ -135,7 +135,7 @@ class SourceRest:
 
 
 def source_rest(
-    files: RunFiles, config: TrainConfig, beside: ExportExtras, dtype: ExportDtype, written: Collection[str]
+    files: RunFiles, config: TrainConfig, needed: ExportExtras, dtype: ExportDtype, written: Collection[str]
 ) -> SourceRest:
     """Return the tensors and files of the folder that the run began with which are exported as they were; say which.
 
@@ -148,8 +148,8 @@ def source_rest(
     if model.path is None:
         return SourceRest()
     try:
-        folder = WeightFolder.open(_folder(model), base_prefix(beside.model))
-        found = find_leftovers(folder, known_names(beside.model, beside.names))
+        folder = WeightFolder.open(_folder(model), base_prefix(needed.model))
+        found = find_leftovers(folder, known_names(needed.model, needed.names))
     except ConfigError as error:
         if recorded is not None and recorded.tensors:
             raise _unlike(model.path, recorded, f"cannot be read now: {error}") from None
@@ -179,7 +179,7 @@ def _unlike(path: str, recorded: Leftovers, now: str) -> ConfigError:
 
 
 def _is_wanted(name: str, config: TrainConfig, written: Collection[str]) -> bool:
-    """Return whether a file of the model's folder belongs in an export beside the files of the run's tokenizer."""
+    """Return whether an export copies a file of the model's folder. Files of the tokenizer come from the run."""
     if name in written:
         return False
     is_own = config.tokenizer == config.model.path
