@@ -18,7 +18,7 @@ import safetensors
 import torch
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.quantisation import quantisation_of, with_dequantised
+from megatrain_ray.io.checkpoints.quantisation import FP8_DTYPES, SCALE_ENDS, quantisation_of, with_dequantised
 from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES, DTYPES, StoredTensor, TensorLocation
 from megatrain_ray.read_file import parse_json, regular_file
 
@@ -148,7 +148,10 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
 def _dtype(name: str, stored: StoredTensor, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
     if stored.dtype not in allowed:
-        raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, expected one of {', '.join(allowed)}")
+        is_fp8 = stored.dtype in FP8_DTYPES
+        advice = f", or FP8 with {SCALE_ENDS[0]}; use the folder of the unquantised model" if is_fp8 else ""
+        expected = f"expected one of {', '.join(allowed)}{advice}"
+        raise ConfigError(f"{stored.file}: {name} is of type {stored.dtype}, {expected}")
     return allowed[stored.dtype]
 
 

@@ -119,3 +119,11 @@ def test_two_fp4_numbers_in_a_byte(tmp_path: Path) -> None:
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, held: Held, settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(tmp_path, held, settings)
+
+
+def test_fp8_with_scales_of_another_name_is_refused(tmp_path: Path) -> None:
+    """As AutoFP8 wrote it. Without its scale the values would be wrong."""
+    values = random_bytes(8, 8).view(torch.float8_e4m3fn)
+    folder = opened(tmp_path, {"a.weight": values, "a.weight_scale": torch.ones(())}, FP8)
+    with pytest.raises(ConfigError, match=r"expected .* or FP8 with weight_scale_inv; use the folder of the unq"):
+        folder.read("a.weight", 0, 8)
