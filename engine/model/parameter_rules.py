@@ -101,7 +101,9 @@ def decays(model: nn.Module, name: str) -> bool:
     """
     path, _, local = name.rpartition(".")
     module = model.get_submodule(path)
-    is_norm = "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)  # Inkling's has a norm
+    kind = type(module).__name__.lower()
+    is_table = isinstance(module, nn.Embedding) or kind.endswith("head")  # Inkling's and Baichuan 2's have norms
+    is_norm = "norm" in kind and not is_table
     return model.get_parameter(name).dim() > 1 and not is_norm and not local.endswith("bias")
 
 

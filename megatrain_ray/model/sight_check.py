@@ -86,6 +86,8 @@ class _Trial:
             torch.manual_seed(0)
             arguments = packed_arguments(self._model, positions)
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, **arguments).logits
+        if logits.isnan().any():  # which differs from nothing
+            raise ValueError("its logits are NaN")
         return logits
 
     def differ(self, first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -47,5 +48,11 @@ def test_a_small_copy_that_does_not_run(monkeypatch: pytest.MonkeyPatch, caplog:
     open_model(ModelConfig(config=settings_of("xlnet")))
     assert "a small copy of the model does not run: ZeroDivisionError: division by zero" in caplog.text
     with pytest.raises(ConfigError, match="on a row of two documents failed with ZeroDivisionError: division by zero"):
+        check_packing(Architecture(settings_of("llama")))
+    monkeypatch.undo()
+    broken = Architecture(settings_of("llama")).small_copy()
+    next(broken.parameters()).data.fill_(math.nan)
+    monkeypatch.setattr(Architecture, "small_copy", lambda _: broken)
+    with pytest.raises(ConfigError, match="on a row of two documents failed with ValueError: its logits are NaN"):
         check_packing(Architecture(settings_of("llama")))
     sight_check._sees_later_tokens.cache_clear()

@@ -94,6 +94,7 @@ def test_neither_norms_nor_biases_decay_whatever_their_shape() -> None:
     """Cohere has a norm for each head, and GPT-OSS biases for each expert: matrices in shape only."""
     model = Toy()
     model.q_norm = nn.LayerNorm((4, 8))
+    model.lm_head = type("NormHead", (nn.Linear,), {})(4, 8)  # Baichuan 2's: a matrix that it normalises
     model.experts = nn.ParameterDict({"up_proj": torch.zeros(4, 3, 2), "up_proj_bias": torch.zeros(4, 3)})
     left = [name for name, p in model.named_parameters() if p.dim() > 1 and not decays(model, name)]
     assert left == ["q_norm.weight", "q_norm.bias", "experts.up_proj_bias"]
