@@ -12,7 +12,8 @@ only for the first part.
 A model may read some parameters in FP32 while the others stream as bf16. The FP32 values of such a parameter are its
 *wide copy*, and take two elements of a bf16 flat each. A frozen parameter has only its wide copy. A trained one also
 has a working copy in the trained part, as every other, so that its master is split and updated as every other. After
-each update the wide copy is set to the master. Logical coordinates count values, and no wide copies of trained parameters.
+each update the wide copy is set to the master. Logical coordinates count values, and no wide copies of trained
+parameters.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ _HEADS = (
 def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a complete configuration, as `to_dict` gives it, with few layers, experts and dimensions.
 
-    It has no dropout.
+    It draws no random numbers: dropout and the jitter of routers are zero.
     """
     count = next((config[key] for key in config if re.fullmatch(_NUM_LAYERS, key)), 0) or 0
     layers = _Layers(count, _of_each_kind(config, count))
@@ -90,7 +90,7 @@ class _Layers:
         if isinstance(value, list):
             return self._list(key, value)
         if isinstance(value, float):
-            return 0.0 if "drop" in key else value
+            return 0.0 if "drop" in key or "jitter" in key else value
         return _number(key, value) if type(value) is int else value
 
     def _mapping(self, key: str, value: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -40,6 +40,10 @@ def test_documents_of_sparse_attention_are_kept_apart() -> None:
     check_packing(Architecture(settings_of("deepseek_v32")))
 
 
+def test_random_numbers_are_not_taken_for_another_document() -> None:
+    check_packing(Architecture(settings_of("mixtral") | {"router_jitter_noise": 0.1, "attention_dropout": 0.1}))
+
+
 def test_a_small_copy_that_does_not_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is known then: the model is let in, and documents are not joined."""
     caplog.set_level(logging.INFO)
