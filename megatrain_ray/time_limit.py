@@ -20,8 +20,7 @@ class OutOfTimeError(Exception):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise OutOfTimeError in the block if it takes longer than this. Blocks may be nested.
 
-    A signal of the main thread interrupts Python code and regular expressions. In other threads nothing is bounded:
-    what they run has run in a main thread before, when a start checked it.
+    A signal of the main thread interrupts Python code and regular expressions. In other threads nothing is bounded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -18,6 +18,8 @@ from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
 from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, Fingerprint
 
+MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -40,9 +42,6 @@ class Batch:
     def total_weight(self) -> float:
         """Return the sum of the weights of all targets, which a step's loss is divided by."""
         return self.num_supervised if self.loss_weights is None else self.loss_weights.double().sum().item()
-
-
-MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
 
 
 class BatchStream:

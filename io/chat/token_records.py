@@ -113,9 +113,10 @@ def _begins(
                 f"{POSITIONS}: token {wrong[0]} has position {positions[wrong[0]]}; expected one more than the token "
                 "before it, or 0 where a document begins"
             )
+    places = np.flatnonzero(real)
     for numbers in (attended, _column(fields, NUMBERS, ids)):
         if numbers is not None:
-            begins[1:] |= np.diff(numbers) != 0
+            begins[places[1:][np.diff(numbers[places]) != 0]] = True  # pads between two tokens part nothing
     if (lengths := _numbers(fields, LENGTHS)) is not None:
         begins[_starts(LENGTHS, np.cumsum(lengths), ids, ends_at=ids.size)] = True
     for key in STARTS:

@@ -142,7 +142,7 @@ def _extent(length: int, number: int, size: int | None) -> int | None:
 
 def _grid(scales: TensorLocation) -> tuple[int, int]:
     """Return the rows and columns of scales of a matrix."""
-    return scales.shape[-2:] if len(scales.shape) > 1 else (1, 1)  # type: ignore[return-value]
+    return (scales.shape[-2], scales.shape[-1]) if len(scales.shape) > 1 else (1, 1)
 
 
 def _shape_of(values: TensorLocation) -> tuple[int, ...]:

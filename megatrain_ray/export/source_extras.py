@@ -36,6 +36,8 @@ from megatrain_ray.model.model_source import ModelSource, open_model, read_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import read_leftovers
 
+VOCABULARIES = (".model", ".tiktoken", ".bpe", ".spm")  # of tokenizers
+
 
 def with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
     """Return the source of a model that Transformers does not have; None if it has the model."""
@@ -45,9 +47,6 @@ def with_own_code(model: ModelConfig, manifest: Manifest) -> ModelSource | None:
 def empty_model(source: ModelSource | None, manifest: Manifest) -> nn.Module:
     """Return the model without weights, built by its own code or by Transformers."""
     return build_empty(source.factory if source else Architecture(dict(manifest.model)), torch.float32)
-
-
-VOCABULARIES = (".model", ".tiktoken", ".bpe", ".spm")  # of tokenizers
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from tests.support.texts import tokens_of
         ({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, [5, 6, 7], [0, 0, 1]),
         ({"input_ids": [0, 5, 6, 0], "labels": [-100, 5, 6, -100], "attention_mask": [0, 1, 1, 0]}, [5, 6], [1, 1]),
         ({"input_ids": [0, 5, 6, 0], "attention_mask": [0, 1, 1, 0]}, [5, 6], [1, 1]),
+        ({"input_ids": [5, 0, 6], "attention_mask": [1, 0, 1]}, [5, 6], [1, 1]),  # one document
         ({"input_ids": []}, [], []),
         ({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, [5, 6, 7], [0, 1, 1]),
         ({"input_ids": [5, 6], "loss_mask": [True, False]}, [5, 6], [1, 0]),
