@@ -1,8 +1,19 @@
 """Runs the command line: `python -m megatrain_ray` is the same as `megatrain`."""
 
+import os
 import sys
 
-from megatrain_ray.cli import main
+
+def start() -> int:
+    """Run the command line. The Python processes that it starts do not import from the current directory."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    from megatrain_ray.cli import main
+
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # `python -m` looks for modules in the current directory first, where a user's file may be called random.py.
+    if not sys.flags.safe_path and __file__ != f"{sys.path[0]}/megatrain_ray/__main__.py":
+        del sys.path[0]
+    sys.exit(start())

@@ -21,7 +21,7 @@ from ray._private.services import find_bootstrap_address
 
 from megatrain_ray.console.interrupts import ENDINGS
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
-from megatrain_ray.crew.ray_helpers import without_helpers
+from megatrain_ray.crew.ray_helpers import DriverPaths, without_helpers
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.disk_errors import explained
@@ -224,7 +224,7 @@ def _init(problem: str, advice: str, **options: Any) -> None:
     others = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
         with _interrupted_afterwards(), _killing_late(lambda: _started(others), DEADLINE_S):
-            ray.init(**options)
+            ray.init(job_config=DriverPaths(), **options)
     except Exception as error:  # Ray raises many classes
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MegatrainError(f"{problem}: {reason}; {advice}") from error

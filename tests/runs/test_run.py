@@ -38,6 +38,9 @@ from tests.support.tiny import build_tiny, text_batches
 
 Row = dict[str, Any]
 
+# Of Python, of libraries and of a checkout of this one. Python imports types.py before it runs any program by -m.
+MODULES = ("random", "queue", "socket", "tempfile", "numpy", "torch", "ray", "greenlet", "engine")
+
 STEPS = 120  # of a run that is interrupted: more than are made before the signal is heard
 
 PARITY_ROWS: dict[str, tuple[Row, bool, tuple[LoopOrder, ActivationPolicy, int, int]]] = {
@@ -107,14 +110,24 @@ def arenas_mapped(pid: int) -> set[str]:
     return {line.split("/memfd:megatrain-")[1].split(" ")[0][9:] for line in lines if "/memfd:megatrain-" in line}
 
 
+def folder_of_modules(folder: Path) -> Path:
+    """Make a folder with files that are called like modules and end each program that imports one of them."""
+    folder.mkdir()
+    for name in MODULES:
+        (folder / f"{name}.py").write_text(f"import os, sys; print('imported {name}', file=sys.stderr); os._exit(9)")
+    return folder
+
+
 def interrupt(path: Path, run_dir: Path) -> str:
     """Train some steps with an embedded Ray, interrupt the run, and return what it wrote to standard error.
 
-    The signal goes to the whole process group, as a terminal sends it. (`ray job stop` sends SIGTERM: test_ray_job.py.)
+    It starts in a folder of files that nothing may import. The signal goes to the whole process group, as a terminal
+    sends it. (`ray job stop` sends SIGTERM: test_ray_job.py.)
     """
     enough = 4
+    folder = folder_of_modules(run_dir.with_name("modules"))
     process = subprocess.Popen(
-        command("train", str(path)), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command("train", str(path)), cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     deadline = time.monotonic() + 120
     while len(rows(run_dir)) < enough and process.poll() is None and time.monotonic() < deadline:
