@@ -53,6 +53,18 @@ ROWS = {
     "7.6b_80gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=80GB"),
     "7.6b_24gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=24GB", "hardware.ram_limit=123GiB"),
     "7.6b_10gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=10GB", "train.grad_dtype=bf16"),
+    # The shape, tokens and limits of als244/dataflow's published figures.
+    **{
+        f"llama3_8b_{limit}": ("llama3_8b.yaml", f"hardware.hbm_limit={limit}", "hardware.ram_limit=245GiB")
+        for limit in ("8.8GiB", "25GiB", "67.3GiB")
+    },
+    "llama3_8b_8.8GiB_no_clip": (
+        "llama3_8b.yaml",
+        "hardware.hbm_limit=8.8GiB",
+        "hardware.ram_limit=123GiB",
+        "train.clip=null",
+        "train.grad_dtype=bf16",
+    ),
     # Whole blocks need 14 GiB.
     "mixtral_divided": ("mixtral_5.9b.yaml", "hardware.hbm_limit=12GB"),
     "mixtral": ("mixtral_5.9b.yaml",),

@@ -97,6 +97,7 @@ class Request:
     sliding_windows: tuple[int | None, ...] = ()  # sliding window of each block, in tokens; None, or empty: no window
     compiled: bool = False  # whether layers are compiled that can be
     mlp_chunk_tokens: int = 0  # tokens that an MLP computes at a time; 0: a whole micro-batch (only make_plan chooses)
+    small_logits: bool = False  # the loss is computed in smaller chunks than usual (only make_plan chooses)
     captured: bool | None = None  # a step is a CUDA graph; None: if that is faster (only make_plan chooses)
     num_gpus: int = 1  # of all hosts
     num_hosts: int = 1

@@ -245,7 +245,10 @@ class PlanBuilder:
         plan = replace(self._placement(candidate).base, layers=self._layers_in_memory(candidate))
         beside = beside_loss(plan, self.activations)
         backward = backward_bytes(plan, self.layout, self.activations)
-        return chunk_tokens(plan, self.structure, self.layout, beside=beside, backward=backward, z_loss=self._z_loss)
+        return chunk_tokens(
+            plan, self.structure, self.layout, beside=beside, backward=backward, z_loss=self._z_loss,
+            small=self.request.small_logits,
+        )  # fmt: skip
 
     def _layers_in_memory(self, candidate: Candidate) -> tuple[LayerPlan, ...]:
         return self._layers.of(candidate, self._placement(candidate).deferred)

@@ -17,7 +17,7 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.predict_step import predict
-from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, may_chunk, mlp_chunk_tokens
+from megatrain_ray.engine.planner.memory.chunk_sizes import is_long, may_be_small, may_chunk, mlp_chunk_tokens
 from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.planner.search.candidates import VERY_FEW_BLOCKS, candidates, splits
@@ -278,13 +278,17 @@ def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> C
 def split_searches(
     basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: SearchResults
 ) -> Iterator[SplitSearch]:
-    """Yield a search for each split, and a second one with MLPs in chunks if its micro-batches are large.
+    """Yield a search for each split.
+
+    There is a second one with small logits on a small device, and with MLPs in chunks if micro-batches are large.
 
     found: collects the plans that fit.
     """
     for split in splits(request):
         split_activations = activations.times(split.micro_batch_size // request.micro_batch_size)
         yield SplitSearch(basis, machine, split, split_activations, found)
+        if may_be_small(machine.hbm_bytes):
+            yield SplitSearch(basis, machine, replace(split, small_logits=True), split_activations, found)
         tokens = split.micro_batch_size * split.seq_len
         if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
             continue

@@ -22,6 +22,7 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import (
     MAX_LOGITS,
     chunk_tokens,
     loss_bytes,
+    may_be_small,
 )
 from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request
@@ -73,6 +74,17 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
     assert 1024 * VOCAB * 4 <= LOGITS_BYTES < 2048 * VOCAB * 4
     assert tokens == 1024 or bytes_of(tokens) <= backward
     assert tokens == 8192 or bytes_of(2 * tokens) > backward, "with twice as many there were more"
+
+
+def test_small_logits_take_a_small_share_of_a_small_device() -> None:
+    structure, layout = shape()[0], shape()[0].layout()
+
+    def tokens_of(gib: int) -> int:
+        limited = replace(planned(64), limits=replace(planned(64).limits, hbm_bytes=gib << 30))
+        return chunk_tokens(limited, structure, layout, beside=0, backward=0, z_loss=False, small=True)
+
+    assert [tokens_of(gib) for gib in (4, 9, 15)] == [128, 256, 512]
+    assert [may_be_small(gib << 30) for gib in (4, 9, 15, 16, 80)] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("seq_len", [14123, 28195, 28232, 40001])
