@@ -43,6 +43,8 @@ class DriverPaths(JobConfig):  # type: ignore[misc]
     module of Python or of a library.
     """
 
+    _py_driver_sys_path: list[str]
+
     def _serialize(self) -> bytes:
         ours = [str(Path.cwd()) if path == "" else path for path in sys.path]
         self._py_driver_sys_path = [path for path in self._py_driver_sys_path if path in ours]
