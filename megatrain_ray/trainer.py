@@ -291,6 +291,7 @@ def _describe(
         num_made=manifest.step if manifest else 0,
         epochs=epochs,
         leftovers=leftovers,
+        unreached=run_spec.structure.unreached,
     ):
         say(line)
     if config.data.kind == "sft":

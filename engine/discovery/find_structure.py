@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -44,7 +46,7 @@ class StructureFinder:
 
     def structure(self) -> ModelStructure:
         """Return the structure. Raises ConfigError for a model that cannot be streamed, and names the cause."""
-        list_path = self._find_list()
+        list_path = self._list_path
         base = self._find_base(list_path)
         blocks = self._blocks(list_path)
         before, head = self._outer(list_path, blocks)
@@ -70,9 +72,17 @@ class StructureFinder:
             attention_widths=tuple(map(self._attention_width, layers[1:-1])),
             looked_up=frozenset(self._trial.looked_up),
             norms=frozenset(p for p in head if p not in in_loss and _is_norm(self._model, self._trial, base.path, p)),
+            learned_masks=frozenset(
+                path
+                for layer in layers
+                for path in layer.modules
+                if any(f"{inner}.".startswith(f"{path}.") for inner in self._trial.learned_masks)
+            ),
+            unreached=tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in self._unreached(self._model, ""))),
         )
 
-    def _find_list(self) -> str:
+    @cached_property
+    def _list_path(self) -> str:
         """Return the path of the layer list: the module list with most parameters whose members are called."""
         sizes = {
             path: sum(p.numel() for p in module.parameters())
@@ -166,12 +176,40 @@ class StructureFinder:
         return LayerSpec(name, kind, tuple(modules), tuple(parameters))
 
     def _group(self, name: str) -> ParameterGroup:
-        """Return the group of a parameter. One that is read but that no gradient reaches is frozen.
+        """Return the group of a parameter. One that no gradient reaches is frozen; torch's AdamW leaves it alone, too.
 
-        For instance an indexer, which only chooses tokens. torch's AdamW leaves such a parameter alone, too.
+        For instance an indexer, which only chooses tokens, or experts for images.
         """
-        is_unreached = name in self._trial.reads and name not in self._trial.reached
-        return FROZEN if is_unreached else self._groups[name]
+        return self._groups[name] if self._is_reached(name) else FROZEN
+
+    def _is_reached(self, name: str) -> bool:
+        """Return whether a gradient reaches the parameter. Of experts in a list the trial reads arbitrary ones."""
+        if name in self._trial.reads:
+            return name in self._trial.reached
+        return self._kind(name) in self._reached_kinds
+
+    @cached_property
+    def _reached_kinds(self) -> frozenset[str]:
+        return frozenset(map(self._kind, self._trial.reached))
+
+    def _kind(self, name: str) -> str:
+        """Return the name with a * for each number behind that of its block."""
+        block = re.match(rf"{re.escape(self._list_path)}\.\d+\.", name)
+        begin = block.end() if block else 0
+        return name[:begin] + re.sub(r"\b\d+\b", "*", name[begin:])
+
+    def _unreached(self, module: nn.Module, path: str) -> Iterator[str]:
+        """Yield the largest modules, and else parameters, that would be trained if a gradient reached them."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        of_module = [names[id(p)] for p in module.parameters()]
+        idle = [name for name in of_module if self._groups[name].trained and not self._is_reached(name)]
+        if path and idle == of_module:
+            yield from [path] * bool(idle)
+        elif idle:
+            own = [names[id(p)] for p in module.parameters(recurse=False)]
+            yield from (name for name in own if name in idle)
+            for name, child in module.named_children():
+                yield from self._unreached(child, f"{path}.{name}" if path else name)
 
     def _outside_reads(self, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, str]]:
         """Yield each parameter that is read while no module of the schedule that holds it runs, and its reader."""

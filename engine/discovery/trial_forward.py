@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -57,6 +58,7 @@ class Trial:
     reads: dict[str, set[str]] = field(default_factory=dict)  # parameter → innermost modules running when it is read
     reached: set[str] = field(default_factory=set)  # parameters to which a gradient of the outputs flows
     looked_up: set[str] = field(default_factory=set)  # parameters whose rows are picked by index: no matrix product
+    learned_masks: set[str] = field(default_factory=set)  # modules whose attention has a mask with a gradient
     touched: dict[int, int] = field(default_factory=dict)  # living storage → when a module or an operation last had it
     made: dict[int, int] = field(default_factory=dict)  # storage → when it was made
     uses: list[StorageUse] = field(default_factory=list)  # of all storages, whether they still live or not
@@ -77,7 +79,8 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
     for path, module in model.named_modules():
         module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
         module.register_forward_hook(recorder.leave)
-    with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor), recorder:
+    saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
+    with saving, recorder, _MaskWatch(recorder):
         output = model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     # A loss may be computed from everything that a base model returns.
@@ -100,6 +103,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seq_len = seq_len
         self._clock = 0
         self._open: list[Call] = []  # calls that have not ended, innermost last
+
+    @property
+    def innermost(self) -> str:
+        """Return the path of the innermost module that runs."""
+        return self._open[-1].path if self._open else ""
 
     def enter(self, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clock += 1
@@ -130,7 +138,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = tensors_in((args, kwargs))
         for name in {self._names[id(tensor)] for tensor in given if id(tensor) in self._names}:
-            self.trial.reads.setdefault(name, set()).add(self._open[-1].path if self._open else "")
+            self.trial.reads.setdefault(name, set()).add(self.innermost)
             if func is torch.ops.aten.embedding.default:
                 self.trial.looked_up.add(name)
         others = (tensor for tensor in given if id(tensor) not in self._names)
@@ -148,6 +156,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = self.trial.made
         self.trial.uses += [StorageUse(storage, made[storage], self._clock) for storage in had if storage in made]
         made |= dict.fromkeys(results if in_place else results - had, self._clock)
+
+
+class _MaskWatch(TorchFunctionMode):
+    """Records which modules call SDPA with a mask that requires a gradient. Operations do not show it."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
+            if mask is not None and mask.requires_grad:
+                self._recorder.trial.learned_masks.add(self._recorder.innermost)
+        return func(*args, **kwargs or {})
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

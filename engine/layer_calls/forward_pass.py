@@ -4,24 +4,24 @@ A micro-batch's forward runs in a greenlet. Each layer is replaced by a proxy. C
 the step, and suspends the forward until the step returns the outputs. So any number of forwards can be in progress at
 once, in any loop order. Masks, rotary embeddings and scaling are still computed by the model itself.
 
-The backward visits the calls in reverse. A gradient that leaves a call goes to the leaf that its tensor belongs to. If
-the model did something between two calls ("glue"), the gradient waits at the glue's output until every later call has
-sent its share, as in autograd. A glue tensor that enters a call begins at a new leaf for the glue after it. So the
-gradient of a residual is summed in autograd's order.
+The backward visits the calls in reverse. Before the backward of a call, the backward runs of what the model computed
+after it ("glue"), until the next call. It ends at what is older than that, where gradients wait. So every operation
+runs once, with its whole gradient, and gradients are summed in autograd's order: the youngest operation first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import GradientEdge
 
-from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome, alias_output, leaves_behind
+from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome
 from megatrain_ray.errors import MegatrainError
 
 
@@ -64,12 +64,29 @@ class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
     num_calls = 0
 
 
-class _Cut(NamedTuple):
-    """Records where glue enters a call."""
+class _Edge(NamedTuple):
+    """Identifies a tensor of a forward: output `number` of an autograd node, whatever happens to the tensor later."""
 
-    tensor: torch.Tensor  # entered the call; it begins at `leaf` from there on
-    leaf: torch.Tensor  # collects the gradient that later operations send to the tensor
-    origin: torch.Tensor  # alias of the tensor with the graph that computed it
+    node: Any
+    number: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Edge:
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+        return _Edge(edge.node, edge.output_nr)
+
+    @property
+    def age(self) -> int:
+        """Return a number that grows with every node that this thread makes."""
+        return int(self.node._sequence_nr())
+
+
+class _Ends(NamedTuple):
+    """Holds where a call begins and ends in the graph of its forward."""
+
+    inputs: list[_Edge]  # of its ports
+    outputs: list[_Edge]  # of its aliases
+    made: int  # age of the youngest node when the call had ended; without outputs nothing is younger
 
 
 class ForwardPass:
@@ -84,13 +101,9 @@ class ForwardPass:
         self.pending: LayerCall | None = None
         self.result: Any = None
         self.calls: list[LayerCall] = []  # those that have a backward
-        self._owner: dict[int, int] = {}  # id(leaf) → index of its call; the calls keep their leaves alive
-        # id(alias given to the model) → its leaf and its autograd node; the calls keep the aliases alive
-        self._aliases: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._cuts: dict[int, list[_Cut]] = {}  # by index of the first call that the tensor enters
-        self._views: dict[int, list[torch.Tensor]] = {}  # views of leaves' aliases, by index of the first call
-        # id(glue tensor) → the tensor, its gradient so far, index of the latest call that it was computed from
-        self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._inputs: list[_Edge] = []  # of the pending call
+        self._ends: dict[int, _Ends] = {}  # by index of the call
+        self._gradients: dict[_Edge, torch.Tensor] = {}  # what was sent so far, and waits
         self._recorded: dict[str, list[torch.Tensor]] = {}
 
     def start(self) -> None:
@@ -104,9 +117,9 @@ class ForwardPass:
             raise RuntimeError("no call is pending")
         if call.needs_gradient:
             self.calls.append(call)
-        self._owner.update({id(leaf): call.index for leaf in call.leaves})
-        for tensor, leaf in zip(call.aliases, call.leaves, strict=True):
-            self._aliases[id(tensor)] = leaf, tensor.grad_fn
+            outputs = [_Edge.of(tensor) for tensor in call.aliases]
+            youngest = max((edge.age for edge in outputs), default=sys.maxsize)
+            self._ends[call.index] = _Ends(self._inputs, outputs, youngest)
         for key, values in outcome.recorded.items():
             self._recorded.setdefault(key, []).extend(values)
         call.given.write(outcome.added)
@@ -143,116 +156,83 @@ class ForwardPass:
                 f"{call.path} was called with a tensor on the meta device, which has no elements: the model's forward "
                 "takes the device of a parameter outside of its layers; such a model cannot be trained here"
             )
-        ports = [port.tensor for port in call.ports]
-        glue = [tensor for tensor in ports if self._leaf(tensor) is None and tensor.grad_fn is not None]
-        self._cuts[call.index] = [self._cut(tensor, call) for tensor in glue if not tensor._is_view()]
-        self._views[call.index] = [tensor for tensor in glue if self._is_new_view(tensor)]
-
-    def _is_new_view(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of something that begins at a leaf, and has not entered a call before.
-
-        Its gradient is complete after the backward of the first call that it enters. It then goes to the leaf at once,
-        and does not wait for the gradients of all glue after the leaf.
-        """
-        if tensor._base is None or self._leaf(tensor._base) is None:
-            return False
-        return not any(tensor is view for views in self._views.values() for view in views)
-
-    def _cut(self, tensor: torch.Tensor, call: LayerCall) -> _Cut:
-        """Make a glue tensor that enters `call` begin at a new leaf; for the model it stays the same tensor object.
-
-        Its gradient is complete when `call` has sent its share. Not for views: they cannot be rebased onto a leaf.
-        """
-        with torch.enable_grad():  # the model may have disabled gradients here
-            origin, leaf = alias_output(tensor), tensor.detach().requires_grad_(True)
-            tensor.detach_()
-            with _unsafe_preserve_version_counter(tensor):  # its elements do not change
-                _Rebased.apply(leaf, tensor)  # type: ignore[no-untyped-call]
-        self._owner[id(leaf)] = call.index
-        self._aliases[id(tensor)] = leaf, tensor.grad_fn
-        return _Cut(tensor, leaf, origin)
+        self._inputs = [_Edge.of(port.tensor) for port in call.ports]
 
     def send(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Accumulate a gradient into a tensor of the forward: a call's output, or glue computed from outputs."""
         if gradient is None or not tensor.requires_grad:
             return
-        before = self._pending(tensor)
-        self._put(tensor, gradient if before is None else before + gradient)
-
-    def _pending(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        leaf = self._leaf(tensor)
-        if leaf is not None:
-            return leaf.grad
-        entry = self._waiting.get(id(tensor))
-        return None if entry is None else entry[1]
-
-    def _put(self, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-        leaf = self._leaf(tensor)
-        if leaf is not None:
-            leaf.grad = gradient
-            return
-        if id(tensor) in self._waiting:
-            latest = self._waiting[id(tensor)][2]
-        else:
-            latest = max((self._owner.get(id(leaf), -1) for leaf in leaves_behind([tensor])), default=-1)
-        self._waiting[id(tensor)] = (tensor, gradient, latest)
-
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the leaf that the tensor aliases. None if the tensor is glue, or was changed in place since."""
-        leaf, node = self._aliases.get(id(tensor), (None, None))
-        return leaf if node is tensor.grad_fn else None
+        edge = _Edge.of(tensor)
+        before = self._gradients.get(edge)
+        self._gradients[edge] = gradient if before is None else before + gradient
 
     def flush_glue(self, call: LayerCall) -> None:
-        """Run the backward of the glue after this call, so that the gradients of its leaves are complete."""
-        ready = [key for key, (_, _, latest) in self._waiting.items() if latest >= call.index]
-        entries = [self._waiting.pop(key) for key in ready]
-        if entries:
-            # retain_graph: glue that reaches back to an earlier call may share operations with the glue run here.
-            torch.autograd.backward([e[0] for e in entries], [e[1] for e in entries], retain_graph=True)
+        """Run the backward of the glue after this call. Then the gradients of what the call returned are complete."""
+        made = self._ends[call.index].made
+        ready = [edge for edge in self._gradients if edge.age > made]
+        if not ready:
+            return
+        older = _older_edges(ready, made)
+        # What waits at an older tensor enters with it, so that it is the first addend.
+        roots = [*ready, *(edge for edge in older if edge in self._gradients)]
+        given = [self._gradients[edge] for edge in roots]
+        # An older node may lead to another one. It is run then, and must add nothing: its gradient is not complete.
+        hooks = [node.register_prehook(_nothing) for node in {edge.node for edge in older}]
+        try:
+            # retain_graph: it would run such nodes for nothing, and free what they have saved.
+            found = torch.autograd.grad(_ends(roots), _ends(older), given, retain_graph=True, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for edge in ready:
+            del self._gradients[edge]
+        self._put(older, found)
+
+    def _put(self, edges: Iterable[_Edge], gradients: Iterable[torch.Tensor | None]) -> None:
+        for edge, gradient in zip(edges, gradients, strict=True):
+            if gradient is not None:
+                self._gradients[edge] = gradient
 
     def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
         """Run the backward of the last remaining call: send gradients to its inputs, return those of its parameters.
 
         `flush_glue` must have been called for it, and it must have a graph. Its leaves and arguments are released.
         """
-        ports = call.ports
-        gradients, of_parameters = call.backward([self._pending(port.tensor) for port in ports])
-        for port, gradient in zip(ports, gradients, strict=True):
-            if gradient is not None:
-                self._put(port.tensor, gradient)
-        for tensor in self._views.pop(call.index, []):
-            if entry := self._waiting.pop(id(tensor), None):
-                torch.autograd.backward([tensor], [entry[1]], retain_graph=True)
-        cuts = self._cuts.pop(call.index, [])
-        for cut in cuts:
-            if cut.leaf.grad is not None:
-                self._put(cut.origin, cut.leaf.grad)
-        ends = [(cut.tensor, cut.leaf) for cut in cuts]
-        for tensor, leaf in (*zip(call.aliases, call.leaves, strict=True), *ends):
-            del self._owner[id(leaf)]
-            self._aliases.pop(id(tensor), None)  # already gone if it was changed in place and then entered a call
+        ends = self._ends.pop(call.index)
+        for edge, leaf in zip(ends.outputs, call.leaves, strict=True):
+            leaf.grad = self._gradients.pop(edge, None)
+        gradients, of_parameters = call.backward([self._gradients.get(edge) for edge in ends.inputs])
+        self._put(ends.inputs, gradients)
         call.free()
         self.calls.remove(call)
         return of_parameters
 
     def free(self) -> None:
         self.calls.clear()
-        self._owner.clear()
-        self._aliases.clear()
-        self._cuts.clear()
-        self._views.clear()
-        self._waiting.clear()
+        self._ends.clear()
+        self._gradients.clear()
         self.result = None
 
 
-class _Rebased(torch.autograd.Function):
-    """Puts `tensor` itself into the autograd graph one node after `leaf`."""
+def _older_edges(edges: Iterable[_Edge], made: int) -> list[_Edge]:
+    """Return the inputs, made no later than `made`, of the younger operations behind these edges."""
+    nodes = [edge.node for edge in edges]
+    seen, found = set(nodes), dict[_Edge, None]()
+    while nodes:
+        for node, number in nodes.pop().next_functions:
+            if node is None or hasattr(node, "variable"):  # needs no gradient; a leaf of the model's own
+                continue
+            if (edge := _Edge(node, number)).age <= made:
+                found[edge] = None
+            elif node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return list(found)
 
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+def _ends(edges: Iterable[_Edge]) -> list[GradientEdge]:
+    return [GradientEdge(*edge) for edge in edges]
+
+
+def _nothing(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
+    return (None,) * len(gradients)

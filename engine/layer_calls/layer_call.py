@@ -116,17 +116,21 @@ class LayerCall:
         """Return a hashable description of the arguments. Calls of one kind differ only in the values of tensors."""
         return str(self._spec), tuple(_kind_of(value) for value in self.arguments)
 
-    def forward(self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None) -> Outcome:
+    def forward(
+        self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None, *, keeps: bool = True
+    ) -> Outcome:
         """Run the layer. In the returned outcome, floating-point tensors are replaced by aliases of new leaves.
 
         function: returns the layer's result and the recorded outputs of inner modules.
         saving: context under which the graph is built and kept for the backward. With None only the arguments are kept,
             and nothing if nothing needs a gradient.
+        keeps: False: drop the graph at the end, although there is one until then.
         """
         self.needs_gradient = bool(self.ports) or any(parameter.requires_grad for parameter in parameters)
         if not self.needs_gradient:
             return self._untraced(function)
-        values, spec, self._graph = self._run(function, parameters, saving)
+        values, spec, graph = self._run(function, parameters, saving)
+        self._graph = graph if keeps else None
         for i, value in enumerate(values):
             if is_floating(value):
                 self.leaves.append(value.detach().requires_grad_(True))
@@ -265,6 +269,11 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         if leaf is not None:
             yield leaf
         stack.extend(next_node for next_node, _ in node.next_functions)
+
+
+def unsaved() -> AbstractContextManager[None]:
+    """Return a context in which operations see that a gradient is wanted, but save nothing for it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
 class _OutputAlias(torch.autograd.Function):

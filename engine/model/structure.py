@@ -74,7 +74,8 @@ class LayerSpec:
 class ModelStructure:
     """Describes the layers in the order of a forward: embedding, blocks, head.
 
-    Parameters that a text never reaches, for instance those of a vision tower, belong to no layer and never change.
+    Parameters that a text never reaches, for instance those of a vision tower, never change. They belong to no layer,
+    except for those in a module of a layer, which are frozen.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -86,6 +87,8 @@ class ModelStructure:
     attention_widths: tuple[float, ...] = ()
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
     norms: frozenset[str] = frozenset()  # modules of the head that compute each token independently of the others
+    learned_masks: frozenset[str] = frozenset()  # modules of layers whose attention has a mask with a gradient
+    unreached: tuple[str, ...] = ()  # modules and parameters that stay as they are, since no gradient reaches them
     aliased_size: int | None = None  # as ModelLayout.aliased_size
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:

@@ -17,7 +17,7 @@ from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.interfaces import GradientAccumulator, LayerForward, LayerSource, StepHooks
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall
+from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall, unsaved
 from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, release_spent
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective, Targets
@@ -195,7 +195,8 @@ class StepRunner:
         done = LayerForward(layer, j, forward_pass, [], [], [])
         while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
             with self._bound(call, "forward", layer, j, state.step) as (function, parameters):
-                outcome = call.forward(function, parameters, self._saving(call, layer, done.kept))
+                saving, keeps = self._saving(call, layer, done.kept), self._keeps(call, layer)
+                outcome = call.forward(function, parameters, saving, keeps=keeps)
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)), self._collecting(call, layer, done.between):
                 forward_pass.resume(outcome)
@@ -233,14 +234,22 @@ class StepRunner:
             with self._bound(call, "replay", layer, j, state.step) as (function, parameters):
                 call.replay(function, parameters, self._saving(call, layer))
 
+    def _keeps(self, call: LayerCall, layer: int) -> bool:
+        """Return whether a forward of the call keeps its graph for the backward."""
+        return self._plan.layers[layer].activations is ActivationPolicy.KEEP and self._model.keeps(call.path)
+
     def _saving(
         self, call: LayerCall, layer: int, kept: list[torch.Tensor] | None = None
     ) -> AbstractContextManager[None] | None:
-        """Return the context for a forward of the call; None if that forward keeps no graph."""
-        plan = self._plan.layers[layer]
-        if plan.activations is not ActivationPolicy.KEEP or not self._model.keeps(call.path):
-            return None
-        return self._model.saving(call.path, kept=None if plan.kept is Tier.HBM else kept)
+        """Return the context for a forward of the call; None if that forward has no graph.
+
+        A kernel of attention is chosen by whether a mask needs a gradient. Then a graph is built in every forward, so
+        that it computes what the backward recomputes.
+        """
+        if self._keeps(call, layer):
+            return self._model.saving(call.path, kept=None if self._plan.layers[layer].kept is Tier.HBM else kept)
+        learned = call.path in self._model.structure.learned_masks
+        return unsaved() if learned and self._model.compiled(call.path) is None else None
 
     def _loss(self, j: int, state: _StepState) -> Gradients:
         step = state.step

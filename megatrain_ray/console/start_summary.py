@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.layout.tier import Tier
@@ -10,6 +10,8 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity
+
+SHOWN = 4  # parts of a model that are named
 
 
 def describe_start(
@@ -21,17 +23,19 @@ def describe_start(
     num_held_out: int | None,
     num_made: int,
     leftovers: Leftovers,
+    unreached: Sequence[str] = (),
     epochs: float | None = None,
 ) -> Iterator[str]:
     """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
 
-    If the model's folder holds something beyond the model, a line more says so.
+    If the model's folder holds something beyond the model, or if no gradient reaches a part of it, a line more says so.
 
     model_type: the model's type in Transformers.
     counts: of one epoch of the data.
     num_held_out: records that are held out; None if there are none, or they were not counted.
     num_made: steps that earlier starts of the run have made.
     leftovers: what the folder holds beyond the model.
+    unreached: parts of the model that no gradient reaches.
     epochs: train.epochs, if the configuration gives the steps by it.
     """
     train, steps = config.train, config.train.num_steps
@@ -46,6 +50,9 @@ def describe_start(
     )
     if leftovers.tensors and steps:
         yield f"kept      in exports as they were, since the model has no such part: {leftovers}"
+    if unreached and steps:
+        more = f" and {len(unreached) - SHOWN} more" if len(unreached) > SHOWN else ""
+        yield f"untouched no gradient reaches them from a text: {', '.join(unreached[:SHOWN])}{more}"
     if not steps:
         yield f"memory    {', '.join(_memory(plan))}"
         return

@@ -30,6 +30,11 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     fates = "3 cut, 2 dropped; data.seq_len=900 would hold the longest"
     rows_and_steps = f"{rows} rows of {plan.step.seq_len} tokens; 40 steps of {plan.batch_size} rows are 2 epochs"
     assert data == f"data      50 records ({fates}), 12.3k tokens, {rows_and_steps}; 7 records held out"
+    named = told(counts=counts, num_held_out=7, unreached=[f"model.layers.*.part_{i}" for i in range(6)])
+    assert list(named)[1] == (
+        "untouched no gradient reaches them from a text: model.layers.*.part_0, model.layers.*.part_1, "
+        "model.layers.*.part_2, model.layers.*.part_3 and 2 more"
+    )
     uncounted = replace(counts, num_records=None)  # of tokens that an earlier release cached
     assert list(told(counts=uncounted, num_held_out=None))[1] == f"data      12.3k tokens, {rows_and_steps}"
     assert step.endswith("learning rate 0.001, cosine to 0 after 3 steps of warm-up")

@@ -179,8 +179,5 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-# Families that are not bit-equal, and the parameters that differ: their gradient is summed in another order.
-ROUNDED: dict[str, frozenset[str]] = {"Gemma 3n": frozenset({"model.embed_tokens.weight"})}
-
 # Families that cannot pack: layers hand a state from token to token, or get no mask that tells documents apart.
 UNPACKED = frozenset({"Bloom", "MPT", "GPT-OSS", "Qwen3-Next", "Falcon-H1", "Bamba", "Jamba", "Zamba2"})

@@ -25,7 +25,7 @@ from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.errors import ConfigError, MegatrainError
 from tests.support.local_host import LocalHost
-from tests.support.reference import Recipe
+from tests.support.reference import Recipe, torch_threads
 from tests.support.run_engine import Mode, plan_for
 
 VOCAB, WIDTH = 31, 16
@@ -43,11 +43,13 @@ class ToyLayer(nn.Module):
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, 3)
-        self.unused = nn.Linear(WIDTH, 2)  # an expert that gets no token
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)])  # the second gets no token
+        self.idle = nn.Linear(WIDTH, 2)  # no text reaches it
 
     def forward(self, hidden: Tensor, *, stream: Tensor, scale: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         mixed = torch.tanh(self.up(hidden)) * scale["factor"]
-        return hidden + mixed, stream + mixed.sum(-1, keepdim=True), self.router(hidden)
+        stream = stream + mixed.sum(-1, keepdim=True) + self.experts[0](hidden).sum(-1, keepdim=True)
+        return hidden + mixed, stream, self.router(hidden)
 
 
 class ToyBase(nn.Module):
@@ -167,13 +169,12 @@ def test_every_output_gets_its_gradient(order: LoopOrder, activations: Activatio
     batches = [MicroBatch(*torch.randint(0, VOCAB, (2, 2, 8)).unbind()) for _ in range(3)]
     mode = Mode(order, activations, num_fragments=num_fragments)
     loss, gradients = engine_gradients(model, batches, mode)
-    expected_loss, expected = plain_gradients(model, batches)
+    with torch_threads(1):  # sums of a LayerNorm's gradient depend on their number
+        expected_loss, expected = plain_gradients(model, batches)
     assert loss == pytest.approx(expected_loss, rel=1e-7)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
-        # Not bit for bit: the stack of side outputs sums them in another order than a whole graph does.
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-    assert not gradients["model.layers.1.unused.weight"].any(), "no gradient means zeros, not what was there"
+    assert gradients.keys() == {name for name in expected if ".idle." not in name}
+    assert [name for name, gradient in gradients.items() if not torch.equal(gradient, expected[name])] == []
+    assert not gradients["model.layers.1.experts.1.weight"].any(), "no gradient means zeros, not what was there"
 
 
 def test_router_gets_gradient_only_through_the_auxiliary_loss() -> None:
@@ -189,6 +190,7 @@ def test_structure_of_the_toy() -> None:
         ("model.embed",), ("model.layers.0",), ("model.layers.1",), ("model.layers.2",), ("model.norm", "lm_head"),
     ]  # fmt: skip
     assert structure.loss_modules == {"lm_head"}
+    assert structure.unreached == ("model.layers.*.idle",)
     assert activations.boundary[2] == 2 * 8 * (WIDTH + 1) * 4
 
 
