@@ -95,13 +95,14 @@ class ProxiedModel:
             logits: torch.Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
-    def auxiliary(self, output: Any) -> torch.Tensor | None:
+    def auxiliary(self, output: Any, real: torch.Tensor | None) -> torch.Tensor | None:
         """Return what the model's own forward adds to its loss for side outputs, such as a router's load balancing.
 
         The result is a scalar whose graph ends at those side outputs that require a gradient; None without side
         outputs. The head's parameters must be bound: the head runs on one token, whose loss is taken to be zero.
 
         output: the base model's output.
+        real: bool [B, T], which inputs are no pads, as the load of experts leaves pads out; None: all.
 
         Raises ConfigError if the model computes its loss without self.loss_function.
         """
@@ -120,9 +121,12 @@ class ProxiedModel:
         before = vars(self._model).get("_loss_function")
         self._model.loss_function = zero_loss  # type: ignore[assignment]
         labels = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
+        given: dict[str, Any] = {"inputs_embeds": hidden, "labels": labels, "use_cache": False}
+        if real is not None:
+            given["attention_mask"] = real.long()
         try:
             with torch.enable_grad(), self._stub.returning(one_token):
-                loss: torch.Tensor | None = self._model(inputs_embeds=hidden, labels=labels, use_cache=False).loss
+                loss: torch.Tensor | None = self._model(**given).loss
         finally:
             vars(self._model).pop("_loss_function")
             if before is not None:

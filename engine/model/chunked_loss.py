@@ -20,10 +20,12 @@ class Targets(NamedTuple):
 
     ids: int64, `IGNORED` where a token does not count. [B, T], or [t] for a chunk of tokens.
     weights: FP32, of the same shape, 0 where a token does not count; None: all others count 1.
+    real: bool, of the same shape, which inputs are no pads; None: all, or not known, as in a chunk.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor | None = None
+    real: torch.Tensor | None = None
 
     def chunks(self, num_tokens: int) -> list[Targets]:
         """Return chunks of `num_tokens` tokens, in the order of rows."""

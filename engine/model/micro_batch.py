@@ -14,12 +14,13 @@ from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the tokens of one micro-batch, in host memory. All tensors are [B, T], and int64 except the weights."""
+    """Holds the tokens of one micro-batch, in host memory. All tensors are [B, T], and int64 except the last two."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor  # a target of -100 is not supervised
     positions: torch.Tensor | None = None  # beginning at 0 in every document of a row; None: each row is one document
     loss_weights: torch.Tensor | None = None  # as in `Batch`
+    real: torch.Tensor | None = None  # as in `Batch`
 
     @property
     def is_packed(self) -> bool:
@@ -29,15 +30,16 @@ class MicroBatch:
 
     def uploaded_targets(self, upload: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
         """Return what the tokens are to predict, on the device."""
-        return Targets(upload(self.targets), None if self.loss_weights is None else upload(self.loss_weights))
+        weights, real = (None if tensor is None else upload(tensor) for tensor in (self.loss_weights, self.real))
+        return Targets(upload(self.targets), weights, real)
 
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     """Return the sequences of an update as micro-batches of `size`.
 
-    All of them have positions or none has, and so with loss weights.
+    All of them have positions or none has, and so with loss weights and with what says which inputs are no pads.
     """
-    tensors = (batch.input_ids, batch.targets, batch.positions, batch.loss_weights)
+    tensors = (batch.input_ids, batch.targets, batch.positions, batch.loss_weights, batch.real)
     num_parts = -(-len(batch.input_ids) // size)
     parts = ((None,) * num_parts if tensor is None else torch.split(tensor, size) for tensor in tensors)
     return tuple(map(MicroBatch, *parts))

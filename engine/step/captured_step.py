@@ -46,6 +46,7 @@ class _StaticInput(MicroBatch):
         for static, coming in (
             (self.positions, micro_batch.positions),
             (self.loss_weights, micro_batch.loss_weights),
+            (self.real, micro_batch.real),
         ):
             if static is not None and coming is not None:
                 static.copy_(upload(coming))
@@ -127,4 +128,5 @@ class CapturedStep:
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         positions = torch.arange(self._plan.step.seq_len, device=device) % (self._plan.step.seq_len // 2 + 1)
         weights = torch.ones(shape, device=device) if coming.weighted else None
-        return _StaticInput(ids, targets, positions.repeat(shape[0], 1) if packed else None, weights, packed)
+        real = torch.ones(shape, dtype=torch.bool, device=device)
+        return _StaticInput(ids, targets, positions.repeat(shape[0], 1) if packed else None, weights, real, packed)

@@ -69,7 +69,7 @@ class StepLoss:
         with self._bound() as named:
             with self._device.compute(Op("loss", self._head, j)):
                 result = self._chunked(hidden, targets, named, share)
-            auxiliary = self._model.proxied.auxiliary(forward_pass.result)
+            auxiliary = self._model.proxied.auxiliary(forward_pass.result, targets.real)
         forward_pass.send(hidden, result.hidden)
         losses = [*result.losses]
         if auxiliary is not None:  # averaged over the step's micro-batches: this term is no sum over tokens

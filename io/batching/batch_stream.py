@@ -37,6 +37,7 @@ class Batch:
     sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
     # FP32 [batch, seq_len], how much each target counts in the loss, 0 if it is -100; None: each counts 1, unless -100
     loss_weights: torch.Tensor | None = None
+    real: torch.Tensor | None = None  # bool [batch, seq_len], which inputs are no pads; None: all
 
     @property
     def total_weight(self) -> float:
@@ -185,6 +186,7 @@ def assemble(rows: Rows, *, weighted: bool) -> Batch:
         num_tokens=int(real.sum()),
         sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
         loss_weights=torch.from_numpy(weights) if weighted else None,
+        real=torch.from_numpy(real),
     )
 
 

@@ -38,14 +38,18 @@ def build_family(name: str, folder: Path, **changes: Any) -> Path:
 
 
 def family_batches(num_batches: int, batch_size: int = 4, seq_len: int = 20) -> list[Batch]:
-    """Return batches of random ids; the first targets of every batch are not supervised."""
+    """Return batches of random ids; the first targets of every batch are not supervised, and one row ends in pads."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(num_batches):
         ids = torch.randint(3, NUM_IDS, (batch_size, seq_len + 1), generator=generator)
         targets = ids[:, 1:].clone()
         targets[0, :5] = -100
+        targets[1, -5:] = -100
+        real = torch.ones_like(targets, dtype=torch.bool)
+        real[1, -4:] = False
         supervised = int((targets != -100).sum())
         tokens = batch_size * seq_len
-        batches.append(Batch(ids[:, :-1].contiguous(), targets, None, supervised, tokens, tokens * seq_len))
+        inputs = ids[:, :-1].contiguous()
+        batches.append(Batch(inputs, targets, None, supervised, tokens, tokens * seq_len, real=real))
     return batches

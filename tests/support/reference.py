@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Sequences(Protocol):
     """Describes the sequences of one update: int64 [batch, seq_len] each; a target of -100 is not supervised.
 
     loss_weights: FP32, how much each target counts, 0 where it is -100; None: each other one counts 1.
+    real: bool, which inputs are no pads; None: all.
     """
 
     @property
@@ -47,6 +49,8 @@ class Sequences(Protocol):
     def positions(self) -> Tensor | None: ...
     @property
     def loss_weights(self) -> Tensor | None: ...
+    @property
+    def real(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -210,11 +214,12 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
     targets = _weighted_targets(batch, len(inputs), recipe)
     packed = _positions(batch.positions, len(inputs), recipe)
+    real = [None] * len(inputs) if batch.real is None else batch.real.to(recipe.device).split(recipe.micro_batch_size)
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
         if recipe.loss_chunk_tokens is None:
-            losses += _backward(model, inputs[j], targets[j], packed[j], total_weight, len(inputs), recipe)
+            losses += _backward(model, inputs[j], targets[j], packed[j], total_weight, len(inputs), recipe, real[j])
         else:
             several = len(inputs) > 1
             losses += _backward_in_chunks(model, inputs[j], targets[j], packed[j], total_weight, recipe, several)
@@ -245,16 +250,22 @@ def _backward(
     total_weight: float,
     num_micro_batches: int,
     recipe: Recipe,
+    real: Tensor | None,
 ) -> list[float]:
     """Compute the gradients of one micro-batch into `.grad`; return the parts of its share of the step's loss.
 
-    A router's auxiliary loss is a mean, not a sum over tokens: each micro-batch has an equal share in the step's.
+    A router's auxiliary loss is a mean, not a sum over tokens: each micro-batch has an equal share in the step's. It
+    leaves out pads as the model's own code does for an attention mask. Attention needs no mask, as pads come last.
     """
     output = model(input_ids=input_ids, use_cache=False, **packed)
     parts = [_objective(output.logits.float().flatten(0, 1), targets, recipe) / total_weight]
     if getattr(output, "aux_loss", None) is not None:
         coefficient = model.config.get_text_config().router_aux_loss_coef
-        parts.append((coefficient * output.aux_loss).float() / num_micro_batches)
+        aux_loss = output.aux_loss
+        if real is not None:
+            balance = sys.modules[type(model).__module__].load_balancing_loss_func
+            aux_loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, real.long())
+        parts.append((coefficient * aux_loss).float() / num_micro_batches)
     sum(parts).backward()
     return [part.item() for part in parts]
 
