@@ -214,6 +214,11 @@ class FlatLayout:
         return sum(s.numel for s in self.muon_segments)
 
     @cached_property
+    def num_frozen_fp32(self) -> int:
+        """Return the number of elements that are not trained and have a wide copy."""
+        return sum(s.numel for s in self.owned if s.fp32 and not s.group.trained)
+
+    @cached_property
     def trained_segments(self) -> tuple[Segment, ...]:
         return tuple(s for s in self.owned if s.group.trained)
 

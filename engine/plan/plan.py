@@ -70,6 +70,7 @@ class LayerPlan:
     updated_by: str  # cpu (the shards), gpu (the device), or nobody if nothing is trained
     kept: Tier = Tier.HBM  # where the activations that the forward keeps for the backward wait
     kept_bytes: int = 0  # upper bound on their bytes for one micro-batch; 0 if they stay on the device
+    num_frozen_fp32: int = 0  # parameters that are not trained, and that the model reads in FP32 beside bf16
     kept_later: int = 0  # they are reloaded for the backward of the layer this many further on (Part.later)
 
     @property
@@ -78,6 +79,8 @@ class LayerPlan:
         entering = (self.boundary_bytes,) if self.boundary is Tier.NVME else ()
         return (*entering, self.kept_bytes) if self.kept is Tier.NVME else entering
 
+
+FP32_BYTES = 4  # of an element
 
 # Names of the rows of device memory that torch's allocator does not manage.
 CONTEXT, EXCHANGE = "context", "exchange"
@@ -334,14 +337,15 @@ class Plan:
         """Return the bytes of one save without its manifest.
 
         A trained parameter takes 12 bytes (8 with narrow moments), or 8 if Muon trains it. A frozen one takes the bytes
-        of its working copy, if saves include it.
+        of its working copy, or 4 if the model reads it in FP32, if saves include it.
         """
         return self.updated_bytes + (self.frozen_bytes if self.saves.includes_frozen else 0)
 
     @property
     def frozen_bytes(self) -> int:
-        """Return the bytes of the working copy of all frozen parameters."""
-        return self.precision.working_dtype.itemsize * (self.num_parameters - self.num_trained)
+        """Return the bytes of the working copy, or of the FP32 values, of all frozen parameters."""
+        itemsize, num_fp32 = self.precision.working_dtype.itemsize, sum(layer.num_frozen_fp32 for layer in self.layers)
+        return itemsize * (self.num_parameters - self.num_trained) + (FP32_BYTES - itemsize) * num_fp32
 
     @property
     def updated_bytes(self) -> int:

@@ -253,7 +253,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 def _problems_of_layer(layer: LayerEntry) -> Iterator[str]:
     position = 0
     for p in layer.parameters:
-        if p.start != position or min(p.shape, default=1) < 1:
+        if p.start != position or min(p.shape, default=0) < 0:
             yield f"{layer.name}: {p.name} of shape {list(p.shape)} from element {p.start} on, expected from {position}"
         position += 0 if p.tied_to else math.prod(p.shape)
     if position != layer.logical_size:

@@ -101,6 +101,7 @@ class _LayerPolicy:
             num_parameters=layer.logical_size,
             num_trained=layer.num_trained,
             num_muon=layer.num_muon,
+            num_frozen_fp32=layer.num_frozen_fp32,
             num_fragments=len(layer.fragments),
             weights=Tier.NVME if index in on_disk.weights else home,
             state=Tier.NVME if index in on_disk.state else home,

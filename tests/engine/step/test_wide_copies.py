@@ -58,6 +58,8 @@ def test_every_way_to_run_is_bit_equal(folder: Path, name: str) -> None:
     assert ours.losses == theirs.losses
     assert ours.grad_norms == theirs.grad_norms
     assert ours.masters.keys() == theirs.masters.keys()
+    num_frozen = ours.plan.num_parameters - ours.plan.num_trained
+    assert ours.plan.frozen_bytes == num_frozen * (2 if name == "routers alone" else 4)  # else only routers are frozen
     assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m)] == []
     assert [name for name, m in theirs.exp_avg.items() if not torch.equal(ours.exp_avg[name], m)] == []
     assert [s.name for layer in ours.layout.layers for s in layer.owned if s.fp32] == ROUTERS
