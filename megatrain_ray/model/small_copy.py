@@ -15,7 +15,6 @@ FIRST_SPECIAL = 110  # ids from here on may mean an image, a sound or the end
 POSITIONS = 128
 WIDTH, HEADS, HEAD_DIM = 32, 4, 8
 WINDOW = 8
-AXES = [2, 1, 1]  # of HEAD_DIM / 2 angles: time, height, width
 
 _NUM_LAYERS = r"(num_hidden|num|encoder|decoder|n)_layers?|num_blocks|depth"
 _SPECIAL_ID = r".*_(id|ids|index|idx)"
@@ -72,8 +71,10 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     for heads, head_dim, width in _HEADS:
         if small.get(head_dim) and small.get(heads) and (whole := small.get(width, 2 * WIDTH)):
             small[head_dim] = whole // small[heads]
-    if small.get("qk_head_dim") and small.get("qk_nope_head_dim"):
-        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    parts = "qk_nope_head_dim", "qk_rope_head_dim"
+    for name in ("qk_head_dim", "head_dim"):
+        if all(config.get(part) for part in parts) and config.get(name) == sum(config[part] for part in parts):
+            small[name] = sum(small[part] for part in parts)
     return small
 
 
@@ -95,7 +96,7 @@ class _Layers:
 
     def _mapping(self, key: str, value: Mapping[Any, Any]) -> dict[Any, Any]:
         if key.startswith("rope"):
-            return {inner: _of_rope(inner, v) for inner, v in value.items()}
+            return _of_rope(value)
         if all(isinstance(inner, str) and not inner.isdigit() for inner in value):
             return shrink(value)
         if not all(isinstance(v, Mapping) for v in value.values()):
@@ -116,12 +117,19 @@ def _number(key: str, value: int) -> int:
     return min(value, next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), WIDTH))
 
 
-def _of_rope(key: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {inner: _of_rope(inner, v) for inner, v in value.items()}
-    if key == "mrope_section":
-        return AXES
-    return value[: HEAD_DIM // 2] if isinstance(value, list) else value
+def _of_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of rotary embeddings for HEAD_DIM dimensions; some models have one for each type of layer."""
+    num_angles = int(HEAD_DIM // 2 * (rope.get("partial_rotary_factor") or 1))
+    axes = [num_angles - 2 * (num_angles // 4), num_angles // 4, num_angles // 4]  # time, height, width
+
+    def shrunk(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _of_rope(value)
+        if key == "mrope_section":
+            return axes
+        return value[: HEAD_DIM // 2] if isinstance(value, list) else value
+
+    return {key: shrunk(key, value) for key, value in rope.items()}
 
 
 def _of_each_kind(config: Mapping[str, Any], count: int) -> list[int]:
