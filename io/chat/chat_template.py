@@ -37,6 +37,10 @@ RENDER_S = 30.0  # a conversation takes milliseconds
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern that Transformers uses
 
 
+class TemplateRefusalError(RecordError):
+    """Gives the reason that a template itself raises."""
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """Renders messages as text.
@@ -51,7 +55,7 @@ class ChatTemplate:
     is_own: bool = False  # whether it is from the tokenizer's folder
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt: bool = False) -> str:
-        """Return the rendered text. Raises RecordError with the template's reason if it refuses the messages.
+        """Return the rendered text. Raises TemplateRefusalError if it refuses the messages.
 
         prompt: whether to append the text that makes the model answer next.
         """
@@ -91,7 +95,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"data.chat_template: {self.name}: line {error.lineno}: {error.message}") from None
         except Exception as error:  # a template is a program and may raise anything
-            raise RecordError(f"the chat template ({self.name}) refuses it: {error}") from None
+            raise TemplateRefusalError(f"the chat template ({self.name}) refuses it: {error}") from None
         return texts[0], places[0] if marked else []
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatrain_ray.io.chat.chat_template import ChatTemplate
 from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, Learn, read_conversation
 from megatrain_ray.io.chat.find_chats import ChatSource
-from megatrain_ray.io.chat.mark_turns import MarkedText, TurnMarker
+from megatrain_ray.io.chat.mark_turns import MarkedText, Notes, TurnMarker
 from megatrain_ray.io.chat.process_map import map_in_order
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
@@ -66,6 +66,7 @@ class ChatRecipe:
             **({"extended": True} if load_tokenizer(self.tokenizer).is_extended else {}),
             **self.choice.settings(),
             "learn": [self.learn, self.learn_reasoning],
+            "turns": True,  # are checked for what a template leaves out; an earlier release did not
             **({"nulls": False} if any(suffix_of(file) in (PARQUET, ARROW) for file in self.files) else {}),
         }
 
@@ -103,13 +104,13 @@ class EncodedChat(NamedTuple):
     """Holds the ids of a chat, their loss weights, and for each answer the number of tokens up to its end.
 
     answer_ends: None for a record of ids, which does not tell its answers apart.
-    omits_thoughts: as in MarkedText.
+    notes: as in MarkedText.
     """
 
     ids: TokenArray  # [num_tokens]
     loss_weights: LossWeights  # [num_tokens]
     answer_ends: NDArray[np.int64] | None = None  # [num_answers]
-    omits_thoughts: bool = False
+    notes: Notes = ()
 
 
 class ChatEncoder:
@@ -136,7 +137,7 @@ class ChatEncoder:
                 learned[token] = not marked.text[start : ends[token]].isspace()
             loss_weights[learned] = weight
         answer_ends = np.searchsorted(starts, marked.ends)
-        return EncodedChat(ids.astype(np.uint32), loss_weights, answer_ends, marked.omits_thoughts)
+        return EncodedChat(ids.astype(np.uint32), loss_weights, answer_ends, marked.notes)
 
 
 class EncodedRecord(NamedTuple):
@@ -198,8 +199,7 @@ class RecordEncoder:
         outcomes = []
         if not chats:
             outcomes = [RecordOutcome.NOTHING_LABELLED if conversation.assistant_turns else RecordOutcome.NO_ANSWER]
-        if any(chat.omits_thoughts for chat in chats):
-            outcomes.append(RecordOutcome.NO_THOUGHTS)
+        outcomes += dict.fromkeys(note for chat in chats for note in chat.notes)
         if chats and conversation.messages[-1]["role"] != "assistant":
             outcomes.append(RecordOutcome.TRAILING)
         if len(chats) > 1:

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from megatrain_ray.io.chat.chat_template import ChatTemplate, Message
+from megatrain_ray.io.chat.chat_template import ChatTemplate, Message, TemplateRefusalError
 from megatrain_ray.io.chat.conversation_formats import Conversation
+from megatrain_ray.io.chat.conversation_forms import in_any_form
 from megatrain_ray.io.chat.messages import (
+    PROBE,
     THOUGHT,
     empty_thought,
+    is_written,
     missing_parts,
     parts_of,
     probed_thought,
     squeeze,
     thought_range,
-    with_text_arguments,
+    without_opened_thought,
 )
-from megatrain_ray.io.chat.template_ending import Surroundings, find_surroundings
-from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.chat.template_ending import QUESTION, Surroundings, find_surroundings
+from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
 
 MANY_ANSWERS = 500
 TURN_CHARS = 200  # of text take about as long to render as what a template does in each turn
 MOST_RENDERED = 1 << 31  # characters, twice those that are rendered: some minutes, for 4,000 short turns
 
 Range = tuple[int, int]
-Result = TypeVar("Result")
+Notes = tuple[RecordOutcome, ...]
 
 
 class LearnedRange(NamedTuple):
@@ -43,19 +46,20 @@ class MarkedText(NamedTuple):
     """Holds a rendered conversation and what is supervised of it.
 
     ends: the end of each supervised answer, in characters.
-    omits_thoughts: whether it lacks thoughts of turns before the last question.
+    notes: what the template does otherwise than one may expect.
     """
 
     text: str
     spans: tuple[LearnedRange, ...]
     ends: tuple[int, ...]
-    omits_thoughts: bool = False
+    notes: Notes = ()
 
 
 class _Turn(NamedTuple):
     text: str  # the conversation up to and including this turn
     spans: tuple[LearnedRange, ...]
     end: int  # end of the end mark, in characters
+    notes: Notes = ()
 
     @property
     def answered(self) -> str:
@@ -90,46 +94,93 @@ class TurnMarker:
             return []
         whole = replace(conversation, messages=conversation.messages[: last + 1])
         _check_length(whole)
-        return _in_either_form(whole, self._mark)
+        return in_any_form(whole, self._mark)
 
     def _mark(self, conversation: Conversation) -> list[MarkedText]:
         if self._template.marks_generation(conversation.tools):
             texts = [self._mark_by_tags(conversation)]
         else:
             texts = _merge_turns([self._turn(conversation, *answer) for answer in conversation.answers])
+        self._check_context(conversation, texts[-1].text)
+        return texts
+
+    def _check_context(self, conversation: Conversation, text: str) -> None:
+        """Raise RecordError if the text lacks the tools or a turn that no assistant wrote."""
+        messages, written = conversation.messages, squeeze(text)
         names = [squeeze(str(tool["function"].get("name", ""))) for tool in conversation.tools]
-        written = squeeze(texts[-1].text)
         if names and not any(name in written for name in names):
             raise _leaves_out(self._template, "the tools")
-        return texts
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" or is_written(message["content"], written):
+                continue
+            if self._is_left_out(conversation, index):
+                raise _leaves_out(self._template, f"this turn of {message['role']}", index)
+
+    def _is_left_out(self, conversation: Conversation, index: int) -> bool:
+        """Return whether the template writes the same whatever the turn says."""
+        messages, tools = conversation.messages, conversation.tools
+        probed = [*messages[:index], {**messages[index], "content": PROBE}, *messages[index + 1 :]]
+        try:
+            return self._template.render(probed, tools) == self._template.render(messages, tools)
+        except TemplateRefusalError:
+            return False
 
     def _turn(self, conversation: Conversation, index: int, weight: float) -> _Turn:
         messages, tools = conversation.messages[: index + 1], conversation.tools
-        text = self._around.ended(self._template.render(messages, tools), messages[-1])
-        prompt = self._prompt(messages[:-1], tools, text)
-        if not text.startswith(prompt) and messages[0]["role"] == "system":
-            text = self._with_system(messages, tools, prompt)
+        prompt, text, notes = self._prompt_and_whole(messages, tools)
         answered = self._around.cut(text)
-        if not answered.startswith(prompt) or len(answered) == len(prompt):
+        learned = answered.removeprefix(prompt)
+        if answered.startswith(prompt) and (missing := ", ".join(missing_parts(messages[-1], learned, learned))):
+            raise _leaves_out(self._template, missing, index)
+        if not answered.startswith(prompt) or not learned:
             raise RecordError(
                 f"turn {len(messages)}: the chat template ({self._template.name}) asks for an answer with "
                 f"{prompt[-40:]!r} and then writes it otherwise"
             )
-        learned = answered[len(prompt) :]
-        if missing := ", ".join(missing_parts(messages[-1], learned, learned)):
-            raise _leaves_out(self._template, missing, index)
+        if self._forgets_the_end(messages, tools, learned):
+            raise RecordError(
+                f"turn {index + 1}: the chat template ({self._template.name}) writes no end after a single call, so a "
+                "model would not learn to stop there; set data.chat_template to one that does"
+            )
         whole = LearnedRange(len(prompt), len(answered), weight)
         holes = [] if self._learn_reasoning else self._thoughts(text, messages, tools, [index], [whole])
-        return _Turn(text, tuple(_without(whole, holes)), whole.end)
+        return _Turn(text, tuple(_without(whole, holes)), whole.end, notes)
 
-    def _with_system(self, messages: Sequence[Message], tools: Sequence[Message], prompt: str) -> str:
-        """Return the prompt with what the template writes after the prompt of the same messages without a system turn.
+    def _forgets_the_end(self, messages: Sequence[Message], tools: Sequence[Message], learned: str) -> bool:
+        """Return whether the end mark is missing after one call that is there after two, as in DeepSeek-R1's template.
 
-        Some of Mistral's templates write the system turn into the last message, if that is the user's. Rendered with
-        its answer, a conversation would lose it.
+        A template may well end a call with another mark than an answer.
         """
-        text, bare = self._template.render(messages[1:], tools), self._prompt(messages[1:-1], tools, "")
-        return prompt + text.removeprefix(bare) if text.startswith(bare) else text
+        calls, mark = messages[-1].get("tool_calls") or [], self._around.mark
+        if len(calls) != 1 or not mark or learned.endswith(mark):
+            return False
+        try:
+            twice = self._template.render([*messages[:-1], {**messages[-1], "tool_calls": calls * 2}], tools)
+        except TemplateRefusalError:
+            return False
+        return self._around.cut(twice).endswith(mark)
+
+    def _prompt_and_whole(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str, Notes]:
+        """Return the text that asks for the last message, that text with the message, and what is to be noted.
+
+        Templates differ in what they write before an answer once it is there. Some leave out the thought that their
+        prompt opens: the prompt is then the text before that thought. Some leave out earlier thoughts, the text beside
+        a call, or (Mistral's) a system turn: the answer is then written as after a single question.
+        """
+        prompt, text = self._rendered(messages, tools)
+        bare, alone = prompt, text
+        if not text.startswith(without_opened_thought(prompt)):
+            bare, alone = self._rendered([QUESTION, messages[-1]], tools)
+        if alone.startswith(bare):
+            return prompt, prompt + alone.removeprefix(bare), ()
+        prompt, bare = without_opened_thought(prompt), without_opened_thought(bare)
+        if alone.startswith(bare):
+            return prompt, prompt + alone.removeprefix(bare), (RecordOutcome.UNOPENED,)
+        return prompt, text, ()
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str]:
+        text = self._around.ended(self._template.render(messages, tools), messages[-1])
+        return self._prompt(messages[:-1], tools, text), text
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[Message], text: str) -> str:
         """Return the text that asks for an answer to the messages, with which `text` begins.
@@ -149,10 +200,10 @@ class TurnMarker:
             turns = self._turns_of(conversation, text, places)
         weights = [next(iter(answers.values()))] * len(places) if turns is None else [answers.get(i, 0) for i in turns]
         spans = _join_touching([LearnedRange(*place, w) for place, w in zip(places, weights, strict=True) if w])
-        omits_thoughts = self._check_tags(conversation, text, spans)
+        notes = (RecordOutcome.NO_THOUGHTS,) if self._check_tags(conversation, text, spans) else ()
         holes = [] if self._learn_reasoning else self._thoughts(text, messages, tools, answers, spans)
         pieces = tuple(piece for span in spans for piece in _without(span, holes))
-        return MarkedText(text, pieces, tuple(span.end for span in spans), omits_thoughts)
+        return MarkedText(text, pieces, tuple(span.end for span in spans), notes)
 
     def _turns_of(self, conversation: Conversation, text: str, places: Sequence[Range]) -> list[int]:
         """Return the index of the assistant turn that each range of the text belongs to."""
@@ -209,7 +260,7 @@ def render_prompt(template: ChatTemplate, conversation: Conversation) -> str:
                 raise _leaves_out(template, ", ".join(missing), index)
         return text
 
-    return _in_either_form(conversation, rendered)
+    return in_any_form(conversation, rendered)
 
 
 def _check_length(conversation: Conversation) -> None:
@@ -228,43 +279,11 @@ def _check_length(conversation: Conversation) -> None:
 
 def _leaves_out(template: ChatTemplate, what: str, index: int | None = None) -> RecordError:
     turn = "" if index is None else f"turn {index + 1}: "
+    writes_calls = "" if what == THOUGHT or "this turn" in what else " (of the named ones, qwen and llama3 write calls)"
     return RecordError(
-        f"{turn}the chat template ({template.name}) leaves out {what}; set data.chat_template to one that writes "
-        "it (of the named ones, qwen and llama3 write calls)"
+        f"{turn}the chat template ({template.name}) leaves out {what}; set data.chat_template to one that writes it"
+        f"{writes_calls}, or take it out of the record"
     )
-
-
-def _in_either_form(conversation: Conversation, work: Callable[[Conversation], Result]) -> Result:
-    """Return the result of `work` for the first form of a conversation for which it raises no RecordError."""
-    problems: list[RecordError] = []
-    forms = _forms(conversation)
-    for form in forms:
-        try:
-            return work(form)
-        except RecordError as error:
-            problems.append(error)
-    has_none = any(message.get("content") is None for message in forms[0].messages)
-    raise problems[1 if has_none else 0]  # that of an empty text: templates fail on None in many ways
-
-
-def _forms(conversation: Conversation) -> list[Conversation]:
-    """Return the ways to write a conversation that calls tools: as given, and as templates expect it otherwise.
-
-    Some test for None and some for an empty text where an answer calls tools and says nothing. Some take arguments as
-    JSON text.
-    """
-    messages = conversation.messages
-    if not any(message.get("tool_calls") for message in messages):
-        return [conversation]
-    swapped = tuple(
-        {**message, "content": "" if message.get("content") is None else None}
-        if message.get("tool_calls") and not message.get("content")
-        else message
-        for message in messages
-    )
-    forms = [messages, swapped] if swapped != messages else [messages]
-    forms += [tuple(map(with_text_arguments, form)) for form in forms]
-    return [replace(conversation, messages=form) for form in forms]
 
 
 def _merge_turns(turns: Sequence[_Turn]) -> list[MarkedText]:
@@ -276,7 +295,8 @@ def _merge_turns(turns: Sequence[_Turn]) -> list[MarkedText]:
         is_held = [whole.startswith(turn.answered) for turn in left]
         held = list(compress(left, is_held))
         spans = tuple(span for turn in held for span in turn.spans)
-        texts.append(MarkedText(whole, spans, tuple(turn.end for turn in held)))
+        notes = tuple(dict.fromkeys(note for turn in held for note in turn.notes))
+        texts.append(MarkedText(whole, spans, tuple(turn.end for turn in held), notes))
         left = [turn for turn, holds in zip(left, is_held, strict=True) if not holds]
     return texts[::-1]
 

@@ -14,11 +14,14 @@ Message = Mapping[str, Any]
 PROBE = "m3gaprobe"  # text that no template contains
 THOUGHT = "its thought (under reasoning_content or thinking, or in the content)"  # of `missing_parts`
 THOUGHT_KEYS = ("reasoning_content", "thinking")
+OPENED_CHARS = 100  # at the end of a prompt, in which marks of a thought are looked for
 _INLINE = re.compile(r"\s*(?:<think>)?(?P<thought>.*?)</think>", re.DOTALL)  # at the beginning of a content
-# Marks around a thought in a rendered text, such as <think> and [/THINK], with the blanks inside and after them.
-_OPENING = re.compile(r"[<\[]think(ing)?[>\]]\s*\Z", re.IGNORECASE)
-_CLOSING = re.compile(r"\s*[<\[]/think(ing)?[>\]]\s*", re.IGNORECASE)
-_EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
+# A mark around a thought in a rendered text: <think>, [/THINK], <|START_THINKING|>, or Gemma 4's channel.
+_MARK = r"(?:<[^<>\s]*th(?:ink|ought)[^<>\s]*>|\[/?THINK(?:ING)?\]|<\|channel>thought|<channel\|>)"
+_OPENING = re.compile(rf"{_MARK}\s*\Z", re.IGNORECASE)
+_CLOSING = re.compile(rf"\s*{_MARK}\s*", re.IGNORECASE)
+_EMPTY = re.compile(rf"\s*{_MARK}\s*{_MARK}\s*", re.IGNORECASE)
+_OPENED = re.compile(rf"(?:{_MARK}\s*)+\Z", re.IGNORECASE)
 
 
 def text_of(content: Any, where: str) -> str:
@@ -68,19 +71,6 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     if wrong := [tool for tool in found if not isinstance(tool["function"], dict)]:
         raise RecordError(f"tools: expected a JSON schema under 'function', got {wrong[0]['function']!r:.60}")
     return found
-
-
-def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with the arguments of its calls as JSON text, as OpenAI writes them."""
-    if not message.get("tool_calls"):
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-    calls = [
-        {**call, "function": {**function, "arguments": text}}
-        for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
@@ -159,10 +149,27 @@ def thought_range(text: str, probed: str) -> tuple[int, int] | None:
     return opening.start() if opening else start, closing.end() if closing else end
 
 
+def without_opened_thought(prompt: str) -> str:
+    """Return a prompt without the thought that it opens, or has empty: some templates write other answers without it.
+
+    MiniMax-M2's prompt ends with <think>, DeepSeek-V3.1's with </think>, Qwen3.5's with both.
+    """
+    start = max(len(prompt) - OPENED_CHARS, 0)
+    opened = _OPENED.search(prompt, start)
+    return prompt[: opened.start()] if opened else prompt
+
+
 def empty_thought(text: str, start: int) -> tuple[int, int]:
     """Return the range of the thought without words that some templates write at the `start` of an answer."""
     found = _EMPTY.match(text, start)
     return start, found.end() if found else start
+
+
+def is_written(text: str, squeezed: str) -> bool:
+    """Return whether a text, or its form within JSON, is in a `squeezed` one."""
+    if squeeze(text) in squeezed:
+        return True
+    return any(squeeze(json.dumps(text, ensure_ascii=ascii)[1:-1]) in squeezed for ascii in (False, True))
 
 
 def missing_parts(answer: Message, learned: str, text: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, Message
-from megatrain_ray.io.chat.messages import PROBE
+from megatrain_ray.io.chat.messages import PROBE, without_opened_thought
 from megatrain_ray.io.records.read_records import RecordError
 
 QUESTION: Message = {"role": "user", "content": "Question"}
@@ -23,6 +23,8 @@ class Surroundings:
 
     GLM's templates write no mark after an answer: the model ends it by beginning the next turn, `<|user|>`, or
     `<|observation|>` after a call. These are then `user_mark` and `tool_mark`; both are empty for other templates.
+
+    mark: the end mark that the template writes itself; empty for GLM's.
     """
 
     heading: str  # what asks for an answer after a question, such as "<|im_start|>assistant\n"; may be empty
@@ -30,9 +32,12 @@ class Surroundings:
     closing: str  # eos token that closes the whole conversation; may be empty
     user_mark: str = ""
     tool_mark: str = ""
+    mark: str = ""
 
     def ended(self, text: str, answer: Message) -> str:
         """Return a conversation that ends with an answer, with the mark that begins the next turn if that ends it."""
+        if self.user_mark and text.endswith(self.user_mark):  # Hunyuan 3 writes it after calls
+            return text
         return text + (self.tool_mark if answer.get("tool_calls") else self.user_mark)
 
     def cut(self, text: str) -> str:
@@ -53,15 +58,33 @@ def find_surroundings(template: ChatTemplate) -> Surroundings:
         bare = template.render([QUESTION])
     except RecordError as error:
         raise ConfigError(f"data.chat_template: {error}") from None
-    fitting = [whole for whole in wholes if whole.startswith(prompt) and PROBE in whole[len(prompt) :]]
+    fitting = [
+        (whole, start)
+        for start in (prompt, without_opened_thought(prompt))
+        for whole in wholes
+        if whole.startswith(start) and PROBE in whole[len(start) :]
+    ]
     if not fitting:
         raise _unusable(template, f"its prompt for an answer, {prompt[-40:]!r}, is no beginning of an answer it writes")
-    heading, _, ending = fitting[0][len(prompt) :].partition(PROBE)
-    if prompt == bare and heading.strip():
+    whole, start = fitting[0]
+    heading, _, ending = whole[len(start) :].partition(PROBE)
+    asks_always = _what_asks(template, bare, ending)
+    if prompt == bare and heading.strip() and not asks_always:
         raise _unusable(template, f"it ignores add_generation_prompt and begins an answer with {heading!r}")
-    if not ending:
+    if not ending or (ending.isspace() and user_mark(template)):
         return _without_mark(template, heading_of(prompt, bare))
-    return _split_ending(template, heading_of(prompt, bare), fitting[0], ending)
+    if asks_always:
+        return Surroundings(asks_always, "", asks_always)
+    return _split_ending(template, heading_of(prompt, bare), whole, ending)
+
+
+def _what_asks(template: ChatTemplate, bare: str, ending: str) -> str:
+    """Return what asks for the next answer after `ending`, as Command R's templates do always; empty if nothing does.
+
+    An answer then ends with the eos token.
+    """
+    asking = ending.partition(template.variables.get("eos_token") or "\0")[2]
+    return asking if asking.strip() and bare.endswith(asking) else ""
 
 
 def heading_of(prompt: str, bare: str) -> str:
@@ -74,40 +97,48 @@ def _without_mark(template: ChatTemplate, heading: str) -> Surroundings:
     if not (mark := user_mark(template)):
         raise _unusable(template, "it marks no end of an answer, so a model would not learn to stop")
     tool_mark = _mark_between(template, called, {"role": "tool", "content": PROBE})
-    return Surroundings(heading, "", "", mark, tool_mark or mark)
+    return Surroundings(heading, "", "", mark, mark if tool_mark is None else tool_mark)
 
 
 def user_mark(template: ChatTemplate) -> str:
     """Return the mark that begins the user's turn after an answer; empty if there is none."""
-    return _mark_between(template, {"role": "assistant", "content": PROBE}, QUESTION)
+    return _mark_between(template, {"role": "assistant", "content": PROBE}, QUESTION) or ""
 
 
-def _mark_between(template: ChatTemplate, answer: Message, following: Message) -> str:
-    """Return the mark that begins the turn after an answer; empty if there is none."""
+def _mark_between(template: ChatTemplate, answer: Message, following: Message) -> str | None:
+    """Return the mark that begins the turn after an answer; empty if none does; None if it cannot be found out.
+
+    Apertus writes the result of a tool directly after the call, within the same turn.
+    """
     try:
         answered = template.render([QUESTION, answer])
         followed = template.render([QUESTION, answer, following])
     except RecordError:
-        return ""
-    found = _MARK.match(followed.removeprefix(answered)) if followed.startswith(answered) else None
-    return found["mark"] if found else ""
+        return None
+    if not followed.startswith(answered) and answer["content"]:  # GLM 5.1 writes no empty thought then
+        answered = followed[: followed.find(PROBE) + len(PROBE)]
+    if not followed.startswith(answered):
+        return None
+    found = _MARK.match(followed.removeprefix(answered))
+    return found["mark"] if found and PROBE not in found["mark"] else ""
 
 
 def _split_ending(template: ChatTemplate, heading: str, whole: str, ending: str) -> Surroundings:
-    """Split the text after an answer. Phi-3's template closes with eos_token, but not before another answer."""
-    eos = template.variables.get("eos_token", "")
-    closing = eos if ending != eos and _closes(template, whole, eos) else ""
+    """Split the text after an answer into its mark, blanks, and marks that are not written before another question."""
+    closing = _closing(template, whole, ending)
     body = ending.removesuffix(closing)
     mark = body.rstrip()
-    return Surroundings(heading, body[len(mark) :] if mark else "", closing)
+    return Surroundings(heading, body[len(mark) :] if mark else "", closing, mark=mark)
 
 
-def _closes(template: ChatTemplate, whole: str, eos: str) -> bool:
+def _closing(template: ChatTemplate, whole: str, ending: str) -> str:
+    """Return the marks that close a whole conversation: Phi-3 has its eos token there, Hunyuan another mark."""
     try:
         asked_again = template.render([QUESTION, {"role": "assistant", "content": ANSWERS[0]}], prompt=True)
     except RecordError:
-        return False
-    return not asked_again.startswith(whole) and asked_again.startswith(whole.removesuffix(eos))
+        return ""
+    closings = [ending[found.start("mark") :] for found in _MARK.finditer(ending)]
+    return next((end for end in ["", *closings[:0:-1]] if asked_again.startswith(whole.removesuffix(end))), "")
 
 
 def _unusable(template: ChatTemplate, problem: str) -> ConfigError:

@@ -189,6 +189,10 @@ class RecordOutcome(Enum):
     NOTHING_LABELLED = "without a token to learn, dropped"
     TRAILING = "with turns after the last answer, which were left out"
     SPLIT = "made into several sequences, as the template writes earlier answers otherwise"
+    UNOPENED = (
+        "with an answer that does not begin as the template's prompt, which opens or skips a thought; "
+        "data.chat_template_args, such as {enable_thinking: false}, may make them agree"
+    )
     NO_THOUGHTS = "with thoughts of earlier turns, which the template leaves out"
     CUT_AT_TURN = "too long, cut after an answer"
     CUT_INSIDE = "too long, cut inside an answer"

@@ -132,13 +132,14 @@ def test_any_cut_is_a_prefix_with_something_to_learn(
 
 def test_what_cannot_be_learned_is_dropped_and_counted(tmp_path: Path) -> None:
     tagged = (
-        "{% for m in messages %}{% if m.content == 'x' %}{% generation %}x{% endgeneration %}{% endif %}.{% endfor %}"
+        "{% for m in messages %}{% if m.content == 'x' %}{% generation %}x{% endgeneration %}{% else %}"
+        "{{ m.content }}{% endif %}.{% endfor %}"
     )
     context = {"messages": [*chat("q", "x")["messages"], {"role": "assistant", "content": "x", "weight": 0}]}
     path, tally = write(tmp_path, chat("q"), chat("q", "x", "r"), chat("q", "y"), context), RecordTally()
-    assert [shown(s) for s in read(path, tally, template=tagged, learn="last")] == [".X."]
+    assert [shown(s) for s in read(path, tally, template=tagged, learn="last")] == ["q.X."]
     assert tally.lines() == [
-        "4 records: 1 sequence, 3 tokens, 1 of them learned",
+        "4 records: 1 sequence, 4 tokens, 1 of them learned",
         f"1 without an assistant turn, dropped ({path}, line 1)",
         f"1 without a token that its template marks as the assistant's, dropped ({path}, line 3)",
         f"1 without a token to learn, dropped ({path}, line 4)",
@@ -150,7 +151,7 @@ def test_what_cannot_be_learned_is_dropped_and_counted(tmp_path: Path) -> None:
 def test_the_first_token_is_nobodys_target(tmp_path: Path) -> None:
     path, tally = write(tmp_path, chat("q", "x")), RecordTally("skip")
     with pytest.raises(ConfigError, match="nothing to learn"):
-        read(path, tally, template="{% generation %}x{% endgeneration %}...")
+        read(path, tally, template="{% generation %}x{% endgeneration %}.{{ messages[0].content }}.")
     assert tally.counts == {RecordOutcome.NOTHING: 1}
 
 
@@ -159,11 +160,11 @@ def test_a_token_of_prompt_and_answer_is_learned_for_its_visible_part(tmp_path: 
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "Ask:": 1, " be": 2, "  ": 3, "</s>": 4}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("Ask:| be|  |</s>"), "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    source = "{% for m in messages if m.role == 'assistant' %}Ask: {{ m.content }}</s>{% endfor %}"
+    source = "{% for m in messages %}{{ m.content if m.role == 'user' else 'Ask: ' + m.content + '</s>' }}{% endfor %}"
     template = ChatTemplate("mine", source + "{% if add_generation_prompt %}Ask: {% endif %}")
     encoder = ChatEncoder(load_tokenizer(str(tmp_path)), template)
-    for answer, learned in [("be", [False, True, True]), (" be", [False, False, True, True])]:
-        (encoded,) = encoder.encode(Conversation(tuple(chat("q", answer)["messages"])))
+    for answer, learned in [("be", [False, False, True, True]), (" be", [False, False, False, True, True])]:
+        (encoded,) = encoder.encode(Conversation(tuple(chat("  ", answer)["messages"])))
         assert encoded.loss_weights.tolist() == learned
 
 
