@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from megatrain_ray.engine.model.chunked_loss import Targets
 from megatrain_ray.io.batching.batch_stream import Batch
@@ -39,10 +41,15 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
 
     All of them have positions or none has, and so with loss weights and with what says which inputs are no pads.
     """
-    tensors = (batch.input_ids, batch.targets, batch.positions, batch.loss_weights, batch.real)
+    arrays = (batch.input_ids, batch.targets, batch.positions, batch.loss_weights, batch.real)
     num_parts = -(-len(batch.input_ids) // size)
-    parts = ((None,) * num_parts if tensor is None else torch.split(tensor, size) for tensor in tensors)
+    parts = ((None,) * num_parts if array is None else _split(array, size) for array in arrays)
     return tuple(map(MicroBatch, *parts))
+
+
+def _split(array: NDArray[Any], size: int) -> tuple[torch.Tensor, ...]:
+    # Copied, since arrays that come through Ray cannot be written to, and torch warns of such memory.
+    return torch.split(torch.asarray(array, copy=True), size)
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int, layer: int, call: int) -> int:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.lora import A_END, B_END, is_adapter
+from megatrain_ray.engine.weights.initial_values import module_seed
 from megatrain_ray.engine.weights.saved_values import SavedValues
-from megatrain_ray.engine.weights.weight_source import WeightSource, module_seed
+from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.checkpoints.peft_adapter import AdapterFolder
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 

@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
@@ -26,23 +25,27 @@ class Batch:
     """Holds the sequences of one update. A target of -100 is not supervised, or its document has no next token.
 
     The loss of an update is the mean over its targets, weighted by `loss_weights`.
+
+    These are arrays and no tensors, since the data process does not import torch.
     """
 
-    input_ids: torch.Tensor  # int64 [batch, seq_len]
-    targets: torch.Tensor  # int64 [batch, seq_len]
-    # int64 [batch, seq_len], beginning at 0 in each document of a row, and at its pads; None: one document a row
-    positions: torch.Tensor | None
+    input_ids: NDArray[np.int64]  # [batch, seq_len]
+    targets: NDArray[np.int64]  # [batch, seq_len]
+    # [batch, seq_len], beginning at 0 in each document of a row, and at its pads; None: one document a row
+    positions: NDArray[np.int64] | None
     num_supervised: int  # targets that count in the loss
     num_tokens: int  # inputs that are no pads
     sum_squared_lengths: int  # Σ over the documents of all rows of (number of inputs)²
-    # FP32 [batch, seq_len], how much each target counts in the loss, 0 if it is -100; None: each counts 1, unless -100
-    loss_weights: torch.Tensor | None = None
-    real: torch.Tensor | None = None  # bool [batch, seq_len], which inputs are no pads; None: all
+    # [batch, seq_len], how much each target counts in the loss, 0 if it is -100; None: each counts 1, unless -100
+    loss_weights: NDArray[np.float32] | None = None
+    real: NDArray[np.bool_] | None = None  # [batch, seq_len], which inputs are no pads; None: all
 
     @property
     def total_weight(self) -> float:
         """Return the sum of the weights of all targets, which a step's loss is divided by."""
-        return self.num_supervised if self.loss_weights is None else self.loss_weights.double().sum().item()
+        if self.loss_weights is None:
+            return self.num_supervised
+        return float(np.asarray(self.loss_weights, np.float64).sum())
 
 
 class BatchStream:
@@ -179,14 +182,14 @@ def assemble(rows: Rows, *, weighted: bool) -> Batch:
     positions = _positions(inputs)
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
     return Batch(
-        input_ids=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
-        targets=torch.from_numpy(np.where(supervised, ids[:, 1:], IGNORED)),
-        positions=torch.from_numpy(positions) if is_packed else None,
+        input_ids=np.ascontiguousarray(ids[:, :-1]),
+        targets=np.where(supervised, ids[:, 1:], IGNORED),
+        positions=positions if is_packed else None,
         num_supervised=int(supervised.sum()),
         num_tokens=int(real.sum()),
         sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
-        loss_weights=torch.from_numpy(weights) if weighted else None,
-        real=torch.from_numpy(real),
+        loss_weights=weights if weighted else None,
+        real=real,
     )
 
 

@@ -38,7 +38,6 @@ class ActorsSpec:
     device: str
     num_workers: int = 1  # GPU workers of all hosts
     num_hosts: int = 1
-    draws: bool = False  # shards draw the model's initial values, for which they import Transformers
     compiles: bool = False  # GPU workers compile layers
 
     @property
@@ -79,7 +78,6 @@ def actors_spec(run_spec: RunSpec) -> ActorsSpec:
         plan.device,
         plan.hosts.num_gpus,
         plan.hosts.num_hosts,
-        draws=run_spec.source.folder is None,
         compiles=plan.compute.compiled_loss,
     )
 
@@ -197,7 +195,7 @@ class Placement:
             return ray.remote(GpuActor).options(**self._place(name, num_gpus=num_gpus)).remote(modules)
         # Concurrent calls: run, write_part, spans, and those that must be answered meanwhile.
         options = self._place(name, max_concurrency=5)
-        return ray.remote(waiting(ShardWorker)).options(**options).remote(TRANSFORMERS if spec.draws else ())
+        return ray.remote(waiting(ShardWorker)).options(**options).remote()
 
     def _place(self, name: str, **options: Any) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundle_of[name])

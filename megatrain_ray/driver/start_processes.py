@@ -97,7 +97,6 @@ def ray_processes(config: TrainConfig, machine: Machine, startup: Startup) -> It
         device=machine.device,
         num_workers=hardware.num_gpus,
         num_hosts=hardware.num_hosts,
-        draws=config.model.path is None,
         compiles=compiles(config, machine.device),
     )
     if hardware.num_hosts > 1 and not joins_cluster():

@@ -6,9 +6,10 @@ Picklable.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.expert_groups import GroupedFactory
 from megatrain_ray.engine.model.lora import AdaptedFactory, Lora, is_adapter
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure, build_empty
+from megatrain_ray.engine.weights.initial_values import Fill, fills_of
 from megatrain_ray.engine.weights.lora_values import LoraWeights
 from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSource
 from megatrain_ray.errors import ConfigError
@@ -60,6 +62,7 @@ class ModelSource:
         import Transformers, which takes 3 s.
     tied: parameters that the configuration ties to another one, each with that one. It is found with `names`.
     prefix: name of the base model within the model, which names in `folder` may lack. It is found with `names`.
+    fills: what the base's random weights are filled with. They are found only once, as `names` are.
     expert_groups: number of modules into which the experts of a block are divided, at most.
     is_typed: the configuration was written by the user, so an unknown setting may be a typo. Makers' configurations
         have settings that only other programs read.
@@ -76,6 +79,7 @@ class ModelSource:
     names: WeightMap = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
+    fills: Mapping[str, Sequence[Fill]] = field(default_factory=dict)
     expert_groups: int = 1
     is_typed: bool = False
 
@@ -167,7 +171,13 @@ class ModelSource:
         """
         if self.folder is not None:
             return self._mapped(self.folder)
-        return RandomSource(build_empty(self._base, torch.float32), self.seed)
+        return RandomSource(partial(build_empty, self._base, torch.float32), self.seed, self.fills)
+
+    def with_fills(self) -> ModelSource:
+        """Return the source with `fills`, if its weights are random."""
+        if self.folder is not None:
+            return self
+        return replace(self, fills=fills_of(build_empty(self._base, torch.float32)))
 
     def leftovers(self) -> Leftovers:
         """Return what the folder holds beyond the model, after fetching its other files. Raises ConfigError."""

@@ -122,7 +122,7 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     question = _fitting_problem(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
     split = config.with_split(plan.step.micro_batch_size, plan.step.num_micro_batches)
-    return RunSpec(split, question.source, question.structure, plan)
+    return RunSpec(split, question.source.with_fills(), question.structure, plan)
 
 
 def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:

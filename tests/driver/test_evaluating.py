@@ -22,7 +22,7 @@ from tests.support.in_process import Train
 from tests.support.reference import Recipe
 from tests.support.runs import assert_equals_reference, cli_here, config, plan_of, write_config
 from tests.support.texts import tokens_of, write
-from tests.support.tiny import TEXT, VOCAB_SIZE, build_tiny
+from tests.support.tiny import TEXT, VOCAB_SIZE, as_tensors, build_tiny
 
 
 def test_a_loss_is_the_mean_over_tokens_and_of_weighted_sources_the_mean_of_theirs() -> None:
@@ -103,7 +103,7 @@ def held_out_batches(tree: dict[str, Any], folder: Path) -> list[Batch]:
     data = DataConfig.model_validate(tree["data"]).held_out
     assert data is not None
     held_out = HeldOutData(data, tokens_of(data, folder), VOCAB_SIZE, 4, 1).open()
-    return [held_out.batch(index) for index in range(held_out.num_batches)]
+    return [as_tensors(held_out.batch(index)) for index in range(held_out.num_batches)]
 
 
 def keep_rows(run_dir: Path, last_step: int) -> None:

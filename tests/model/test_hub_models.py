@@ -26,6 +26,7 @@ from tests.support.hub_models import HUB, TEXTS, VOCAB_SIZE, build_hub_model
 from tests.support.in_process import actors_as_threads
 from tests.support.runs import cli_here, losses, write_config
 from tests.support.texts import tokens_of
+from tests.support.tiny import as_tensors
 
 MARKED = "a<|im_end|>b </s>c<s> d<|user|> e"
 ANSWER = "It is 4. Yes."
@@ -90,7 +91,7 @@ def settings(model: Path, folder: Path) -> dict[str, Any]:
 
 def batches(tree: dict[str, Any], run_dir: Path) -> list[Batch]:
     data = DataConfig.model_validate({**tree["data"], "tokenizer": tree["model"]["path"]})
-    return [open_stream(data, tokens_of(data, run_dir, VOCAB_SIZE), VOCAB_SIZE, 1).next_batch()]
+    return [as_tensors(open_stream(data, tokens_of(data, run_dir, VOCAB_SIZE), VOCAB_SIZE, 1).next_batch())]
 
 
 def assert_the_answer_is_learned(batch: Batch, model: Path, template: str | None) -> None:

@@ -21,7 +21,7 @@ from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.in_process import Train
 from tests.support.runs import ROOT, assert_equals_reference, cli_here, config, losses, rows, write_config
 from tests.support.texts import tokens_of
-from tests.support.tiny import build_tiny
+from tests.support.tiny import as_tensors, build_tiny
 
 GSM8K = ROOT / "examples" / "gsm8k"
 FAMILY = FAMILIES["qwen2.5"]
@@ -46,7 +46,7 @@ def settings(folder: Path, **changes: Any) -> Tree:
 def batches_of(tree: Tree, run_dir: Path) -> list[Batch]:
     data, train = DataConfig.model_validate(tree["data"]), tree["train"]
     stream = open_stream(data, tokens_of(data, run_dir, VOCAB_SIZE), VOCAB_SIZE, train["batch_size"])
-    return [stream.next_batch() for _ in range(train["steps"])]
+    return [as_tensors(stream.next_batch()) for _ in range(train["steps"])]
 
 
 def assert_answers_are_learned(tree: Tree, batches: list[Batch]) -> None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -68,7 +70,13 @@ def tiny_batches(num_batches: int, batch_size: int = 4, seq_len: int = 32) -> li
 def text_batches(num_batches: int, batch_size: int, seq_len: int, *, seed: int = 0) -> list[Batch]:
     windows = cut(_shipped_text(), seq_len=seq_len, packing=True, vocab_size=VOCAB_SIZE)
     stream = BatchStream(windows, batch_size=batch_size, shuffle=True, seed=seed)
-    return [stream.next_batch() for _ in range(num_batches)]
+    return [as_tensors(stream.next_batch()) for _ in range(num_batches)]
+
+
+def as_tensors(batch: Batch) -> Any:
+    """Return the batch with tensors in place of its arrays, as plain PyTorch takes it (`reference.Sequences`)."""
+    arrays = {key: value for key, value in vars(batch).items() if isinstance(value, np.ndarray)}
+    return replace(batch, **{key: torch.from_numpy(array) for key, array in arrays.items()})
 
 
 def weigh(batch: Batch) -> Batch:

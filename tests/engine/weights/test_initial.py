@@ -13,8 +13,16 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from megatrain_ray.engine.weights import weight_source as initial
-from megatrain_ray.engine.weights.weight_source import Normal, RandomSource, initial_values, module_seed, normals_before
+from megatrain_ray.engine.weights import initial_values as initial
+from megatrain_ray.engine.weights.initial_values import (
+    Constant,
+    Normal,
+    fills_of,
+    fills_up_to,
+    initial_values,
+    module_seed,
+)
+from megatrain_ray.engine.weights.weight_source import RandomSource
 from megatrain_ray.errors import ConfigError
 
 SIZES: dict[str, Any] = {
@@ -115,7 +123,7 @@ def test_a_parameter_that_nobody_initialises_is_refused_by_name() -> None:
 
 
 def test_source_reads_ranges_of_the_flattened_parameter() -> None:
-    source = RandomSource(on_meta(), 4)
+    source = RandomSource(on_meta, 4)
     q_proj = initial_values(on_meta(), Q_PROJ, 4).flatten()
     norm = "model.norm.weight"
     reads = [(Q_PROJ, 0, 100), (Q_PROJ, 100, 4096), (norm, 3, 5), (Q_PROJ, 50, 60)]
@@ -129,7 +137,7 @@ def test_threads_draw_what_one_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 1024)
     model = on_meta(attention_bias=True)  # with a padding row, which is set after the embedding's numbers
     alone = {name: initial_values(model, name, 3).flatten() for name, _ in model.named_parameters()}
-    source = RandomSource(model, 3)
+    source = RandomSource(lambda: model, 3)
 
     def read(name: str) -> torch.Tensor:
         numel = alone[name].numel()
@@ -151,14 +159,15 @@ def test_normal_numbers_in_blocks_are_those_of_one_draw(monkeypatch: pytest.Monk
 
 
 def test_what_is_drawn_in_blocks_and_what_is_not() -> None:
-    model = on_meta()
-    assert normals_before(model, Q_PROJ) == (Normal(64 * 64, 0.0, 0.05),)
-    assert normals_before(model, "model.embed_tokens.weight") is None, "a row of it is set to zero afterwards"
-    assert normals_before(model, "model.norm.weight") is None
+    model = on_meta(attention_bias=True)
+    assert fills_up_to(model, Q_PROJ.replace("weight", "bias")) == (Constant(64, 0.0),), "nothing is drawn for it"
+    assert fills_up_to(model, Q_PROJ) == (Normal(64 * 64, 0.0, 0.05),)
+    assert fills_up_to(model, "model.embed_tokens.weight") is None, "a row of it is set to zero afterwards"
+    assert fills_up_to(model, "model.norm.weight") == (Constant(64, 1.0),)
     config = MixtralConfig(**SIZES, num_local_experts=2)
     with init_empty_weights(include_buffers=False):
         experts = MixtralForCausalLM(config)
-    of_both = normals_before(experts, "model.layers.0.mlp.experts.down_proj")
+    of_both = fills_up_to(experts, "model.layers.0.mlp.experts.down_proj")
     assert of_both == (Normal(2 * 320 * 64, 0.0, 0.05), Normal(2 * 64 * 160, 0.0, 0.05))
 
 
@@ -190,15 +199,17 @@ def _assign(module: Sets) -> None:
         lambda m: (m.weight.normal_(), m.weight.mul_(2.0)),
         lambda m: (m.weight.normal_(), m.weight[3:4].zero_()),
         lambda m: (m.weight.normal_(), m.weight.normal_(std=3.0)),
+        lambda m: (m.weight.zero_(), m.weight[3:4].fill_(2.0)),
+        lambda m: (m.weight[:10].zero_(), m.weight[10:].zero_()),
         lambda m: (m.weight[:10].normal_(), m.weight[10:].normal_()),
         lambda m: m.weight.view(4, 5).T.normal_(),
         lambda m: m.weight.fill_(torch.randn(1).item() if m.weight.sum().item() else 1.0),
         _assign,
     ],
 )
-def test_anything_else_than_normal_numbers_is_drawn_whole(how: Callable[[Sets], object]) -> None:
+def test_anything_else_than_normal_numbers_or_one_constant_is_drawn_whole(how: Callable[[Sets], object]) -> None:
     before = torch.random.get_rng_state()
-    assert normals_before(Sets(how), "weight") is None
+    assert fills_up_to(Sets(how), "weight") is None
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -208,16 +219,20 @@ def test_anything_else_than_normal_numbers_is_drawn_whole(how: Callable[[Sets], 
         lambda m: m.weight.normal_(1.0, 2.0),
         lambda m: (m.other.normal_(3.0), m.weight.view(4, 5).normal_(std=0.1), m.other.uniform_()),
         lambda m: (m.other.zero_(), nn.init.normal_(m.weight, 0.5, 0.1)),
+        lambda m: (m.other.normal_(), m.weight.fill_(0.3)),
     ],
 )
-def test_normal_numbers_after_others_are_the_model_s_own(how: Callable[[Sets], object]) -> None:
-    assert normals_before(Sets(how), "weight") is not None
-    assert torch.equal(RandomSource(Sets(how), 3).read("weight", 0, 20), initial_values(Sets(how), "weight", 3))
+def test_what_is_filled_after_others_is_the_model_s_own(how: Callable[[Sets], object]) -> None:
+    assert fills_up_to(Sets(how), "weight") is not None
+    values = initial_values(Sets(how), "weight", 3)
+    assert torch.equal(RandomSource(lambda: Sets(how), 3).read("weight", 0, 20), values)
+    known = RandomSource(lambda: pytest.fail("the model was made"), 3, fills_of(Sets(how)))
+    assert torch.equal(known.read("weight", 0, 20), values)
 
 
 def test_a_source_holds_a_block_of_normal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 1024)
-    source = RandomSource(on_meta(), 3)
+    source = RandomSource(on_meta, 3)
     held = source.read("lm_head.weight", 5000, 5100)
     assert held.untyped_storage().nbytes() == 4 * (1024 + 16)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def stream(
 
 
 def drawn(stream: MixedStream, batches: int) -> list[int]:
-    return torch.cat([stream.next_batch().input_ids[:, 0] for _ in range(batches)]).tolist()
+    return np.concatenate([stream.next_batch().input_ids[:, 0] for _ in range(batches)]).tolist()
 
 
 @given(st.lists(st.integers(1, 1000) | st.sampled_from([1, 2, 3, 10, 100]), min_size=1, max_size=12))

@@ -57,9 +57,9 @@ CHATS = sequences(st.booleans()) | sequences(st.sampled_from([0.0, 1.0, 0.5, 3.0
 
 def learned(batch: Batch) -> list[Learned]:
     there = batch.targets != IGNORED
-    weights = there.float() if batch.loss_weights is None else batch.loss_weights
+    weights = there.astype(np.float32) if batch.loss_weights is None else batch.loss_weights
     assert not weights[~there].any()
-    columns = (tensor[there].tolist() for tensor in (batch.input_ids, batch.targets, weights))
+    columns = (array[there].tolist() for array in (batch.input_ids, batch.targets, weights))
     return list(zip(*columns, strict=True))
 
 

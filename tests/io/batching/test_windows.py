@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +61,7 @@ def test_a_short_window_is_padded_and_its_pads_never_count() -> None:
     assert batch.input_ids.tolist() == [[a, b, c, d], [x, y, z, 0]]
     assert batch.targets.tolist() == [[b, c, d, e], [y, z, -100, -100]]
     assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (6, 7, 16 + 9)
-    assert batch.input_ids.dtype == batch.targets.dtype == torch.int64
+    assert batch.input_ids.dtype == batch.targets.dtype == np.int64
     assert batch.positions is None
     (row,) = whole(cut(corpus_of([5, 0, 0]), seq_len=4, packing=False, vocab_size=257)).targets.tolist()
     assert row == [0, 0, -100, -100], "an id that pads have is learned where it stands in a text"
@@ -77,7 +76,7 @@ def test_packed_documents_are_told_apart() -> None:
     assert batch.input_ids.tolist() == [[a, b, c, END, d, END], [f, g, h, i, j, k]]
     assert batch.targets.tolist() == [[b, c, END, -100, END, -100], [g, h, i, j, k, ord("l")]]
     assert batch.positions is not None
-    assert batch.positions.dtype == torch.int64
+    assert batch.positions.dtype == np.int64
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
     assert (batch.num_supervised, batch.num_tokens, batch.sum_squared_lengths) == (10, 12, 16 + 4 + 36)
 
@@ -129,7 +128,7 @@ def test_packed_and_unpacked_targets_are_equal_for_documents_within_a_window(siz
         owners = rows.documents[row, :-1]
         for index in set(owners[owners >= 0].tolist()):
             if int((rows.documents[row] == index).sum()) == len(ended[index]) > 1:
-                there = torch.from_numpy(owners == index) & (batch.targets[row] != IGNORED)
+                there = (owners == index) & (batch.targets[row] != IGNORED)
                 ids, targets = batch.input_ids[row][there].tolist(), batch.targets[row][there].tolist()
                 assert list(zip(ids, targets, strict=True)) == alone[index]
                 seen += 1
