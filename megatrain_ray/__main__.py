@@ -1,5 +1,6 @@
 """Runs the command line: `python -m megatrain_ray` is the same as `megatrain`."""
 
+import gc
 import os
 import sys
 
@@ -9,7 +10,10 @@ def start() -> int:
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     from megatrain_ray.cli import main
 
-    return main()
+    try:
+        return main()
+    finally:
+        gc.freeze()  # else Python looks for garbage among the objects of PyTorch as it exits: 1.2 CPU seconds
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Defines the Ray actors of a run as thin wrappers of plain classes.
+"""Defines the Ray actor of a GPU worker as a thin wrapper of a plain class.
 
-Weights, gradients and optimizer state never travel through their calls.
+Weights, gradients and optimizer state never travel through its calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
@@ -22,36 +21,8 @@ from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone
-from megatrain_ray.workers.early_imports import import_first
 from megatrain_ray.workers.gpu_worker import GpuWorker
 from megatrain_ray.workers.messages import Progress, RankInfo
-
-
-def waiting(kind: type) -> type:
-    """Return a class for actors that start before the arguments of `kind`'s constructor are known.
-
-    Its constructor imports `modules`. Its `setup` takes the arguments of `kind`'s constructor and returns the process
-    id. Nothing else may be called before `setup` has returned.
-    """
-
-    def begin(self: Any, modules: Sequence[str] = ()) -> None:
-        import_first(modules)
-
-    def setup(self: Any, *args: Any, **kwargs: Any) -> int:
-        kind.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        return os.getpid()
-
-    return type(kind.__name__, (kind,), {"__init__": begin, "setup": setup, "__module__": kind.__module__})
-
-
-def show_own_gpus() -> None:
-    """Let this process see only the GPUs that Ray assigned to it.
-
-    Call it before torch looks for GPUs. Ray itself leaves all GPUs visible if a job sets
-    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (deploy/README.md).
-    """
-    if ids := ray.get_runtime_context().get_accelerator_ids()["GPU"]:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
 class BatchFeed:
@@ -103,10 +74,6 @@ class BatchFeed:
 
 class GpuActor(GpuWorker):
     """Runs a GpuWorker on the actor's event loop. Only `open_meeting` may be called before `setup`."""
-
-    def __init__(self, modules: Sequence[str]) -> None:
-        show_own_gpus()
-        import_first(modules)
 
     async def open_meeting(self, address: str) -> Rendezvous:
         """Open the port at which several GPU workers meet, on rank 0. `address`: at which they reach this host."""

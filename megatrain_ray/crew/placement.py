@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatrain_ray.console.logs import say
 from megatrain_ray.crew import ray_resources
 from megatrain_ray.crew.actor_role import AGAIN, CHECK_S, Check
-from megatrain_ray.crew.actors import GpuActor, waiting
+from megatrain_ray.crew.actors import GpuActor
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import LOOPBACK
@@ -22,7 +22,7 @@ from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import DATA, GPU, OWNER, gpu_name, owner_name, shard_name
 from megatrain_ray.workers.arena_owner import ArenaOwner
-from megatrain_ray.workers.early_imports import COMPILER, TRANSFORMERS
+from megatrain_ray.workers.early_imports import COMPILER, TRANSFORMERS, waiting
 from megatrain_ray.workers.shard_worker import ShardWorker
 
 # Actors change state: a call that failed must not be repeated by Ray.
@@ -192,7 +192,8 @@ class Placement:
         if name.startswith(GPU):
             modules = (*TRANSFORMERS, *(COMPILER if spec.compiles else ()))
             num_gpus = spec.num_gpus // spec.num_workers
-            return ray.remote(GpuActor).options(**self._place(name, num_gpus=num_gpus)).remote(modules)
+            kind = waiting(GpuActor, modules, ray_resources.show_own_gpus)
+            return ray.remote(kind).options(**self._place(name, num_gpus=num_gpus)).remote()
         # Concurrent calls: run, write_part, spans, and those that must be answered meanwhile.
         options = self._place(name, max_concurrency=5)
         return ray.remote(waiting(ShardWorker)).options(**options).remote()

@@ -5,6 +5,7 @@ A missing resource is reported at once; Ray itself would wait for another machin
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,16 @@ from megatrain_ray.errors import CapacityError, ConfigError, DeadlineError
 Bundle = Mapping[str, float]
 HEAD = "node:__internal_head__"
 A_BIT = 0.001  # amount of a node's own resource (`node:ADDRESS`, of which it has 1); a bundle with it is placed there
+
+
+def show_own_gpus() -> None:
+    """Let this process see only the GPUs that Ray assigned to it.
+
+    Call it before torch looks for GPUs. Ray itself leaves all GPUs visible if a job sets
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (deploy/README.md).
+    """
+    if ids := ray.get_runtime_context().get_accelerator_ids()["GPU"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
 
 
 def this_node() -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
+import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from megatrain_ray.console.interrupts import ENDINGS
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
@@ -49,6 +52,45 @@ def no_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def waiting(kind: type, modules: Sequence[str] = (), before: Callable[[], None] = lambda: None) -> type:
+    """Return a class for actors that start before the arguments of `kind`'s constructor are known.
+
+    Its constructor calls `before`, and imports the module of `kind` and then `modules`. Its `setup` takes the arguments
+    of `kind`'s constructor and returns the process id, unless `kind` has a `setup` of its own. Its other methods are
+    those of `kind`, and may be called when `setup` has returned.
+
+    The class knows `kind` by name only. Otherwise Ray would import that module as it reads the class, with garbage
+    collections, which take a third of the time.
+    """
+    module, name = kind.__module__, kind.__name__
+
+    def begin(self: Any) -> None:
+        before()
+        import_first((module, *modules))
+        there = getattr(importlib.import_module(module), name)
+        self.worker = there.__new__(there)
+
+    def setup(self: Any, *args: Any, **kwargs: Any) -> int:
+        self.worker.__init__(*args, **kwargs)
+        return os.getpid()
+
+    methods = {key: _forwarded(key, method) for key, method in inspect.getmembers(kind, inspect.isfunction)}
+    public = {key: method for key, method in methods.items() if not key.startswith("_")}
+    return type(name, (), {"setup": setup, **public, "__init__": begin, "__module__": module})
+
+
+def _forwarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls that of `self.worker`. Ray wants to know from it whether it is a coroutine."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker, name)(*args, **kwargs)
+
+    async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.worker, name)(*args, **kwargs)
+
+    return call_async if inspect.iscoroutinefunction(method) else call
 
 
 def import_first(modules: Sequence[str]) -> None:

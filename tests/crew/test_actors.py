@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatrain_ray.crew import actors
+from megatrain_ray.crew.ray_resources import show_own_gpus
 
 
 @pytest.mark.parametrize(("given", "seen"), [(["3"], "3"), (["2", "5"], "2,5"), ([], "0,1")])
@@ -18,6 +18,5 @@ def test_a_gpu_worker_sees_the_gpus_that_it_was_given(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": given})
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    monkeypatch.setattr(actors, "import_first", lambda modules: None)
-    actors.GpuActor([])
+    show_own_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

@@ -130,7 +130,8 @@ class Actor:
         with suppress(Exception):  # it has no such method, never took up its role, or has stopped already
             self._object.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for owner in (self._object, getattr(self._object, "_holder", None)):  # the latter if `run` was never called
+        worker = self._object.worker
+        for owner in (worker, getattr(worker, "_holder", None)):  # the latter if `run` was never called
             with suppress(Exception):
                 owner.close()  # type: ignore[union-attr]
         self._loop.close()
@@ -140,9 +141,9 @@ class Actor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if isinstance(self._object, gpu_worker.GpuWorker):
+        if isinstance(self._object.worker, gpu_worker.GpuWorker):
             with suppress(Exception, asyncio.CancelledError):  # the engine of a step that was cut short
-                await self._object.abandon()
+                await self._object.worker.abandon()
 
 
 def _actor(actor_id: str) -> Actor:

@@ -10,10 +10,12 @@ from pathlib import Path
 from ray import cloudpickle
 
 from megatrain_ray.config.groups import DataConfig, ModelConfig
-from megatrain_ray.crew.actors import waiting
+from megatrain_ray.crew.actors import GpuActor
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.model.model_source import open_model
 from megatrain_ray.workers.arena_owner import ArenaOwner
+from megatrain_ray.workers.early_imports import waiting
+from megatrain_ray.workers.shard_worker import ShardWorker
 from tests.support.family_models import build_family
 from tests.support.run_engine import folder_source
 from tests.support.runs import ROOT
@@ -22,17 +24,18 @@ from tests.support.tiny import TEXT, VOCAB_SIZE
 
 
 def test_arena_owner_and_data_process_load_no_torch(tmp_path: Path) -> None:
-    """Their classes come through Ray as in a run, and batches go through it."""
+    """Their classes come through Ray as in a run, and batches go through it. No class brings its module with it."""
     data = DataConfig(path=str(TEXT), tokenizer="bytes", seq_len=8)
     starts = (
         (waiting(ArenaOwner), ({}, ())),
         (waiting(DataWorker), (data, tokens_of(data, tmp_path), VOCAB_SIZE, 2, 0, None)),
     )
-    (tmp_path / "starts").write_bytes(cloudpickle.dumps(starts))
+    (tmp_path / "starts").write_bytes(cloudpickle.dumps((starts, waiting(ShardWorker), waiting(GpuActor))))
     code = (
         "import pathlib, pickle, sys\n"
-        "for kind, arguments in pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()):\n"
-        "    (actor := kind(())).setup(*arguments)\n"
+        "starts, *others = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "for kind, arguments in starts:\n"
+        "    (actor := kind()).setup(*arguments)\n"
         "pickle.dumps(actor.batch(1))\n"
         "assert {'megatrain_ray.workers.arena_owner', 'megatrain_ray.data.data_worker'} <= sys.modules.keys()\n"
         "assert 'torch' not in sys.modules"
