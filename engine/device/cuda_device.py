@@ -46,17 +46,19 @@ class CudaDevice(Device):
         deterministic: bool = False,
         tf32: bool = False,
         memory_bytes: int | None = None,
+        context_bytes: int = CONTEXT_BYTES,
     ) -> None:
         """Create the streams and set torch's memory limit and numerics. Raises ConfigError if torch sees no GPU.
 
         memory_bytes: GPU memory that the process may use; None: all of it.
+        context_bytes: the part of it that is not for tensors.
         """
         super().__init__(timeline)
         if not torch.cuda.is_available():
             raise ConfigError("hardware.device is cuda, but torch sees no GPU here; set hardware.device: cpu, or auto")
         expand_segments()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        _limit_memory(memory_bytes)
+        _limit_memory(None if memory_bytes is None else memory_bytes - context_bytes)
         self._deterministic = deterministic
         # Kernels of a stream with high priority start before waiting kernels of the compute stage. A copy within the
         # device may be a kernel.
@@ -288,13 +290,12 @@ class CudaCapture:
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """Limit torch's allocator so that the process uses at most `num_bytes` of the GPU; None removes the limit.
+    """Limit torch's allocator to `num_bytes` of the GPU; None removes the limit.
 
-    The limit is always set, because a device made earlier may have set another one. The CUDA context's memory is not
-    the allocator's, so it is subtracted.
+    The limit is always set, because a device made earlier may have set another one.
     """
     total = total_memory_bytes() or 1
-    share = 1.0 if num_bytes is None else max(0, num_bytes - CONTEXT_BYTES) / total
+    share = 1.0 if num_bytes is None else max(0, num_bytes) / total
     torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 

@@ -14,6 +14,11 @@ def total_memory_bytes() -> int | None:
     return _properties().total_memory
 
 
+def reserved_bytes() -> int:
+    """Return the GPU memory that torch's allocator of this process holds, in use or not."""
+    return torch.cuda.memory_reserved()
+
+
 def device_name() -> str:
     return _properties().name
 

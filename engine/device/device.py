@@ -22,8 +22,8 @@ from megatrain_ray.engine.optimizer.update_kernel import UpdateKernel
 from megatrain_ray.spans import Row, Span, SpanLog
 from megatrain_ray.virtual_clock import Op, Stage, Timeline
 
-# Memory of a CUDA context and its libraries. On an H200, NVML showed 0.95 GB more than the peak of all tensors
-# (7.6b_16x4096 in benchmarks/README.md). hardware.hbm_limit leaves this much for them.
+# Memory of a CUDA context and of the kernels of libraries, where it was not measured. On an H200, NVML showed 0.95 GB
+# more than the peak of all tensors (7.6b_16x4096 in benchmarks/README.md), on an H100 0.79 GB.
 CONTEXT_BYTES = 1 << 30
 
 

@@ -72,6 +72,13 @@ class HardwareProfile:
     # Bytes that a GPU receives from the others of its host while it sends as many, by copies; None: not measured.
     gpu_link_bytes_per_s: Rate | None = None
     host_link_bytes_per_s: Rate | None = None  # the same between a host and the other hosts; never measured
+    # Each direction while the other one is busy. None, as in files of earlier releases: both_bytes_per_s.
+    h2d_busy_bytes_per_s: Rate | None = None
+    d2h_busy_bytes_per_s: Rate | None = None
+    # Grouped products of experts in bf16, forward and backward: rows of an expert → FLOP/s. None: as other products.
+    grouped: RateCurve | None = None
+    # Device memory of a process that computes, beside torch's own allocations. None: a guess.
+    context_bytes: Annotated[int, Field(ge=0, le=1 << 50)] | None = None
 
     def to_json(self) -> str:
         return TypeAdapter(HardwareProfile).dump_json(self, indent=1).decode() + "\n"
@@ -85,6 +92,22 @@ class HardwareProfile:
         """Return the seconds of a matrix product. A precision without a curve uses the rates of the first curve."""
         curve = self.matmul.get(precision) or next(iter(self.matmul.values()))
         return flops / interpolate(curve, flops) if flops else 0.0
+
+    def grouped_s(self, precision: str, flops: float, rows: float) -> float:
+        """Return the seconds of a grouped product of experts that get `rows` rows each."""
+        dense_s = self.matmul_s(precision, flops)
+        if self.grouped is None or not flops:
+            return dense_s
+        # Other precisions lose the same share of their rate.
+        return dense_s * flops / interpolate(self.grouped, rows) / self.matmul_s("bf16", flops)
+
+    @property
+    def h2d_beside_d2h(self) -> float:
+        return self.h2d_busy_bytes_per_s or self.both_bytes_per_s
+
+    @property
+    def d2h_beside_h2d(self) -> float:
+        return self.d2h_busy_bytes_per_s or self.both_bytes_per_s
 
     def attention_s(self, seq_len: int, flops: float) -> float:
         """Return the seconds of a forward or a backward of attention over sequences of `seq_len` tokens."""

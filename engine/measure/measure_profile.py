@@ -1,8 +1,14 @@
-"""Measures a hardware profile in a few seconds, with the engine's Device and the optimizer kernel of the shards."""
+"""Measures a hardware profile within half a minute, with the engine's Device and the optimizer kernel of the shards.
+
+Products are measured as a step needs them, by a device that is under load for seconds. In its first second a card may
+compute faster than its power lets it later on: an H100 multiplied at 730 TFLOPS, and then at 570 to 730, as its clock
+went up and down every 0.7 s (rates under load in benchmarks/README.md).
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +31,16 @@ from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder
 from megatrain_ray.virtual_clock import Op, Stage
 
+log = logging.getLogger(__name__)
+
 CALLS = 3  # a measurement times at least so many rounds
 ROUNDS = 4  # a measurement's time is divided into about so many rounds; the host waits only at the end of a round
 SMALL_BYTES = 4096  # size of a copy that takes only the fixed cost of every copy
 ATTENDED = 8192  # tokens of all sequences in one call of attention together
 HEADS, HEAD_DIM = 16, 128
+EXPERTS, MODEL_DIM, EXPERT_DIM = 32, 2048, 1536  # of a grouped product; rates of other shapes are within 10 % of its
+SUSTAINED_WIDTH = 2048  # narrower products take less power than a card has
+COPIED_SHARE = 0.15  # of the time under load, as in a layer: between products memory is read and written
 COMPUTED = tuple(Precision(name) for name in ("bf16", "fp32", "tf32"))
 HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 _DIRECTIONS = (Stage.H2D,), (Stage.D2H,), (Stage.H2D, Stage.D2H)
@@ -46,12 +57,15 @@ class Effort:
     """Says how much is measured. With the defaults an H200 or a small CPU takes a few seconds."""
 
     budget_s: float = 0.1  # time of each measurement
+    warm_s: float = 2.5  # load before the first product
+    sustained_s: float = 0.7  # time of each measurement of products in bf16; of others and of attention half of it
     slow_s: float = 0.05  # after a product or an attention that takes longer, no larger one is measured
     elements: int = 1 << 25  # size of the parameter that is updated; its state is larger than caches
     copy_bytes: int = 64 << 20  # size of a copy, about a layer's weights; the full rate is reached from 16 MiB on
     device_bytes: int = 256 << 20
     widths: tuple[int, ...] = (64, 256, 1024, 2048, 4096, 8192, 12288)
     lengths: tuple[int, ...] = (128, 1024, 4096, 16384, 32768)
+    rows: tuple[int, ...] = (64, 256, 1024, 4096)  # of an expert, in a grouped product
 
 
 def measure(
@@ -82,25 +96,32 @@ class _Measurement:
             device.pin(memory)
             copies = _Copies(device, memory, effort.copy_bytes)
             h2d_s, d2h_s, both_s = (self._median_s(partial(copies.run, stages)) for stages in _DIRECTIONS)
+            count = max(1, int(effort.budget_s / both_s))
+            up_s, down_s = (copies.seconds_beside(stage, count) for stage in (Stage.H2D, Stage.D2H))
             adamw_s, busy_s = self._updates_s(memory, copies, both_s)
             copy_s = self._median_s(lambda count: copies.run((Stage.H2D,), count, SMALL_BYTES))
             with device.activate():
                 triad_s, device_s, launch_s = self._triad_s(memory), self._device_s(device), self._launch_s(device)
-                attention = tuple(self._attention(device))
+        matmul = {precision.value: tuple(self._matmul(precision)) for precision in COMPUTED}
+        with closing(self._make_device(Precision.BF16)) as device, device.activate():
+            attention, grouped = tuple(self._attention(device)), tuple(self._grouped(device))
         return HardwareProfile(
             version=1,
             machine=machine,
             h2d_bytes_per_s=effort.copy_bytes / h2d_s,
             d2h_bytes_per_s=effort.copy_bytes / d2h_s,
             both_bytes_per_s=effort.copy_bytes / both_s,
+            h2d_busy_bytes_per_s=effort.copy_bytes / up_s,
+            d2h_busy_bytes_per_s=effort.copy_bytes / down_s,
             copy_s=copy_s,
             triad_bytes_per_s=16 * effort.elements / triad_s,  # FP32: 2 reads, 1 write, and a read of the written line
             adamw_per_s=effort.elements / adamw_s,
             adamw_busy_per_s=effort.elements / busy_s,
             device_bytes_per_s=2 * effort.device_bytes / device_s,
             launch_s=launch_s,
-            matmul={precision.value: tuple(self._matmul(precision)) for precision in COMPUTED},
+            matmul=matmul,
             attention=attention,
+            grouped=grouped or None,
         )
 
     def _median_s(self, work: Callable[[int], object]) -> float:
@@ -160,13 +181,19 @@ class _Measurement:
 
     def _matmul(self, precision: Precision) -> Iterator[RatePoint]:
         """Yield the rates of products of square matrices of growing width, until one is slow."""
+        effort, is_first = self._effort, precision is COMPUTED[0]
         with closing(self._make_device(precision)) as device, device.activate():
-            for width in self._effort.widths:
-                # Not zeros: a GPU multiplies those at a higher clock than other numbers.
-                a = torch.randn(width, width, dtype=precision.working_dtype, device=device.torch_device)
-                seconds = self._median_s(_repeated(partial(torch.mm, a, a), device))
+            traffic = _Traffic(device, effort.device_bytes)
+            if is_first:
+                traffic.seconds_beside(_product(effort.widths[-1], precision, device), effort.warm_s)
+            for width in effort.widths:
+                product = _product(width, precision, device)
+                if width < SUSTAINED_WIDTH:
+                    seconds = self._median_s(_repeated(product, device))
+                else:
+                    seconds = traffic.seconds_beside(product, effort.sustained_s / (1 if is_first else 2))
                 yield RatePoint(2.0 * width**3, 2.0 * width**3 / seconds)
-                if seconds > self._effort.slow_s:
+                if seconds > effort.slow_s:
                     return
 
     def _attention(self, device: Device) -> Iterator[RatePoint]:
@@ -175,10 +202,53 @@ class _Measurement:
             batch = max(1, ATTENDED // length)
             shape = batch, HEADS, length, HEAD_DIM
             query = torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device, requires_grad=True)
-            seconds = self._median_s(_repeated(partial(_attend, query), device))
+            seconds = _median_s(_repeated(partial(_attend, query), device), self._effort.sustained_s / 2)
             yield RatePoint(float(length), 6.0 * HEADS * HEAD_DIM * batch * length**2 / seconds)
             if seconds > self._effort.slow_s:
                 return
+
+    def _grouped(self, device: Device) -> Iterator[RatePoint]:
+        """Yield the rates of grouped products in bf16, forward and backward, by the rows of each expert.
+
+        Yields nothing on the CPU device, and where torch or the GPU has no grouped products.
+        """
+        if device.kind == "cpu":
+            return
+        make = partial(torch.randn, dtype=torch.bfloat16, device=device.torch_device)
+        weights = make(EXPERTS, MODEL_DIM, EXPERT_DIM).requires_grad_()
+        for rows in self._effort.rows:
+            tokens, gradient = make(EXPERTS * rows, MODEL_DIM).requires_grad_(), make(EXPERTS * rows, EXPERT_DIM)
+            ends = rows * torch.arange(1, EXPERTS + 1, device=device.torch_device, dtype=torch.int32)
+            work = partial(_multiply_grouped, tokens, weights, ends, gradient)
+            try:
+                seconds = _median_s(_repeated(work, device), self._effort.sustained_s / 2)
+            except (AttributeError, RuntimeError) as error:
+                log.info("grouped products are not measured: %s", error)
+                return
+            yield RatePoint(float(rows), 6.0 * EXPERTS * rows * MODEL_DIM * EXPERT_DIM / seconds)
+
+
+class _Traffic:
+    """Keeps device memory busy between products, as the other operations of a layer do."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self._device = device
+        source, target = (device.allocate(num_bytes).zero_() for _ in range(2))
+        self._copy = partial(target.copy_, source)
+        self._copy_s = _median_s(_repeated(self._copy, device), 0.0)
+
+    def seconds_beside(self, product: Callable[[], object], budget_s: float) -> float:
+        """Return the mean seconds of the product in a mixture with copies, over `budget_s` seconds."""
+        once_s = _median_s(_repeated(product, self._device), 0.0)
+        count = max(1, round((1 / COPIED_SHARE - 1) * self._copy_s / once_s))
+
+        def mixture() -> None:
+            for _ in range(count):
+                product()
+            self._copy()
+
+        mixed_s = statistics.fmean(_times(_repeated(mixture, self._device), budget_s))
+        return max(mixed_s - self._copy_s, mixed_s / 2) / count
 
 
 class _Copies:
@@ -198,6 +268,15 @@ class _Copies:
         for event in [self._submit(stage, num_bytes) for _ in range(count) for stage in stages]:
             event.synchronize()
 
+    def seconds_beside(self, stage: Stage, count: int) -> float:
+        """Return the seconds of one of `count` copies of a stage while the other direction is busy."""
+        other = Stage.D2H if stage is Stage.H2D else Stage.H2D
+        beside = [self._submit(other) for _ in range(4 * count)]  # enough to outlast these copies
+        seconds = _seconds(lambda: [self._submit(stage) for _ in range(count)][-1].synchronize()) / count
+        for event in beside:
+            event.synchronize()
+        return seconds
+
     @contextmanager
     def running(self, count: int) -> Iterator[None]:
         """Submit `count` copies each way before the block, and wait for them after it."""
@@ -208,7 +287,12 @@ class _Copies:
 
 
 def _median_s(work: Callable[[int], object], budget_s: float) -> float:
-    """Return the median seconds of `work`, which does it as often as its argument says, then waits for all of it.
+    """Return the median seconds of `work`, which does it as often as its argument says, then waits for all of it."""
+    return statistics.median(_times(work, budget_s))
+
+
+def _times(work: Callable[[int], object], budget_s: float) -> list[float]:
+    """Return the seconds of `work` in each of several rounds, which take `budget_s` seconds together.
 
     The first call allocates memory, and does not count. The second one determines how often a round repeats the work,
     so that waiting at its end costs little.
@@ -220,7 +304,7 @@ def _median_s(work: Callable[[int], object], budget_s: float) -> float:
     end_s = time.perf_counter() + budget_s
     while len(times) < CALLS or time.perf_counter() < end_s:
         times.append(_seconds(partial(work, count)) / count)
-    return statistics.median(times)
+    return times
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -244,3 +328,14 @@ def _repeated(work: Callable[[], object], device: Device | None = None) -> Calla
 def _attend(query: torch.Tensor) -> None:
     made = F.scaled_dot_product_attention(query, query, query, is_causal=True)
     torch.autograd.grad(made, query, torch.ones_like(made))
+
+
+def _product(width: int, precision: Precision, device: Device) -> Callable[[], object]:
+    # Not zeros: a GPU multiplies those at a higher clock than other numbers.
+    a = torch.randn(width, width, dtype=precision.working_dtype, device=device.torch_device)
+    return partial(torch.mm, a, a)
+
+
+def _multiply_grouped(tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, gradient: torch.Tensor) -> None:
+    made = torch._grouped_mm(tokens, weights, offs=ends)
+    torch.autograd.grad(made, (tokens, weights), gradient)

@@ -22,6 +22,13 @@ class Product(NamedTuple):
     elements: float  # that one token is multiplied with; of experts, only those that it is routed to
     trained: bool
     of_mlp: bool = False  # whether it belongs to the part of a block that can be computed in chunks of tokens
+    num_experts: int = 0  # 0: it is no product of experts
+    active: int = 0  # experts that a token is routed to
+
+    @property
+    def routed_share(self) -> float:
+        """Return the share of all tokens that an expert gets if all get as many."""
+        return self.active / self.num_experts
 
 
 class BlockAttention(NamedTuple):
@@ -103,6 +110,8 @@ def _products(
             continue
         match = _MEMBER.search(p.name)
         num_experts = in_list[match["list"]] if match else stacks.get(whole_name(p.name), 1)
-        elements = math.prod(p.shape) * min(active or num_experts, num_experts) / num_experts
+        routed = min(active or num_experts, num_experts)
+        elements = math.prod(p.shape) * routed / num_experts
         of_mlp = layer.mlp is not None and p.local.startswith(f"{layer.mlp.path}.")
-        yield Product(elements, p.group.trained, of_mlp)
+        experts = (num_experts, routed) if num_experts > 1 else ()
+        yield Product(elements, p.group.trained, of_mlp, *experts)

@@ -12,6 +12,7 @@ from typing import Annotated
 import torch
 from pydantic import PlainSerializer, PlainValidator
 
+from megatrain_ray.engine.device.device import CONTEXT_BYTES
 from megatrain_ray.engine.device.numa_homes import GpuHome, Home
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.attention import Attention
@@ -193,3 +194,4 @@ class MemoryLimits:
     hbm_bytes: int | None  # None: device memory is host memory, and nothing else limits it
     ram_bytes: int
     spill_bytes: int | None  # None: nothing may spill
+    context_bytes: int = CONTEXT_BYTES  # what a process takes of a GPU's memory besides its tensors

@@ -132,6 +132,7 @@ def _fit_compute(profile: HardwareProfile, found: Comparison, sums_s: float) -> 
     faster = replace(
         profile,
         matmul={precision: _scaled(curve, factor) for precision, curve in profile.matmul.items()},
+        grouped=profile.grouped and _scaled(profile.grouped, factor),
         attention=_scaled(profile.attention, factor),
         device_bytes_per_s=profile.device_bytes_per_s * factor,
         launch_s=profile.launch_s / factor,
@@ -201,4 +202,6 @@ def _with_copies(profile: HardwareProfile, factor: float) -> HardwareProfile:
         h2d_bytes_per_s=profile.h2d_bytes_per_s * factor,
         d2h_bytes_per_s=profile.d2h_bytes_per_s * factor,
         both_bytes_per_s=profile.both_bytes_per_s * factor,
+        h2d_busy_bytes_per_s=profile.h2d_beside_d2h * factor,
+        d2h_busy_bytes_per_s=profile.d2h_beside_h2d * factor,
     )

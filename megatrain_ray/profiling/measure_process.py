@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import replace
 
 import torch
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.cuda_device import CudaDevice
-from megatrain_ray.engine.device.cuda_info import PeerCopies
+from megatrain_ray.engine.device.cuda_info import PeerCopies, reserved_bytes
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.measure.measure_profile import measure, measure_link
+from megatrain_ray.machine.process_memory import device_memory
 from megatrain_ray.profiling.profiles import this_machine
 
 
@@ -25,7 +28,14 @@ def print_profile() -> None:
             return CudaDevice(tf32=precision is Precision.TF32)
         return CpuDevice(num_threads=machine.num_cpus)
 
-    print(measure(machine, make_device, machine.num_cpus).to_json())
+    profile = measure(machine, make_device, machine.num_cpus)
+    print(replace(profile, context_bytes=_context_bytes() if machine.gpu else None).to_json())
+
+
+def _context_bytes() -> int | None:
+    """Return the GPU memory that this process holds outside of torch's allocator; None where NVML cannot tell."""
+    held = device_memory(os.getpid()).num_bytes
+    return None if held is None else max(0, held - reserved_bytes())
 
 
 def print_link() -> None:

@@ -26,7 +26,10 @@ def make_device(plan: Plan, *, deterministic: bool) -> Device:
     if plan.device == "cuda":
         limit = plan.limits.hbm_bytes  # None: no limit
         own = None if limit is None else limit - plan.item_bytes(Tier.HBM, EXCHANGE)  # NCCL allocates the rest itself
-        return CudaDevice(deterministic=deterministic, tf32=plan.precision.compute == "tf32", memory_bytes=own)
+        return CudaDevice(
+            deterministic=deterministic, tf32=plan.precision.compute == "tf32", memory_bytes=own,
+            context_bytes=plan.item_bytes(Tier.HBM, CONTEXT),
+        )  # fmt: skip
     if deterministic:
         torch.use_deterministic_algorithms(True)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)

@@ -9,7 +9,7 @@ import torch
 
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.layout.flat_layout import ParameterSpec
-from megatrain_ray.engine.model.flops import BlockAttention
+from megatrain_ray.engine.model.flops import BlockAttention, work_of
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules
 from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, ModelStructure
 from megatrain_ray.model.flop_count import FlopCount
@@ -110,6 +110,8 @@ def test_experts_with_parameters_of_their_own() -> None:
     structure = ModelStructure((block,), (), "", frozenset(), 9, (8.0,), frozenset())
     source = ModelSource({"model_type": "mixtral", "num_experts_per_tok": 3}, None, 0)
     assert FlopCount.of(structure, source).of_token == 6 * ((3 * 2 + 2) * 30 + 28)
+    products = work_of(structure, active_experts=3)[0].products
+    assert [(p.num_experts, p.routed_share) for p in products if p.num_experts] == [(4, 0.75)] * 8
 
 
 def test_a_window_bounds_what_a_token_attends_to() -> None:

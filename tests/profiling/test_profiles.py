@@ -33,7 +33,15 @@ from tests.support.runs import config
 GPU = Machine(device="cuda", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=24 << 30)
 CPU = replace(GPU, device="cpu", hbm_bytes=None)
 LITTLE = Effort(
-    budget_s=0.0, slow_s=1e9, elements=1 << 16, copy_bytes=1 << 16, device_bytes=1 << 16, widths=(8, 16), lengths=(8,)
+    budget_s=0.0,
+    warm_s=0.0,
+    sustained_s=0.0,
+    slow_s=1e9,
+    elements=1 << 16,
+    copy_bytes=1 << 16,
+    device_bytes=1 << 16,
+    widths=(8, 16),
+    lengths=(8,),
 )
 
 
@@ -45,6 +53,8 @@ def test_the_cpu_device_yields_a_profile() -> None:
     assert set(profile.matmul) == {"bf16", "fp32", "tf32"}
     assert profile.adamw_busy_per_s <= profile.adamw_per_s
     assert profile.gpu_link_bytes_per_s is None
+    assert profile.grouped is None
+    assert profile.h2d_beside_d2h > 0 < profile.d2h_beside_h2d
 
 
 def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain_ray.engine.device.device import CONTEXT_BYTES
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.flat_layout import FlatLayout
 from megatrain_ray.engine.layout.model_layout import ModelLayout
@@ -121,7 +120,7 @@ def activation_rows(
             f"one layer's backward, the last norm's or the loss: logits of {plan.compute.loss_chunk_tokens} tokens, "
             "head gradient, tied ones",
         ),
-        CONTEXT: (CONTEXT_BYTES if plan.device == "cuda" else 0, "CUDA context and library workspaces"),
+        CONTEXT: (plan.limits.context_bytes if plan.device == "cuda" else 0, "CUDA context and kernels of libraries"),
     }
     if plan.hosts.num_gpus > 1 and plan.device == "cuda":
         count = 2 if plan.slots.gathered else 1

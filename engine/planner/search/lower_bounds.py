@@ -168,4 +168,4 @@ class Bounds:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.gradients.accumulate_dtype.itemsize
         num_bytes += (plan.host_activation_bytes + sum(plan.disk_activations)) * self._num_sweeps
-        return num_bytes / self._basis.profile.both_bytes_per_s
+        return num_bytes / self._basis.profile.h2d_beside_d2h

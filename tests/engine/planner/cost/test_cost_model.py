@@ -194,3 +194,13 @@ def test_rates_between_the_measured_sizes() -> None:
 
 def test_a_profile_survives_json() -> None:
     assert HardwareProfile.from_json(TYPICAL_GPU.to_json()) == TYPICAL_GPU
+
+
+def test_products_of_experts_have_rates_of_their_own() -> None:
+    """A profile without these rates takes those of other products; other precisions lose the same share of theirs."""
+    grouped = replace(TYPICAL_GPU, grouped=(RatePoint(256, 100e12), RatePoint(1024, 400e12)))
+    flops = 2.0 * 8192**3
+    assert grouped.grouped_s("bf16", flops, 512) == pytest.approx(flops / 200e12)
+    assert TYPICAL_GPU.grouped_s("bf16", flops, 512) == TYPICAL_GPU.matmul_s("bf16", flops)
+    slower = grouped.grouped_s("fp32", flops, 512) / grouped.matmul_s("fp32", flops)
+    assert slower == pytest.approx(grouped.grouped_s("bf16", flops, 512) / grouped.matmul_s("bf16", flops))
