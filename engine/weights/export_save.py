@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
-from megatrain_ray.engine.weights.saved_values import ExportValues, SavedValues, chunks
+from megatrain_ray.engine.weights.saved_values import ExportValues, Read, SavedValues, chunks
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import FILE_BYTES, ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
@@ -57,9 +59,14 @@ def export_tensors(
     values: ExportValues, parameters: Iterable[ParameterEntry], dtype: ExportDtype, names: WeightMap | None
 ) -> list[ExportTensor]:
     """Return the checkpoint's tensors for these parameters. `names`: as for export_save."""
+    pieces: dict[str, list[tuple[Read, CheckpointTensor]]] = {}
+    types: dict[str, torch.dtype] = {}
+    for p in parameters:
+        of_parameter = ExportDtype.FP32 if p.fp32 else dtype  # as Transformers saves a bf16 model
+        for t in (names or {}).get(p.name) or [CheckpointTensor.whole(p.name, p.shape)]:
+            pieces.setdefault(t.name, []).append((partial(values.read, p.name, dtype=of_parameter), t))
+            types.setdefault(t.name, of_parameter.torch)
     return [
-        ExportTensor(t.name, t.shape, partial(chunks, values, p.name, t, of_parameter), of_parameter.torch)
-        for p in parameters
-        for of_parameter in [ExportDtype.FP32 if p.fp32 else dtype]  # as Transformers saves a bf16 model
-        for t in (names or {}).get(p.name) or [CheckpointTensor.whole(p.name, p.shape)]
+        ExportTensor(name, parts[0][1].place.shape, partial(chunks, parts, types[name]), types[name])
+        for name, parts in pieces.items()
     ]

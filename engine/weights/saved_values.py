@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -30,6 +30,9 @@ from megatrain_ray.io.saves.save_writer import Piece
 from megatrain_ray.io.storage.blob_store import FileStore
 
 READ_ELEMENTS = 8 << 20  # at most 64 MiB in memory at once: working copy, residual and master
+
+
+Read = Callable[[int, int], Tensor]  # returns elements [start, stop) of a flattened parameter
 
 
 class ExportValues(Protocol):
@@ -122,14 +125,22 @@ class SavedValues:
         return values
 
 
-def chunks(values: ExportValues, name: str, tensor: CheckpointTensor, dtype: ExportDtype) -> Iterator[memoryview]:
-    """Yield the bytes of a checkpoint's tensor, which is a piece of the parameter `name`."""
-    if not tensor.is_contiguous:
-        whole = values.read(name, tensor.offset, tensor.offset + tensor.numel, dtype)
-        yield bytes_of(whole.as_strided(tensor.shape, tensor.stride).contiguous().view(-1))
+def chunks(pieces: Sequence[tuple[Read, CheckpointTensor]], dtype: torch.dtype) -> Iterator[memoryview]:
+    """Yield the bytes of a checkpoint's tensor, which consists of pieces of parameters.
+
+    One that holds a piece of one parameter in its order is read part by part, any other as a whole. What no piece
+    covers is zero, as Transformers pads a table of tokens.
+    """
+    read, first = pieces[0]
+    if len(pieces) == 1 and first.is_contiguous:
+        for start in range(first.offset, first.stop, READ_ELEMENTS):
+            yield bytes_of(read(start, min(start + READ_ELEMENTS, first.stop)))
         return
-    for first in range(tensor.offset, tensor.offset + tensor.numel, READ_ELEMENTS):
-        yield bytes_of(values.read(name, first, min(first + READ_ELEMENTS, tensor.offset + tensor.numel), dtype))
+    whole = torch.zeros(math.prod(first.place.shape), dtype=dtype)
+    for read, piece in pieces:
+        values = read(piece.offset, piece.stop).as_strided(piece.shape, piece.stride)
+        whole.as_strided(piece.shape, piece.place.stride, piece.place.offset).copy_(values)
+    yield bytes_of(whole)
 
 
 def bytes_of(values: Tensor) -> memoryview:

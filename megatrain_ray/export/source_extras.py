@@ -15,8 +15,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.model.structure import build_empty
-from megatrain_ray.engine.weights.saved_values import bytes_of
-from megatrain_ray.engine.weights.weight_source import WeightSource
+from megatrain_ray.engine.weights.saved_values import chunks
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.leftovers import Leftovers, find_leftovers, leftover_files
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
@@ -87,23 +86,25 @@ def export_extras(config: ModelConfig, manifest: Manifest, dtype: ExportDtype = 
     shapes = {name: tuple(empty.get_parameter(name).shape) for name in parameters}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     whole = {name: [CheckpointTensor.whole(name, shape)] for name, shape in shapes.items()}
-    pieces = {t.name: (name, t) for name in shapes for t in names.get(name) or whole[name]}
+    pieces: dict[str, list[tuple[str, CheckpointTensor]]] = {}
+    for name in shapes:
+        for tensor in names.get(name) or whole[name]:
+            pieces.setdefault(tensor.name, []).append((name, tensor))
     stored = WeightFolder.open(source.folder, source.prefix) if source.folder else None
     rest = [copied(stored, name, dtype) for name in pieces if stored and stored.holds(name)]
     left = pieces.keys() - {tensor.name for tensor in rest}
     if left:
         weights, made = source.weights(), build_empty(source.factory, torch.float32)
-        rest += [
-            ExportTensor(name, t.shape, partial(_piece_bytes, weights, owner, t), torch.float32)
-            for name, (owner, t) in pieces.items()
-            if name in left and owner not in buffers
-        ]
-        computed = [
-            (name, made.get_buffer(owner).flatten().as_strided(t.shape, t.stride, t.offset))
-            for name, (owner, t) in pieces.items()
-            if name in left and owner in buffers
-        ]
-        rest += [ExportTensor(name, tuple(b.shape), partial(_bytes, b), b.dtype) for name, b in computed]
+
+        def read(owner: str, start: int, stop: int) -> torch.Tensor:
+            computed = owner in buffers
+            return made.get_buffer(owner).flatten()[start:stop] if computed else weights.read(owner, start, stop)
+
+        for name, parts in pieces.items():
+            if name in left:
+                of_owner = buffers[parts[0][0]].dtype if parts[0][0] in buffers else torch.float32
+                content = partial(chunks, [(partial(read, owner), tensor) for owner, tensor in parts], of_owner)
+                rest.append(ExportTensor(name, parts[0][1].place.shape, content, of_owner))
     return ExportExtras(empty, names, rest, code)
 
 
@@ -115,14 +116,6 @@ def _open(config: ModelConfig, needed: str) -> ModelSource:
             f"an export has {needed}, which the run did not train, from the model that it began with, which cannot be "
             f"read now: {error}"
         ) from None
-
-
-def _piece_bytes(weights: WeightSource, name: str, tensor: CheckpointTensor) -> list[memoryview]:
-    return _bytes(weights.read(name, tensor.offset, tensor.stop).as_strided(tensor.shape, tensor.stride))
-
-
-def _bytes(values: torch.Tensor) -> list[memoryview]:
-    return [bytes_of(values.contiguous().view(-1))]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Which tensors Transformers writes to a checkpoint is found by running its conver
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -17,7 +17,6 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_ray.engine.model.structure import kept_in_fp32
 from megatrain_ray.errors import ConfigError
@@ -28,6 +27,7 @@ from megatrain_ray.io.checkpoints.safetensors_folder import (
     WeightMap,
     is_covered,
 )
+from megatrain_ray.model.conversion_trace import ConversionTrace
 from megatrain_ray.model.small_copy import shrink
 from megatrain_ray.read_file import check_folder
 
@@ -201,7 +201,7 @@ def _load_buffers(model: nn.Module, weights: Path) -> None:
         return
     folder = MappedWeights(WeightFolder.open(weights, base_prefix(model)), _stored_as(model, wanted))
     for name, buffer in wanted.items():
-        if (stored := folder.whole(name)) is None:
+        if (stored := folder.whole(name, tuple(buffer.shape))) is None:
             continue
         if stored.shape != buffer.shape:
             raise ConfigError(f"{weights}: {name} has shape {tuple(stored.shape)}, the model's {tuple(buffer.shape)}")
@@ -234,31 +234,12 @@ def _is_loaded(buffer: torch.Tensor) -> bool:
     return not buffer.is_meta and not isinstance(buffer, FakeTensor)
 
 
-class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes every clone a view, so that storage, offset and strides still tell where its elements came from.
-
-    What is no view, for instance rows that are interleaved, becomes a tensor of its own.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.clone.default:
-            return args[0].view_as(args[0])
-        try:
-            return func(*args, **kwargs or {})
-        except RuntimeError:
-            if func._opname not in ("view", "_unsafe_view", "_reshape_alias"):
-                raise
-            return args[0].new_empty(args[1])
-
-
 def checkpoint_names(model: nn.Module) -> WeightMap:
     """Return the checkpoint tensors of parameters and buffers that a checkpoint holds under other names or in pieces.
 
     model: a transformers PreTrainedModel on the meta device.
 
-    Those whose conversion is more than taking views have no tensors: a folder must hold them as they are.
+    Those whose conversion does more than moving elements have no tensors: a folder must hold them as they are.
     """
     parameters = {name: model.get_parameter(name).detach() for name in owned_parameters(model)}
     return _stored_as(model, parameters | persistent_buffers(model))
@@ -270,15 +251,14 @@ def _stored_as(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> WeightM
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return _renamed(model, tensors)
-    owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
-    with _CopiesAreViews():  # type: ignore[no-untyped-call]
-        written = revert_weight_conversion(model, dict(tensors))
+    empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
     found: dict[str, list[CheckpointTensor]] = {}
+    with ConversionTrace() as trace:
+        written = revert_weight_conversion(model, dict(empty))
     for name, tensor in written.items():
-        owner = owners.get(tensor.untyped_storage()._cdata)
-        if owner is not None:
-            place = CheckpointTensor(name, tuple(tensor.shape), tensor.storage_offset(), tensor.stride())
-            found.setdefault(owner, []).append(place)
+        for owner, piece in trace.pieces(name, tensor, owners):
+            found.setdefault(owner, []).append(piece)
     converted = {owner: pieces for owner, pieces in found.items() if [t.name for t in pieces] != [owner]}
     readable = {o: p if is_covered(tensors[o].numel(), p) else () for o, p in converted.items()}
     return readable | dict.fromkeys(tensors.keys() - found.keys(), ())
