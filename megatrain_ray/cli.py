@@ -20,6 +20,11 @@ from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainErro
 from megatrain_ray.escapes import escaped
 from megatrain_ray.units import parse_size
 
+# Numbers of errors of the machine and its limits. Wherever they happen, one line says all that is known.
+OF_THE_MACHINE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE,
+    errno.EAGAIN, errno.ENOMEM,
+)  # fmt: skip
 UNREAD = 128 + signal.SIGPIPE  # exit code of a program that the signal ends
 
 
@@ -42,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         unread = isinstance(error, BrokenPipeError) and is_unread(sys.stdout)
         if not unread and not (sys.stdout and cannot_flush(sys.stdout)):
-            raise
+            return _report(error)
         silence(sys.stdout)
         if unread:
             return UNREAD
@@ -50,10 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MegatrainError.exit_code
 
 
+def _report(error: OSError) -> int:
+    """Print an error of the machine that nothing else has explained, and return the exit code. Raises any other."""
+    has_no_temporary_folder = error.errno == errno.ENOENT and error.filename is None  # what tempfile raises
+    if error.errno not in OF_THE_MACHINE and not has_no_temporary_folder:
+        raise error
+    where = f"{error.filename}: " if error.filename else ""
+    advice = "free space there, raise the limit (ulimit -a), or name another folder (TMPDIR is for temporary files)"
+    show(f"error: {where}{error.strerror}; {advice}", stream=sys.stderr)
+    return MegatrainError.exit_code
+
+
 def _answer(argv: Sequence[str] | None) -> int:
     options = _parse(argv)
     if logging.lastResort:  # prints the warnings of a command that writes no log
         logging.lastResort.setFormatter(SafeFormatter())
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that cannot be written to
     try:
         if sys.flags.optimize > 1:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -155,6 +156,29 @@ def test_an_output_that_is_full_is_told_in_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered(), check=False)
     assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EMFILE, "Too many open files", "/a"), "/a: Too many open files"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "No usable temporary"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line_wherever_it_happens(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, told: str
+) -> None:
+    def fail(options: Any) -> int:
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "plan", fail)
+    assert main(["plan", file]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {told}")
+    assert err.endswith(
+        "; free space there, raise the limit (ulimit -a), or name another folder (TMPDIR is for temporary files)\n"
+    )
 
 
 def test_a_broken_pipe_that_is_not_the_output_is_no_silence(file: str, monkeypatch: pytest.MonkeyPatch) -> None:

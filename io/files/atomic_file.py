@@ -9,7 +9,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain_ray.errors import DeadlineError
@@ -61,8 +61,9 @@ def wait_for_lock(
     try:
         yield
     finally:
-        if _is_current(lock, path) and not os.fstat(lock).st_size:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # an empty file does no harm
+            if _is_current(lock, path) and not os.fstat(lock).st_size:
+                path.unlink(missing_ok=True)
         os.close(lock)
 
 

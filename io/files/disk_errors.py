@@ -16,17 +16,21 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EUCLEAN)
 
 
-class DiskFullError(MegatrainError):
+class DiskError(MegatrainError):
+    """Says that a call to the file system failed."""
+
+
+class DiskFullError(DiskError):
     """Says that the file system, or the user's quota of it, has no room."""
 
 
-class UnreadableError(MegatrainError):
+class UnreadableError(DiskError):
     """Says that a file is missing, ends too early, or cannot be read."""
 
 
 @contextmanager
 def explained(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, which did `action` (read, write, …) to `path`, into a MegatrainError.
+    """Turn an OSError of the block, which did `action` (read, write, …) to `path`, into a DiskError.
 
     Raises UnreadableError if a read failed because the file is missing or bad, DiskFullError if there was no room.
     """
@@ -38,7 +42,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
             raise DiskFullError(f"{message}, {format_bytes(free_bytes(path))} are free there") from error
         if action == "read" and error.errno in GONE:
             raise UnreadableError(message) from error
-        raise MegatrainError(message) from error
+        raise DiskError(message) from error
 
 
 def free_bytes(path: Path) -> int:

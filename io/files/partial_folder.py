@@ -30,12 +30,12 @@ def complete_or_absent(out_dir: Path, kind: FolderKind | None = None) -> Iterato
 
     kind: the finished folder carries a mark of this kind (owned_folder.py); None: it is the user's and carries none.
 
-    Raises ConfigError unless `out_dir` is new or empty and no other process is writing it, MegatrainError for an
-    OSError of the block.
+    Raises ConfigError unless `out_dir` is new or empty, can be written to, and no other process is writing it;
+    DiskError for an OSError of the block, and, if `kind` is given, of making the folder, which no user has named.
     """
     target = out_dir.resolve()
     partial = partial_of(target)
-    owned = _make(partial, target, out_dir, kind or FolderKind.PARTIAL)
+    owned = _make(partial, target, out_dir, kind)
     try:
         yield partial
         sync(*partial.iterdir(), partial)
@@ -78,7 +78,7 @@ def _remove(partial: Path) -> None:
     remove_owned(partial, mark.kind if mark and mark.kind in UNFINISHED else FolderKind.PARTIAL)
 
 
-def _make(partial: Path, target: Path, out_dir: Path, kind: FolderKind) -> OwnedFolder:
+def _make(partial: Path, target: Path, out_dir: Path, kind: FolderKind | None) -> OwnedFolder:
     """Make the folder to write into, after deleting what a killed process left of it."""
     in_use = ConfigError(f"{out_dir} is being written by another process; wait for it, or name another one")
     try:
@@ -87,12 +87,15 @@ def _make(partial: Path, target: Path, out_dir: Path, kind: FolderKind) -> Owned
         partial.parent.mkdir(parents=True, exist_ok=True)
         if not is_free(partial):
             _remove(partial)
-        return OwnedFolder.make(partial, kind, mode=SHARED)
+        return OwnedFolder.make(partial, kind or FolderKind.PARTIAL, mode=SHARED)
     except (BlockingIOError, FileExistsError, FolderInUseError):  # FileExistsError: another process has just made it
         raise in_use from None
     except NotOwnedError as error:
         raise ConfigError(f"cannot write to {out_dir}: {error}; move it away, or name another folder") from None
     except OSError as error:
+        if kind is not None:
+            with explained("write", out_dir):
+                raise
         raise ConfigError(
             f"cannot write to {out_dir}: {error.strerror} ({error.filename}); name another folder"
         ) from None

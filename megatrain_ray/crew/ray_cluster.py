@@ -23,13 +23,19 @@ from megatrain_ray.console.interrupts import ENDINGS
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
 from megatrain_ray.crew.ray_helpers import DriverPaths, without_helpers
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import CapacityError, MegatrainError
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, remove_owned, why_not_owned
+from megatrain_ray.machine.machine import free_threads
 
 # Only batches and metrics go there. By default Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
 STOP_TIMEOUT_S = 20.0
+
+# Threads of a run's own Ray with its driver, and of each process that Ray starts for the run, as measured on two cores
+# (more cores need more). Without them Ray aborts this process.
+RAY_THREADS = 140
+PROCESS_THREADS = 25
 
 JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for the driver it starts
 
@@ -149,6 +155,7 @@ def _token() -> str:
 
 @contextmanager
 def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
+    _check_threads(num_cpus)
     remove_left_sessions()
     path = SESSIONS / f"{SESSION_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     with explained("make", path):
@@ -180,6 +187,15 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
         _end(started, STOP_TIMEOUT_S)
         session.remove()
         remove_left_sessions()
+
+
+def _check_threads(num_cpus: int) -> None:
+    needed, free = RAY_THREADS + PROCESS_THREADS * num_cpus, free_threads()
+    if free is not None and free < needed:
+        raise CapacityError(
+            f"a start needs at least {needed} threads, and {max(free, 0)} more may be started here; raise the limit of "
+            "the user (ulimit -u) or of the container (--pids-limit), or end other processes"
+        )
 
 
 def remove_left_sessions() -> None:

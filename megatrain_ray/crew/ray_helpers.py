@@ -47,6 +47,6 @@ class DriverPaths(JobConfig):  # type: ignore[misc]
 
     def _serialize(self) -> bytes:
         ours = [str(Path.cwd()) if path == "" else path for path in sys.path]
-        self._py_driver_sys_path = [path for path in self._py_driver_sys_path if path in ours]
+        self._py_driver_sys_path[:] = [path for path in self._py_driver_sys_path if path in ours]
         serialized: bytes = super()._serialize()
         return serialized

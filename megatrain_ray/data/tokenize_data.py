@@ -25,6 +25,7 @@ from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.named_templates import fitting_templates
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
+from megatrain_ray.io.files.disk_errors import DiskError
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
@@ -221,6 +222,8 @@ def _root(run_dir: Path) -> Iterator[Path]:
         root.mkdir(exist_ok=True)
     try:
         yield root
+    except DiskError as error:
+        raise DiskError(f"{error}; mend that, or name a folder on another disk in XDG_CACHE_HOME") from error
     finally:
         with suppress(OSError):
             if is_new:

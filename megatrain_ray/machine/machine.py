@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 from megatrain_ray.config.groups import HardwareConfig
@@ -80,6 +83,30 @@ def _hbm_bytes(hardware: HardwareConfig, *, imagined: bool) -> int | None:
 
 def allowed_cpus() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def free_threads(root: Path = Path("/")) -> int | None:
+    """Return how many more threads this process and its children may start; None if nothing limits them.
+
+    The limits are the user's (ulimit -u), which does not bind root, and those of the cgroups that this process is in.
+    """
+    left = []
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit != resource.RLIM_INFINITY and os.getuid():
+        left.append(limit - _num_threads(os.getuid()))
+    folders = (*cgroup_folders(root, "", "sys/fs/cgroup"), *cgroup_folders(root, "pids", "sys/fs/cgroup/pids"))
+    for folder in folders:
+        if (most := read_text(folder / "pids.max")).isdigit():
+            left.append(int(most) - int(read_text(folder / "pids.current") or 0))
+    return min(left, default=None)
+
+
+def _num_threads(uid: int) -> int:
+    count = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            count += process.num_threads() if process.uids().real == uid else 0
+    return count
 
 
 def cpu_name(root: Path = Path("/")) -> str:

@@ -16,6 +16,7 @@ import pytest
 
 from megatrain_ray.crew import ray_cluster as cluster_module
 from megatrain_ray.crew.ray_cluster import Daemons, remove_left_sessions, session_folders
+from megatrain_ray.errors import CapacityError
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
 from tests.support.owned_folders import forget_maker, left_by_a_dead_process
 
@@ -47,6 +48,16 @@ def aged(folder: Path, text: str = "precious") -> Path:
     (folder / ".lock").touch()  # which earlier releases took for their own
     os.utime(folder, (0, 0))
     return folder
+
+
+def test_too_few_threads_are_told_before_ray_aborts_the_process(
+    sessions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "free_threads", lambda: 189)
+    message = r"^a start needs at least 190 threads, and 189 more may be started here; raise .*ulimit -u"
+    with pytest.raises(CapacityError, match=message), cluster_module._embedded(num_cpus=2, num_gpus=0):
+        pass
+    assert list(sessions.iterdir()) == []
 
 
 def test_what_only_has_the_name_of_a_session_stays(sessions: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.io.files.disk_errors import DiskError
 from megatrain_ray.io.tokens.token_files import read_meta
+from tests.support.disk_faults import DiskCall, Moments, disk_calls
 from tests.support.texts import tokens_of, write
 
 
@@ -85,6 +92,51 @@ def test_tokens_in_a_cache_that_cannot_be_written_to_are_used(
     assert tokens_of(settings, tmp_path / "run") == folders
     assert tokens_of(data(str(tmp_path / "b.txt")), tmp_path)[0].parent == tmp_path / "tokens"
     assert sorted(cache.iterdir()) == sorted(folders)
+
+
+def test_where_the_cache_fails_or_a_kill_came_is_told_or_unseen(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that changes the cache fails once; and every state that a kill would leave of it is gone on from."""
+    settings, home = data(write(tmp_path, a="text a")), tmp_path / "cache"
+    home.mkdir()
+    calls: list[DiskCall] = []
+    moments = Moments(home, tmp_path / "moments")
+
+    def see(call: DiskCall) -> None:
+        calls.append(call)
+        moments(call)
+
+    with disk_calls(home, see):
+        (made,) = tokens_of(settings, tmp_path)
+    expected = read_meta(made)
+    errors = cycle([errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
+    for failing, number in zip(dict.fromkeys(calls), errors, strict=False):
+        shutil.rmtree(home)
+        home.mkdir()
+        try:
+            with disk_calls(home, failing_at(failing, number, home)):
+                tokens_of(settings, tmp_path)
+        except DiskError as error:
+            assert str(home) in str(error), failing
+            assert os.strerror(number) in str(error), failing
+            assert "XDG_CACHE_HOME" in str(error), failing
+        assert list(home.rglob("*.partial")) == [], failing
+        assert read_meta(tokens_of(settings, tmp_path)[0]) == expected, failing
+    for call, folder in moments.all:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        (again,) = tokens_of(settings, tmp_path)
+        assert again.is_relative_to(folder), call
+        assert read_meta(again) == expected, call
+        assert list(folder.rglob("*.partial")) == [], call
+
+
+def failing_at(failing: DiskCall, number: int, home: Path) -> Callable[[DiskCall], None]:
+    def fail(call: DiskCall) -> None:
+        if call == failing:
+            raise OSError(number, os.strerror(number), str(home / call.path))
+
+    return fail
 
 
 def test_a_relative_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,27 @@ import pytest
 from megatrain_ray.config.groups import HardwareConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine import machine
-from megatrain_ray.machine.machine import machine_of, ram_bytes, unused_gpu
+from megatrain_ray.machine.machine import free_threads, machine_of, ram_bytes, unused_gpu
 
 GIB = 1 << 30
 V1_UNLIMITED = "9223372036854771712"
 V1, V2 = "sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory.max"
+
+
+def test_threads_are_limited_by_user_and_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "proc/self/cgroup", "3:cpu,pids:/job\n0::/job\n")
+    unlimited = machine.resource.RLIM_INFINITY
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (unlimited, unlimited))
+    assert free_threads(tmp_path) is None
+    write(tmp_path, "sys/fs/cgroup/job/pids.max", "max\n")
+    assert free_threads(tmp_path) is None
+    write(tmp_path, "sys/fs/cgroup/pids/job/pids.max", "500\n")
+    write(tmp_path, "sys/fs/cgroup/pids/job/pids.current", "120\n")
+    assert free_threads(tmp_path) == 380
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1 << 20, unlimited))
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)  # of nobody here
+    monkeypatch.setattr(machine, "_num_threads", lambda uid: (1 << 20) - 200 if uid == 4_000_000 else 0)
+    assert free_threads(tmp_path) == 200
 
 
 def write(root: Path, name: str, text: str) -> None:

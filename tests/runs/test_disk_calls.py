@@ -1,4 +1,4 @@
-"""A run whose disk fails, or that is killed, at any of its calls that change the run directory.
+"""A run whose disk fails, or that is killed, at any of its calls that change the run directory; an export likewise.
 
 The runs have threads for actors: the calls of other processes could not be seen.
 """
@@ -25,12 +25,15 @@ from tests.support.tiny import build_tiny
 
 # Files whose loss is no reason to end a training; and the folder, which is closed to others if that can be done.
 OPTIONAL = {"logs/driver.log", "history.jsonl", "."}
-MOST_MOMENTS = 180
+MOST_MOMENTS = 260
+MOST_OF_EXPORT = 60
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Holds an undisturbed run of four steps, which saves twice and keeps one save, and where it can be killed.
+    """Holds an undisturbed run of six steps, which saves three times, and where it can be killed.
+
+    It keeps one save, and the best one, which is the first: its held-out loss rises.
 
     Every trial is made in `run_dir`, since that is part of the settings.
     """
@@ -81,9 +84,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("killed")
     run_dir = folder / "run"
     run_dir.mkdir()
+    (folder / "held_out.txt").write_text("漢字" * 50)  # less and less like what is learned
     tree = config(
-        run_dir, build_tiny(folder / "model"), train__steps=4, save_every=2, save_keep=1, log__tensorboard=False
-    )
+        run_dir, build_tiny(folder / "model"), train__steps=6, save_every=2, save_keep=1, save_best=True, eval_every=2,
+        data__eval_path=str(folder / "held_out.txt"), log__tensorboard=False,
+    )  # fmt: skip
     path = write_config(folder / "config.yaml", tree)
     calls: list[DiskCall] = []
     moments = Moments(run_dir, folder / "moments")
@@ -115,12 +120,12 @@ def test_at_every_moment_the_newest_save_is_whole(trained: Trained) -> None:
         if moment.call.path.startswith("saves/step_"):
             assert [problem for step in steps for problem in verify(save_folder(saves, step))] == [], moment.call
         seen.append(tuple(steps))
-    assert list(dict.fromkeys(seen)) == [(), (2,), (2, 4), (4,)]  # and never none again
+    assert list(dict.fromkeys(seen)) == [(), (2,), (2, 4), (2, 4, 6), (2, 6)]  # and never none again
 
 
 @pytest.mark.parametrize(
     "call",
-    [DiskCall("rename", "saves/step_4/manifest.json"), DiskCall("unlink", "saves/step_2/part_0.v")],
+    [DiskCall("rename", "saves/step_4/manifest.json"), DiskCall("unlink", "saves/step_4/part_0.v")],
     ids=str,
 )
 def test_the_same_command_goes_on_from_a_kill(trained: Trained, call: DiskCall) -> None:
@@ -164,3 +169,37 @@ def test_a_disk_that_fails_ends_the_run_with_one_message_and_without_a_trace(
     assert "Traceback" not in done.stderr
     assert deletes or unfinished(trained.run_dir) == []
     trained.assert_goes_on(cleans=not deletes)
+
+
+@pytest.fixture(scope="module")
+def export_moments(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Sequence[Moment]:
+    """Return where an export of the run can be killed."""
+    if not (trained.run_dir / "config.yaml").exists():
+        trained.start()
+    folder = tmp_path_factory.mktemp("killed_export")
+    (folder / "all").mkdir()
+    moments = Moments(folder / "all", folder / "moments")
+    with disk_calls(folder / "all", moments):
+        exported_masters(trained.run_dir, folder / "all" / "model")
+    assert len(moments.all) <= MOST_OF_EXPORT
+    return moments.all
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("number", range(MOST_OF_EXPORT))
+def test_the_same_export_is_made_after_any_kill(
+    trained: Trained, export_moments: Sequence[Moment], number: int
+) -> None:
+    if number >= len(export_moments):
+        return
+    (call, folder), whole = export_moments[number], export_moments[-1].folder / "model"
+    if (folder / "model").exists():
+        assert names(folder / "model") - {"owner.json"} == names(whole)
+        return
+    masters = exported_masters(trained.run_dir, folder / "model")
+    assert all(torch.equal(masters[name], values) for name, values in trained.masters.items()), call
+    assert names(folder) == {"model"}, call
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
