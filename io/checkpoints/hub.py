@@ -66,31 +66,48 @@ class HubFolder:
             snapshot_download(self.repository, revision=self.path.name, allow_patterns="*.py")
 
 
-def find_on_hub(name: str, key: str, required: str, optional: Iterable[str]) -> HubFolder | None:
+def find_on_hub(name: str, key: str, required: str | Sequence[str], optional: Iterable[str]) -> HubFolder | None:
     """Return the cached repository that `name` (OWNER/NAME, or with @REVISION) means, after fetching files of it.
 
     key: the setting that holds `name`, for messages.
-    required, optional: files to fetch; the repository may lack the optional ones.
+    required, optional: files to fetch; the repository may lack the optional ones, and all but one of several required.
 
     A cached repository is used as it is: a branch stays at the commit that was fetched first. Returns None if `name` is
     a local file or folder, or cannot be a hub id. Raises ConfigError if the hub has no such repository or file, or if
     it cannot be reached and the cache has none.
     """
-    from huggingface_hub import try_to_load_from_cache
-
     match = HUB_ID.fullmatch(name)
     if match is None or Path(name).exists():
         return None
     repository, revision = match["repository"], match["revision"] or "main"
+    files = [required] if isinstance(required, str) else required
     try:
-        cached = try_to_load_from_cache(repository, required, revision=revision)
+        path = _first_cached(repository, revision, files)
     except ValueError:  # the hub's rules for names are stricter than HUB_ID
         return None
-    with explained(key, repository, required):
-        path = Path(cached) if isinstance(cached, str) else _fetch_first(repository, revision, required)
+    if path is None:
+        with explained(key, repository, files[0]):
+            path = _fetch_one_of(repository, revision, files)
     folder = HubFolder(key, repository, path.parent)
     folder.add(optional)
     return folder
+
+
+def _first_cached(repository: str, revision: str, files: Sequence[str]) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(repository, file, revision=revision) for file in files)
+    return next((Path(path) for path in found if isinstance(path, str)), None)
+
+
+def _fetch_one_of(repository: str, revision: str, files: Sequence[str]) -> Path:
+    """Fetch the first of these files that the repository has. Raises as _fetch_first."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    for file in files[:-1]:
+        with suppress(EntryNotFoundError):
+            return _fetch_first(repository, revision, file)
+    return _fetch_first(repository, revision, files[-1])
 
 
 def _fetch_first(repository: str, revision: str, file: str) -> Path:

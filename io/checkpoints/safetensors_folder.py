@@ -19,6 +19,7 @@ import safetensors
 import torch
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.foreign_folders import advice_on, names_in
 from megatrain_ray.io.checkpoints.quantisation import FP8_DTYPES, SCALE_ENDS, quantisation_of, with_dequantised
 from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES, DTYPES, StoredTensor, TensorLocation
 from megatrain_ray.read_file import parse_json, regular_file
@@ -60,8 +61,7 @@ class WeightFolder:
             return WeightFolder(folder, _dequantised(folder, _read_header(folder / SINGLE_NAME)), prefix)
         if INDEX_NAME in present:
             return WeightFolder(folder, _dequantised(folder, _read_indexed(folder / INDEX_NAME, present)), prefix)
-        pickled = any(name.endswith((".bin", ".pt")) for name in present)
-        advice = "its weights are pickled, which is not read: save them as safetensors" if pickled else "is it a model?"
+        advice = advice_on(names_in(folder)) or "is it a model?"
         raise ConfigError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}: {advice}")
 
     @staticmethod

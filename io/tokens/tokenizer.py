@@ -16,7 +16,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.records.read_texts import TextBlock
 from megatrain_ray.io.tokens.long_documents import Joiner, TextPiece, cut_texts
-from megatrain_ray.io.tokens.rebuilt_tokenizer import differ, rebuild
+from megatrain_ray.io.tokens.rebuilt_tokenizer import VOCABULARIES, build_of_vocabulary, differ, rebuild
 from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
 from megatrain_ray.read_file import parse_json, regular_file
 
@@ -79,7 +79,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """Encodes as AutoTokenizer does with a local Hugging Face folder that has a tokenizer.json.
+    """Encodes as AutoTokenizer does with a local Hugging Face folder.
 
     No code of the folder runs.
 
@@ -87,20 +87,16 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the tokenizer of `folder`. Raises ConfigError if the folder or its tokenizer.json is missing or bad."""
-        self._tokenizer = _read(folder)
-        try:
-            to_add = _tokens_to_add(self._tokenizer, folder)
-            self._tokenizer.add_tokens(to_add)
-            names = named_tokens(folder)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"data.tokenizer: cannot read the tokens that settings in {folder} add: {error}"
-            ) from None
-        self.is_extended = bool(to_add)
+        """Read the tokenizer of `folder`. Raises ConfigError if the folder or its files are missing or bad."""
         settings, config = (read_settings(folder / name) for name in ("tokenizer_config.json", CONFIG_NAME))
-        if rebuilt := rebuild(folder, settings, config):
-            self.is_extended |= differ(self._tokenizer, rebuilt.tokenizer)
+        self.is_extended = False
+        if (folder / FILE_NAMES[0]).exists():
+            self._tokenizer, names, self.is_extended = _read_extended(folder)
+            rebuilt = rebuild(folder, settings, config)
+            self.is_extended |= rebuilt is not None and differ(self._tokenizer, rebuilt.tokenizer)
+        else:
+            rebuilt = build_of_vocabulary(folder)
+        if rebuilt is not None:
             self._tokenizer, names = rebuilt
         self._tokenizer.no_truncation()  # a stored limit would silently truncate a document
         self._tokenizer.no_padding()
@@ -196,19 +192,31 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def tokenizer_folder(name: str) -> Path:
     """Return the folder, perhaps missing, or the cached hub repository that a name means. Raises as find_on_hub."""
-    required, *optional = FILE_NAMES
-    found = find_on_hub(name, "data.tokenizer", required, [*optional, *TEMPLATE_NAMES, CONFIG_NAME])
+    optional = [*FILE_NAMES, *TEMPLATE_NAMES, CONFIG_NAME]
+    found = find_on_hub(name, "data.tokenizer", (FILE_NAMES[0], *VOCABULARIES), optional)
     return found.path if found else Path(name)
 
 
-def _read(folder: Path) -> tokenizers.Tokenizer:
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        missing = file if folder.is_dir() else folder
-        raise ConfigError(
-            f"data.tokenizer: no such {'file' if folder.is_dir() else 'folder'}: {missing}; "
-            "expected `bytes`, a folder that holds a tokenizer.json, or a hub id"
-        )
+def holds_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a file of which a tokenizer can be made."""
+    return any((folder / name).is_file() for name in (FILE_NAMES[0], *VOCABULARIES))
+
+
+def _read_extended(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], bool]:
+    """Return what tokenizer.json holds, with the tokens that other files add, their names, and whether any were added.
+
+    Raises ConfigError for a bad file.
+    """
+    tokenizer = _read(folder / FILE_NAMES[0])
+    try:
+        to_add = _tokens_to_add(tokenizer, folder)
+        tokenizer.add_tokens(to_add)
+        return tokenizer, named_tokens(folder), bool(to_add)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"data.tokenizer: cannot read the tokens that settings in {folder} add: {error}") from None
+
+
+def _read(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(regular_file(file)))
     # The library raises bare Exception for whatever is wrong with the file, and a panic, which is none, for a damaged

@@ -37,7 +37,7 @@ from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
-from megatrain_ray.io.tokens.tokenizer import FolderTokenizer
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer
 from megatrain_ray.model.architecture import (
     Architecture,
     is_known,
@@ -184,7 +184,7 @@ def _write(
         "architectures": manifest.model.get("architectures") or [type(needed.model).__name__],
     }
     whole = replace(manifest, model=settings)
-    if "tokenizer.json" in {file.name for file in tokenizer}:
+    if tokenizer and holds_tokenizer(tokenizer[0].parent):
         whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.kind == "sft"))
     if lora is None:
         return export_save(folder, whole, out_dir, dtype, copies=copies, names=needed.names, rest=rest)
@@ -236,7 +236,7 @@ def describe_export(out_dir: Path, step: int) -> Iterator[str]:
     )
     width = max(map(len, sizes))
     yield from (f"  {name:<{width}} {format_bytes(size):>12}" for name, size in sizes.items())
-    if {"tokenizer.json", GENERATION_NAME} <= sizes.keys():
+    if holds_tokenizer(out_dir) and GENERATION_NAME in sizes:
         generation = json.loads((out_dir / GENERATION_NAME).read_text(encoding="utf-8"))
         names = map(FolderTokenizer(out_dir).token_of, _listed(generation.get("eos_token_id")))
         yield f"generation stops at {', '.join(names)}"

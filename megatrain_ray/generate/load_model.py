@@ -22,7 +22,7 @@ from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, weight_files
-from megatrain_ray.io.tokens.tokenizer import tokenizer_folder
+from megatrain_ray.io.tokens.tokenizer import holds_tokenizer, tokenizer_folder
 from megatrain_ray.machine.machine import unused_gpu
 from megatrain_ray.model.model_source import GENERATION_NAME
 from megatrain_ray.read_file import check_folder
@@ -88,7 +88,7 @@ def _model_folder(name: str) -> Path:
 
 
 def _load(folder: Path, name: str, template_arguments: Mapping[str, Any], *, chat: bool) -> LoadedModel:
-    if not (folder / "tokenizer.json").is_file():
+    if not holds_tokenizer(folder):
         raise ConfigError(f"{name} has no tokenizer.json, so texts cannot be turned into its token ids")
     template = load_chat_template(str(folder), None, template_arguments)
     if chat and not template.is_own:

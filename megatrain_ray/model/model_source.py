@@ -6,6 +6,7 @@ Picklable.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -26,9 +27,11 @@ from megatrain_ray.engine.weights.initial_values import Fill, fills_of
 from megatrain_ray.engine.weights.lora_values import LoraWeights
 from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSource
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.checkpoints.foreign_folders import advice_on, names_in
 from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub
 from megatrain_ray.io.checkpoints.leftovers import PATTERNS, Leftovers, find_leftovers
-from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME, WEIGHTS_NAME, AdapterFolder
+from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME as ADAPTER_NAME
+from megatrain_ray.io.checkpoints.peft_adapter import WEIGHTS_NAME, AdapterFolder
 from megatrain_ray.io.checkpoints.quantisation import refusal, without_quantisation
 from megatrain_ray.io.checkpoints.safetensors_folder import (
     INDEX_NAME,
@@ -42,6 +45,8 @@ from megatrain_ray.model.architecture import Architecture, base_prefix, checkpoi
 from megatrain_ray.model.positions import positions_of
 from megatrain_ray.model.sight_check import sees_later_tokens
 from megatrain_ray.read_file import parse_json, regular_file
+
+log = logging.getLogger(__name__)
 
 GENERATION_NAME = "generation_config.json"
 
@@ -255,6 +260,11 @@ def read_model(model: ModelConfig) -> ModelSource:
         if not folder.is_dir():
             raise ConfigError(f"model.path: {model.path} is no folder, nor can it be a hub id; expected one of these")
         place, config = folder, _read_config(folder / "config.json", "model.path")
+        if (folder / ADAPTER_NAME).exists():
+            raise ConfigError(
+                f"model.path: {model.path} holds {ADAPTER_NAME} beside config.json, so Transformers loads the "
+                "adapter's base: name that base, and this folder as lora.path; or move the adapter's files away"
+            )
     elif isinstance(model.config, Mapping):
         place, config = None, dict(model.config)
     else:
@@ -266,7 +276,7 @@ def read_model(model: ModelConfig) -> ModelSource:
     generation_file = folder / GENERATION_NAME if folder else None
     generation = None
     if generation_file and generation_file.exists():
-        generation = _read_config(generation_file, "model.path")
+        generation = _read_generation(generation_file)
     if folder is not None and (refused := refusal(config, str(model.path))):
         raise ConfigError(f"model.path: {model.path}: {refused}")
     config = without_quantisation(config)  # weights are dequantised when they are read
@@ -285,7 +295,7 @@ def _whole_shapes(parameters: Iterable[ParameterSpec]) -> dict[str, tuple[int, .
 
 
 def _open_adapter(name: str) -> AdapterFolder:
-    hub = find_on_hub(name, "lora.path", CONFIG_NAME, ())
+    hub = find_on_hub(name, "lora.path", ADAPTER_NAME, ())
     if hub is not None:
         hub.require([WEIGHTS_NAME])
     folder = hub.path if hub else Path(name).absolute()
@@ -310,13 +320,25 @@ def _code(config: Mapping[str, Any], place: Path | None, *, trusted: bool) -> Pa
     return place
 
 
+def _read_generation(file: Path) -> dict[str, Any] | None:
+    """Return generation settings; None, as in Transformers, if the file is no JSON. Raises ConfigError."""
+    try:
+        parse_json(regular_file(file).read_text())
+    except ValueError as error:
+        log.warning("%s is not valid JSON, so it is passed over, as in Transformers: %s", file, error)
+        return None
+    except OSError:
+        pass  # the next line says so
+    return _read_config(file, "model.path")
+
+
 def _read_config(path: Path, key: str) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     try:
         config = parse_json(regular_file(path).read_text())
     except OSError as error:
-        expected = "expected a Hugging Face config.json"
+        expected = advice_on(names_in(path.parent)) or "expected a Hugging Face config.json"
         if (path.parent / "saves").is_dir():
             expected = f"{path.parent} is a run directory: megatrain export makes a model's folder of it"
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror}; {expected}") from None

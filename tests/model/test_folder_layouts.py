@@ -20,7 +20,7 @@ from megatrain_ray.engine.weights.saved_values import bytes_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.source_extras import export_extras
 from megatrain_ray.io.checkpoints.quantisation import SETTINGS_KEY
-from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, WeightFolder
 from megatrain_ray.model.architecture import Architecture, owned_parameters
 from megatrain_ray.model.model_source import open_model, read_model
 from tests.support.families import FAMILIES, SIZES
@@ -115,9 +115,22 @@ def in_two_files(folder: Path, held: dict[str, torch.Tensor]) -> None:
     (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
 
 
+def beside_other_formats(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    """As Mistral's and Meta's folders on the hub; and generation settings that are no JSON, which are passed over."""
+    others = {name: weight + 1 for name, weight in held.items()}
+    for name in ("consolidated.safetensors", "model.fp16.safetensors"):
+        save_file(others, folder / name)
+    torch.save(others, folder / "pytorch_model.bin")
+    (folder / "original").mkdir()
+    for name in ("params.json", "original/params.json", "original/consolidated.00.pth", "tiny.gguf"):
+        (folder / name).write_text("{}")
+    (folder / "generation_config.json").write_text("{")
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
+        ("Llama", beside_other_formats),
         ("GPT-2", without_prefix),
         ("Llama, tied", without_prefix),
         ("Llama", beside_an_older_index),
@@ -132,6 +145,35 @@ def test_a_folder_is_read_as_transformers_reads_it(
 ) -> None:
     change(tmp_path, write(tmp_path, FAMILIES[family].config))
     assert_trained_as_loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("adapter_config.json adapter_model.safetensors", "adapter: name its base as model.path, and this"),
+        (
+            "config.json adapter_config.json model.safetensors",
+            "so Transformers loads the adapter's base",
+        ),
+        ("config.json tiny-Q4_K_M.gguf", "GGUF, which is not read"),
+        ("tiny.gguf", "cannot read .*config.json: .*GGUF"),
+        ("config.json model-00001-of-00002.safetensors", "index of its files is missing"),
+        ("config.json model.fp16.safetensors", "variant"),
+        ("config.json model.safetensors.index.fp16.json model.fp16-00001-of-00002.safetensors", "variant"),
+        ("config.json params.json consolidated.safetensors", "the maker's own format"),
+        ("sub/config.json sub/model.safetensors", "a folder within it has one"),
+        ("config.json unet/model.safetensors", "a folder within it holds weights"),
+        ("config.json pytorch_model-00001-of-00002.bin", "pickled, which is not read"),
+        ("config.json README.md", "is it a model?"),
+    ],
+)
+def test_a_folder_of_something_else_says_what_to_do(tmp_path: Path, names: str, expected: str) -> None:
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(FAMILIES["Llama"].config))
+    with pytest.raises(ConfigError, match=expected):
+        read_model(ModelConfig(path=str(tmp_path)))
+        WeightFolder.open(tmp_path)
 
 
 @pytest.mark.parametrize(("family", "quantise"), [("GPT-OSS", as_mxfp4), ("DeepSeek-V3", as_fp8)])

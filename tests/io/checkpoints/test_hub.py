@@ -41,6 +41,9 @@ def test_a_tokenizer_in_the_cache_needs_no_network(tmp_path: Path, cache: Path) 
         assert load_tokenizer(name).encode("the cat").tolist() == load_tokenizer(str(own)).encode("the cat").tolist()
         assert [file.parent for file in tokenizer_files(name)] == [folder] * 2
         assert load_chat_template(name).source == FAMILIES["qwen2.5"].source
+    vocabulary = {"vocab.json": b'{"a": 0, "t": 1, "h": 2, "th": 3}', "merges.txt": b"#version: 0.2\nt h\n"}
+    fill_cache(cache, "owner/opt", {**vocabulary, "tokenizer_config.json": b'{"tokenizer_class": "GPT2Tokenizer"}'})
+    assert load_tokenizer("owner/opt").encode("th").tolist() == [3]
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{tmp_path} holds neither {SINGLE_NAME} nor {INDEX_NAME}: is it a model"):
         WeightFolder.open(str(tmp_path))
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match="pickled, which is not read: save them as safetensors"):
+    with pytest.raises(ConfigError, match="pickled, which is not read: load them with Transformers"):
         WeightFolder.open(tmp_path)
 
 

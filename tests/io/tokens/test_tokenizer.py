@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors, trainers
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from megatrain_ray.errors import ConfigError
@@ -88,6 +89,27 @@ def test_a_missing_folder_and_a_missing_or_broken_file_are_refused_by_name(tmp_p
         (tmp_path / "tokenizer.json").write_text(broken)
         with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json"):
             load_tokenizer(str(tmp_path))
+
+
+def test_a_folder_without_tokenizer_json_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """OPT's has the files of GPT-2's tokenizer only. No vocabulary of sentencepiece can be read here."""
+    vocabulary = {
+        token: number for number, token in enumerate(["<s>", "</s>", *sorted(ByteLevel.alphabet()), "th", "the"])
+    }
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}')
+    ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("the 12 cats", " é\n", "</s>the"):
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.end_of_document == theirs.eos_token_id == 1
+    assert vocabulary["the"] in ours.encode("the").tolist()
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ConfigError, match=r"makes no tokenizer of its vocab.json here \(its class finds no vocabulary"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.json").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(ConfigError, match=r"no tokenizer of its tokenizer.model here \(.*; where it can, write one"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_placed_tokens_are_the_same_ids_with_the_characters_they_stand_for(folder: Path) -> None:
