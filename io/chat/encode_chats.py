@@ -21,13 +21,13 @@ from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
 from megatrain_ray.io.records.read_records import (
     BadRecords,
     RecordError,
-    RecordLocation,
     RecordOutcome,
     RecordTally,
     as_written,
     check_unicode,
     read_records,
 )
+from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, LossWeights, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 

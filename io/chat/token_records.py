@@ -15,12 +15,12 @@ from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, R
 from megatrain_ray.io.records.read_records import (
     BadRecords,
     RecordError,
-    RecordLocation,
     RecordTally,
     as_mapping,
     missing_key,
     read_records,
 )
+from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, LossWeights, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import Tokenizer
 

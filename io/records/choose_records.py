@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.read_records import RecordError, RecordLocation
+from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.records.record_location import RecordLocation
 
 HASH_BITS = 53  # of a float: every hash is then exact
 LAST = math.nextafter(1.0, 0.0)

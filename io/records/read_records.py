@@ -7,7 +7,6 @@ import io
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.records.file_formats import JSON, open_bytes, suffix_of
 from megatrain_ray.io.records.read_tables import DELIMITERS, TABLES, read_rows
+from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.units import format_quantity
 
 BadRecords = Literal["error", "skip"]
@@ -29,23 +29,6 @@ BOM = b"\xef\xbb\xbf"
 
 class RecordError(ValueError):
     """Says what is wrong with one record. Whoever reports it adds the location."""
-
-
-@dataclass(frozen=True)
-class RecordLocation:
-    """Locates a record: a line of JSON lines or CSV, a record of a JSON list, or a row of another table, from 1.
-
-    unit: empty for a text file, which is one document.
-    read_bytes: about how many bytes of the file have been read up to and including it, for a progress bar.
-    """
-
-    file: Path
-    unit: str
-    number: int
-    read_bytes: int = field(compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.file}, {self.unit} {self.number}" if self.unit else str(self.file)
 
 
 def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[RecordLocation, Any]]:

@@ -15,7 +15,6 @@ from megatrain_ray.io.records.choose_records import RecordChooser
 from megatrain_ray.io.records.file_formats import TEXT, open_bytes, suffix_of
 from megatrain_ray.io.records.read_records import (
     RecordError,
-    RecordLocation,
     RecordOutcome,
     RecordTally,
     as_mapping,
@@ -25,6 +24,7 @@ from megatrain_ray.io.records.read_records import (
     unreadable,
 )
 from megatrain_ray.io.records.read_tables import TABLES, table_columns
+from megatrain_ray.io.records.record_location import RecordLocation
 
 BLOCK_BYTES = 1 << 20  # bytes of a .txt file read at a time
 

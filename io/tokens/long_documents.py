@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatrain_ray.io.records.read_records import RecordLocation
 from megatrain_ray.io.records.read_texts import TextBlock
+from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import TokenArray, TokenBlock
 
 PIECE_CHARS = 1 << 14  # characters between two cuts: a byte-level BPE took half the CPU time that it took with 1 << 17

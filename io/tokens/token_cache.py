@@ -23,8 +23,9 @@ from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
-from megatrain_ray.io.records.read_records import BadRecords, RecordLocation, RecordOutcome, RecordTally
+from megatrain_ray.io.records.read_records import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.records.read_texts import TextBlock, read_texts
+from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import META_NAME, TokenBlock, TokenMeta, TokenWriter, id_bytes, is_whole
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 

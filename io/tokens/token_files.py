@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.records.read_records import RecordLocation
+from megatrain_ray.io.records.record_location import RecordLocation
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 LossWeights = NDArray[np.float32]

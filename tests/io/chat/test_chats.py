@@ -21,7 +21,8 @@ from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder, ChatRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
-from megatrain_ray.io.records.read_records import BadRecords, RecordLocation, RecordOutcome, RecordTally
+from megatrain_ray.io.records.read_records import BadRecords, RecordOutcome, RecordTally
+from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import TokenBlock
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, TEMPLATES, build

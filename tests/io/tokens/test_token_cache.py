@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
-from megatrain_ray.io.records.read_records import RecordLocation
+from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_cache import TextRecipe, find_tokens, key_of, make_tokens, provenance_of
 from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, open_corpus, read_meta
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
