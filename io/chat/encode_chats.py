@@ -63,7 +63,7 @@ class ChatRecipe:
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
             **({"datasets": [source.dataset for source in self.sources]} if self.choice.max_records else {}),
-            **({"extended": True} if load_tokenizer(self.tokenizer).is_extended else {}),
+            **load_tokenizer(self.tokenizer).extension,
             **self.choice.settings(),
             "learn": [self.learn, self.learn_reasoning],
             "turns": True,  # are checked for what a template leaves out; an earlier release did not

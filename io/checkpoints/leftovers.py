@@ -35,12 +35,14 @@ class Leftovers:
     groups: the beginnings of the tensors' names that no name of the model has, such as mtp.*
     nbytes: of the tensors; of quantised ones, in FP32.
     crc32: of the tensors' names, types, shapes and first elements, by which a changed folder is noticed.
+    left_out: names of tensors of types that torch lacks, which are not kept.
     """
 
     tensors: Sequence[str] = ()
     groups: Sequence[str] = ()
     nbytes: int = 0
     crc32: int = 0
+    left_out: Sequence[str] = ()
 
     def __str__(self) -> str:
         more = f" and {len(self.groups) - SHOWN} more" if len(self.groups) > SHOWN else ""
@@ -54,23 +56,49 @@ def find_leftovers(folder: WeightFolder, known: Iterable[str]) -> Leftovers:
     Raises ConfigError for files that cannot be read.
     """
     known = folder.variants(known)
-    tensors = sorted(folder.names - known)
-    if not tensors:
-        return Leftovers()
+    beyond = sorted(folder.names - known)
+    tensors = [name for name in beyond if folder.is_readable(name)]
+    left_out = [name for name in beyond if not folder.is_readable(name)]
     prefixes = {prefix for name in known for prefix in _prefixes(name)}
     groups = dict.fromkeys(_group(name, prefixes) for name in tensors)
+    nbytes = sum(folder.numel(name) * folder.dtype(name).itemsize for name in tensors)
+    return Leftovers(tensors, list(groups), nbytes, checksum(folder, tensors), left_out)
+
+
+def checksum(folder: WeightFolder, tensors: Iterable[str]) -> int:
+    """Return the CRC-32 of the names, types, shapes and first elements of these tensors.
+
+    Raises ConfigError for tensors that are missing and files that cannot be read.
+    """
     crc32 = 0
     for name in tensors:
         crc32 = zlib.crc32(f"{name} {folder.dtype(name)} {folder.shape(name)}".encode(), crc32)
         sample = folder.part(name, 0, min(SAMPLED_ELEMENTS, folder.numel(name)))
         crc32 = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), crc32)
-    nbytes = sum(folder.numel(name) * folder.dtype(name).itemsize for name in tensors)
-    return Leftovers(tensors, list(groups), nbytes, crc32)
+    return crc32
 
 
 def leftover_files(folder: Path) -> list[Path]:
     """Return the files of a folder, not of folders in it, that an export copies if it does not write its own."""
     return sorted(file for file in folder.iterdir() if _is_kept(file))
+
+
+def leads_away(file: Path) -> bool:
+    """Return whether a file is a link to a place outside of its folder and of the hub's cache.
+
+    Snapshots of the cache, and folders that were downloaded with links, consist of links to blobs of the cache.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE  # reads the environment when it is imported
+
+    target = file.resolve()
+    places = (file.parent.resolve(), Path(HF_HUB_CACHE).resolve(), *_repository(file.parent.resolve()))
+    return not any(target.is_relative_to(place) for place in places)
+
+
+def _repository(folder: Path) -> Iterator[Path]:
+    """Yield the folder of a repository in a cache, of which `folder` is a snapshot."""
+    if folder.parent.name == "snapshots":
+        yield folder.parents[1]
 
 
 def _is_kept(file: Path) -> bool:

@@ -81,6 +81,10 @@ class WeightFolder:
         """Return the type of a tensor. Raises ConfigError if there is no such tensor, or if torch lacks its type."""
         return _dtype(name, self._find(name), BUFFER_DTYPES)
 
+    def is_readable(self, name: str) -> bool:
+        """Return whether torch has the type of a tensor."""
+        return self._find(name).dtype in BUFFER_DTYPES
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless every named parameter is there with that shape and a type that can be read."""
         for name, shape in shapes.items():

@@ -134,7 +134,11 @@ class OwnedFolder:
             if kind is FolderKind.SESSION or not is_free(path):  # a session's name is new each time
                 raise
         try:
-            return OwnedFolder.mark_existing(path, kind, token)
+            try:
+                return OwnedFolder.mark_existing(path, kind, token)
+            except FileNotFoundError:  # it looked like what a kill leaves, and another process has just deleted it
+                path.mkdir(mode)
+                return OwnedFolder.mark_existing(path, kind, token)
         except OSError:
             with suppress(OSError):  # not empty: another process is making it
                 path.rmdir()

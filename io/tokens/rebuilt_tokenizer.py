@@ -6,6 +6,7 @@ for blanks, the beginning of a text, and special tokens that no file names.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,11 @@ class RebuiltTokenizer(NamedTuple):
 
     tokenizer: tokenizers.Tokenizer
     names: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """Return a hash that differs where ids may: another Transformers or config.json may make another tokenizer."""
+        return hashlib.sha256(repr((self.tokenizer.to_str(), sorted(self.names.items()))).encode()).hexdigest()
 
 
 def rebuild(folder: Path, settings: dict[str, Any], config: dict[str, Any]) -> RebuiltTokenizer | None:

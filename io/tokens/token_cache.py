@@ -88,9 +88,8 @@ class TextRecipe:
     def settings(self) -> dict[str, Any]:
         # What an earlier release would have made as well keeps the key that it had.
         added = {key: True for key in ("add_bos", "add_eos") if getattr(self, key)}
-        extended = {"extended": True} if load_tokenizer(self.tokenizer).is_extended else {}
         fields = {"text_field": self.text_field, "bad_records": self.bad_records}
-        return {**fields, **added, **extended, **self.choice.settings()}
+        return {**fields, **added, **load_tokenizer(self.tokenizer).extension, **self.choice.settings()}
 
     def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
         assert tokenizer is not None

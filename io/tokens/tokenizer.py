@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,8 @@ class ByteTokenizer:
     num_ids = 256  # a number greater than every id of a text
     bos = None  # the id of the token that begins a text; None: there is none
     adds_bos = False  # whether Transformers begins a text with it
-    is_extended = False  # whether ids may differ from those of an earlier release, which read tokenizer.json only
+    # What decides ids in addition to the files, as data for JSON; empty where ids are those of tokenizer.json alone.
+    extension: Mapping[str, bool | str] = MappingProxyType({})
     end_of_document = 256  # the id to put between two documents
 
     def encode(self, text: str) -> TokenArray:
@@ -89,15 +91,17 @@ class FolderTokenizer:
     def __init__(self, folder: Path) -> None:
         """Read the tokenizer of `folder`. Raises ConfigError if the folder or its files are missing or bad."""
         settings, config = (read_settings(folder / name) for name in ("tokenizer_config.json", CONFIG_NAME))
-        self.is_extended = False
+        is_extended, differs = False, True
         if (folder / FILE_NAMES[0]).exists():
-            self._tokenizer, names, self.is_extended = _read_extended(folder)
+            self._tokenizer, names, is_extended = _read_extended(folder)
             rebuilt = rebuild(folder, settings, config)
-            self.is_extended |= rebuilt is not None and differ(self._tokenizer, rebuilt.tokenizer)
+            differs = rebuilt is not None and differ(self._tokenizer, rebuilt.tokenizer)
         else:
             rebuilt = build_of_vocabulary(folder)
+        self.extension: Mapping[str, bool | str] = {"extended": True} if is_extended else {}
         if rebuilt is not None:
             self._tokenizer, names = rebuilt
+            self.extension = {"extended": rebuilt.digest} if differs else self.extension
         self._tokenizer.no_truncation()  # a stored limit would silently truncate a document
         self._tokenizer.no_padding()
         self._end_of_sequence = names.get("eos_token")

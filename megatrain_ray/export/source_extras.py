@@ -17,7 +17,7 @@ from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.saved_values import chunks
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.leftovers import Leftovers, find_leftovers, leftover_files
+from megatrain_ray.io.checkpoints.leftovers import Leftovers, checksum, find_leftovers, leads_away, leftover_files
 from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, copied
 from megatrain_ray.io.saves.manifest import Manifest
@@ -142,14 +142,22 @@ def source_rest(
     try:
         folder = WeightFolder.open(_folder(model), base_prefix(needed.model))
         found = find_leftovers(folder, known_names(needed.model, needed.names))
+        # Another version of Transformers may know more or fewer names. What was recorded says whether the folder is as
+        # it was.
+        changed = recorded is not None and recorded.crc32 != checksum(folder, recorded.tensors)
     except ConfigError as error:
         if recorded is not None and recorded.tensors:
             raise _unlike(model.path, recorded, f"cannot be read now: {error}") from None
         say(f"note: only the model is exported: {error}")
         return SourceRest()
-    if recorded is not None and recorded.crc32 != found.crc32:
+    if recorded is not None and changed:
         raise _unlike(model.path, recorded, f"has {found if found.tensors else 'none'} now")
-    copies = [file for file in leftover_files(folder.path) if _is_wanted(file.name, config, written)]
+    wanted = [file for file in leftover_files(folder.path) if _is_wanted(file.name, config, written)]
+    copies = [file for file in wanted if not leads_away(file)]
+    if away := [file.name for file in wanted if leads_away(file)]:
+        say(f"note: links that lead out of {model.path} are not exported: {', '.join(away)}; copy what they lead to")
+    if found.left_out:
+        say(f"note: tensors of types that torch lacks are not exported: {', '.join(found.left_out)}")
     kept = [str(found)] * bool(found.tensors) + [file.name for file in copies]
     if kept:
         say(f"kept as they were in {model.path}: {', '.join(kept)}")

@@ -17,6 +17,7 @@ from megatrain_ray.config.yaml_file import dump_config, resume_diff, shown, trai
 from megatrain_ray.console.logs import say
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_template
+from megatrain_ray.io.checkpoints.leftovers import leads_away
 from megatrain_ray.io.files.atomic_file import left_by_kills, sync, write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder, has_mark, is_free, remove_owned
@@ -218,6 +219,8 @@ class RunDir(RunFiles):
         files, template = tokenizer_files(self.config.tokenizer), self._chat_template()
         if not is_free(self.tokenizer):  # of a start with other settings
             remove_owned(self.tokenizer, FolderKind.RUN_PART)
+        for link in filter(leads_away, files):
+            say(f"note: {link} is a link to {link.resolve()}, which is copied into the run and its exports")
         if files or template is not None:
             with complete_or_absent(self.tokenizer, FolderKind.RUN_PART) as folder:
                 for file in files:

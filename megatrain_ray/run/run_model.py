@@ -65,7 +65,7 @@ def check_saved(path: Path, manifest: Manifest) -> None:
     relevant = {key: value for key, value in without_quantisation(manifest.model).items() if key not in IRRELEVANT}
     ours = json.loads(json.dumps(dict(leaves(relevant)) | ours))
     for key in dict.fromkeys([*theirs, *ours]):
-        if theirs.get(key) != ours.get(key):
+        if not _equal(theirs.get(key), ours.get(key)):
             raise ConfigError(
                 f"the save of step {manifest.step} is of another model than {path / MODEL_NAME} says: {key}: "
                 f"{theirs.get(key)} -> {ours.get(key)}; take another save (--step), or move this one away"
@@ -82,7 +82,7 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
         return
     theirs = dict(leaves(stored))
     ours = dict(leaves(_described(config, structure)))
-    differing = [key for key in dict.fromkeys([*theirs, *ours]) if theirs.get(key) != ours.get(key)]
+    differing = [key for key in dict.fromkeys([*theirs, *ours]) if not _equal(theirs.get(key), ours.get(key))]
     if differing:
         key = differing[0]
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
@@ -90,6 +90,11 @@ def check_model(path: Path, config: Mapping[str, Any], structure: ModelStructure
             f"{path} holds a run of another model: {key}: {theirs.get(key)} -> {ours.get(key)}{more}; set the model "
             "back to what it was, or choose another run_dir"
         )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values of a configuration are the same. NaN, which a config.json may hold, equals itself."""
+    return one == other or json.dumps(one) == json.dumps(other)
 
 
 def _stored(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def test_the_same_model_may_go_on(tmp_path: Path) -> None:
     record_model(tmp_path, CONFIG, structure_of(CONFIG), Leftovers())
     check(tmp_path)
     check(tmp_path, transformers_version="5.0", torch_dtype="bfloat16", use_cache=False)
-    assert read_leftovers(tmp_path) == Leftovers([], [])
+    record_model(tmp_path, CONFIG | {"scale": math.nan}, structure_of(CONFIG), Leftovers())
+    check(tmp_path, scale=math.nan)
+    record_model(tmp_path, CONFIG, structure_of(CONFIG), Leftovers())
+    assert read_leftovers(tmp_path) == Leftovers([], [], left_out=[])
     (tmp_path / MODEL_NAME).write_text("[" * 100_000)
     assert read_leftovers(tmp_path) is None
     # Releases before dequantisation left the settings of quantised weights in the configuration.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,24 @@ def test_a_folder_of_a_dead_process_is_deleted_with_all_in_it_but_what_links_lea
     remove_owned(folder, SCRATCH)
     assert not folder.exists()
     assert (outside / "precious").exists()
+
+
+def test_a_folder_that_another_process_takes_for_abandoned_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has its mark, it looks like what a killed process leaves."""
+    mark, seen = OwnedFolder.mark_existing, []
+
+    def deleted_first(path: Path, *arguments: Any) -> OwnedFolder:
+        if not seen:
+            path.rmdir()
+        seen.append(path)
+        return mark(path, *arguments)
+
+    monkeypatch.setattr(OwnedFolder, "mark_existing", staticmethod(deleted_first))
+    OwnedFolder.make(tmp_path / "new", SCRATCH).release()
+    assert has_mark(tmp_path / "new", SCRATCH)
+    assert len(seen) == 2
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {

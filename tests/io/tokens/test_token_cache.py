@@ -22,6 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.records.record_location import RecordLocation
+from megatrain_ray.io.tokens import tokenizer as tokenizer_module
+from megatrain_ray.io.tokens.rebuilt_tokenizer import RebuiltTokenizer
 from megatrain_ray.io.tokens.token_cache import TextRecipe, find_tokens, key_of, make_tokens, provenance_of
 from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, open_corpus, read_meta
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
@@ -288,10 +290,20 @@ def test_the_writer_cuts_documents_anywhere(
     assert seen[-1].number == len(documents)
 
 
-def test_tokens_of_an_earlier_release_that_read_less_are_not_found(tmp_path: Path, recipe: TextRecipe) -> None:
-    """It read tokenizer.json alone, and no weights of tokens."""
+def test_tokens_that_were_made_otherwise_are_not_found(
+    tmp_path: Path, recipe: TextRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier release read tokenizer.json alone, and no weights of tokens. Transformers rebuilds some tokenizers."""
     plain = replace(recipe, tokenizer=word_tokenizer(tmp_path / "plain", 3))
     assert plain.settings() == {"text_field": "text", "bad_records": "error"}
     (tmp_path / "plain" / "added_tokens.json").write_text('{"<|a|>": 3}')
     assert plain.settings() == {"text_field": "text", "bad_records": "error", "extended": True}
+    (tmp_path / "plain" / "tokenizer_config.json").write_text('{"tokenizer_class": "SomeTokenizer"}')
+    keys = {key_of(provenance_of(plain))}
+    for text in ("first", "second"):  # what two versions of Transformers make of the folder
+        made = tokenizers.Tokenizer.from_file(str(tmp_path / "plain" / "tokenizer.json"))
+        made.add_tokens([text])
+        monkeypatch.setattr(tokenizer_module, "rebuild", lambda *_, made=made: RebuiltTokenizer(made, {}))
+        keys |= {key_of(provenance_of(plain))}
+    assert len(keys) == 3
     assert PretokenizedRecipe((), "turn", 8, "error").settings()["weights"]
