@@ -30,6 +30,7 @@ def train(options: Namespace) -> int:
     config = load_config(options.config, options.overrides)
     with spinner("importing PyTorch and Ray"), no_collections():
         from megatrain_ray.console.run_summary import summarize
+        from megatrain_ray.run.best_evaluation import describe_harm
         from megatrain_ray.run.run_files import RunFiles
         from megatrain_ray.trainer import Trainer
 
@@ -41,7 +42,8 @@ def train(options: Namespace) -> int:
     show(f"done: step {output.global_step}{loss} ({output.run_dir})")
     files = RunFiles(output.run_dir)
     plan, best_save = files.read_plan(), files.best_save
-    for line in summarize(rows, output.run_dir, output.evaluations, train.moments, plan, best_save):
+    harm = describe_harm(output.evaluations)
+    for line in summarize(rows, output.run_dir, output.evaluations, train.moments, plan, best_save, harm):
         show(f"  {line}")
     return 0
 
@@ -83,12 +85,16 @@ def bench(options: Namespace) -> int:
 def export(options: Namespace) -> int:
     with spinner("exporting"):
         from megatrain_ray.export.export import describe_export, export_run
+        from megatrain_ray.run.best_evaluation import is_no_better
+        from megatrain_ray.run.run_files import RunFiles
 
         step = export_run(
             options.run_dir, options.out_dir, options.dtype, merge=options.merge, step=options.step,
             extras=options.extras,
         )  # fmt: skip
     print_lines(*describe_export(options.out_dir, step))
+    if is_no_better(RunFiles(options.run_dir.absolute()).evaluations()):
+        show("warning: no evaluated save of the run is better than the model before training (megatrain inspect)")
     return 0
 
 

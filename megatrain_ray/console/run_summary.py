@@ -10,20 +10,22 @@ from megatrain_ray.accounting.prediction_check import Rows, compare
 from megatrain_ray.console.progress import describe_evaluation
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.units import format_bytes, format_count, format_duration
+from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity
 
 SHOWN_WAITS = 3
+LAST_STEPS = 10  # steps at a run's end whose losses are compared with the first one
+CLEAR_RISE = 1.1  # times the first loss: batches differ by less
 
 
 def summarize(
     rows: Rows, run_dir: Path, evaluations: Rows = (), moments: str = "fp32", plan: Plan | None = None,
-    best_save: int | None = None,
+    best_save: int | None = None, harm: str | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the summary.
 
     `rows` are of one process. Its first step includes compilation and counts in no median. `evaluations` are of the
     whole run. `plan` is that of these steps; None if it cannot be read. `moments` is train.moments.
-    `best_save` is the step of the save with the least held-out loss.
+    `best_save` is the step of the save with the least held-out loss. `harm` says that training raised that loss.
     """
     if rows:
         yield from _describe_steps(rows)
@@ -32,6 +34,8 @@ def summarize(
         yield f"moments   {NARROW_MOMENTS}"
     if evaluations:
         yield from _describe_evaluations(evaluations)
+    if harm := harm if evaluations else _describe_rise(rows):
+        yield f"warning   {harm}; a lower train.lr may help"
     if rows or evaluations:
         yield f'next      megatrain generate {run_dir} "PROMPT" (--chat), megatrain export {run_dir} OUT_DIR'
     if evaluations and best_save not in (None, evaluations[-1]["step"]):
@@ -42,10 +46,8 @@ def _describe_steps(rows: Rows) -> Iterator[str]:
     usual = rows[1:] or rows
     steps_s = [row["step_s"] for row in usual]
     total_s = sum(row["step_s"] for row in rows)
-    yield (
-        f"time      {format_duration(total_s)} in {len(rows)} steps, median {statistics.median(steps_s):.3g} s, "
-        f"slowest {max(steps_s):.3g} s"
-    )
+    spread = f", median {statistics.median(steps_s):.3g} s, slowest {max(steps_s):.3g} s" if len(usual) > 1 else ""
+    yield f"time      {format_duration(total_s)} in {format_quantity(len(rows), 'step')}{spread}"
     speed = statistics.median(row["tokens_per_s"] for row in usual)
     tflops = statistics.median(row["model_tflops"] for row in usual)
     yield f"speed     {format_count(speed)} tokens/s, {tflops:.3g} model TFLOPS"
@@ -72,7 +74,17 @@ def _describe_evaluations(rows: Rows) -> Iterator[str]:
     best = min(finite, key=lambda row: row["eval_loss"], default=None)
     yield f"held out  {describe_evaluation(rows[-1])}"
     if best is not None and best is not rows[-1]:
-        yield f"          best: eval_loss {best['eval_loss']:.4f} after step {best['step']}"
+        when = f"after step {best['step']}" if best["step"] else "before training"
+        yield f"          best: eval_loss {best['eval_loss']:.4f} {when}"
+
+
+def _describe_rise(rows: Rows) -> str | None:
+    """Return in words that the training loss rose clearly: all of the last steps are far above the run's first one."""
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    last = losses[-min(LAST_STEPS, len(losses) // 2) :]
+    if len(losses) < 2 or rows[0]["step"] != 1 or min(last) <= CLEAR_RISE * losses[0]:
+        return None
+    return f"training loss rose from {losses[0]:.4f} to {losses[-1]:.4f}"
 
 
 def waits(exposed_s: Mapping[str, float], total_s: float) -> str:

@@ -9,7 +9,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.values import HubDataset, Source, WeightedPath, listed
 from megatrain_ray.config.yaml_file import dump_settings
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.run.best_evaluation import best_evaluation
+from megatrain_ray.run.best_evaluation import before_training, best_evaluation, is_no_better
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import What
 from megatrain_ray.run.run_model import model_type
@@ -64,7 +64,9 @@ def headline(rows: Rows, evaluations: Rows) -> dict[str, str]:
     if rows:
         found["loss, first → last step"] = f"{_loss(rows[0].get('loss'))} → {_loss(rows[-1].get('loss'))}"
     if best := best_evaluation(evaluations):
-        found["best held-out loss"] = f"{best['eval_loss']:.4f} after step {best['step']:,}"
+        before = before_training(evaluations) if is_no_better(evaluations) else None
+        worse = f", worse than {before['eval_loss']:.4f} before training" if before else ""
+        found["best held-out loss"] = f"{best['eval_loss']:.4f} after step {best['step']:,}{worse}"
     if rows:
         steps_s = sum(row.get("step_s", 0.0) for row in rows)
         evaluations_s = sum(row.get("eval_s", 0.0) for row in evaluations)

@@ -26,6 +26,30 @@ def best_evaluation(rows: Sequence[Row], steps: Collection[int] | None = None) -
     return min(finite, key=lambda row: row["eval_loss"], default=None)
 
 
+def before_training(rows: Sequence[Row]) -> Row | None:
+    """Return the evaluation before the first update, if it is of the held-out data of the newest one, and finite."""
+    first = next((row for row in rows if row["step"] == 0 and isinstance(row.get("eval_loss"), (int, float))), None)
+    return first if first and first.get("eval_tokens") == rows[-1].get("eval_tokens") else None
+
+
+def is_no_better(rows: Sequence[Row]) -> bool:
+    """Return whether every evaluation after the first update has at least the loss of the one before it."""
+    before, best = before_training(rows), best_evaluation(rows)
+    return before is not None and bool(counted(rows)) and (best is None or best["eval_loss"] >= before["eval_loss"])
+
+
+def describe_harm(rows: Sequence[Row]) -> str | None:
+    """Return in words that training raised the held-out loss, or never lowered it; None if it did neither."""
+    before = before_training(rows)
+    if before is None or not counted(rows):
+        return None
+    first, last = before["eval_loss"], rows[-1].get("eval_loss")
+    said = [] if last is None or last <= first else [f"held-out loss rose from {first:.4f} to {last:.4f}"]
+    if is_no_better(rows):
+        said.append("no evaluated save is better than the model before training")
+    return "; ".join(said) or None
+
+
 def num_without_better(rows: Sequence[Row]) -> int:
     """Return how many evaluations in a row, up to the newest, were no better than an earlier one."""
     best, evaluations = best_evaluation(rows), counted(rows)

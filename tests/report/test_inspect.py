@@ -16,6 +16,7 @@ from megatrain_ray.console.text_charts import HEIGHT, MIN_WIDTH, draw
 from megatrain_ray.io.saves.manifest import LayerEntry, Manifest, ParameterEntry, SaveTiming
 from megatrain_ray.io.saves.save_folder import commit_save, prepare_save, set_aside, write_part
 from megatrain_ray.io.saves.save_writer import Piece
+from megatrain_ray.run.best_evaluation import describe_harm
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_lock import hold_lock
 from megatrain_ray.units import format_bytes
@@ -181,6 +182,14 @@ def test_evaluations_are_drawn_and_listed(run: Path, capsys: pytest.CaptureFixtu
     assert lines[first + 3 :] == []
     result = lines[lines.index("result") + 1 :][:2]
     assert result == ["  loss, first → last step 2.5000 → 2.2500", "  best held-out loss      2.5000 after step 3"]
+    with RunDir.open(config(run_dir=str(run))) as opened:
+        opened.evaluations_file.unlink()
+        for step in (0, 3):
+            opened.append_evaluation(evaluation(step, 5.5 + step))
+    assert main(["inspect", str(run)]) == 0
+    ruined = capsys.readouterr().out
+    assert "best held-out loss      8.5000 after step 3, worse than 5.5000 before training" in ruined
+    assert "step 3, best" not in ruined
 
 
 def test_the_last_and_the_best_evaluation_are_named_at_the_end() -> None:
@@ -192,6 +201,13 @@ def test_the_last_and_the_best_evaluation_are_named_at_the_end() -> None:
     ]  # fmt: skip
     assert list(summarize([], Path("runs/x"), rows[-1:])) == [last, following]
     assert "nan" in next(summarize([], Path("runs/x"), [evaluation(4, None)]))
+    rows = [evaluation(0, 6.5), evaluation(4, 28.5)]
+    ruined = list(summarize([], Path("runs/x"), rows, harm=describe_harm(rows)))
+    assert ruined[1:3] == [
+        "          best: eval_loss 6.5000 before training",
+        "warning   held-out loss rose from 6.5000 to 28.5000; no evaluated save is better than the model before "
+        "training; a lower train.lr may help",
+    ]
 
 
 def test_what_is_said_at_the_end() -> None:
@@ -212,6 +228,10 @@ def test_what_is_said_at_the_end() -> None:
         'next      megatrain generate runs/x "PROMPT" (--chat), megatrain export runs/x OUT_DIR',
     ]
     assert list(summarize([], Path("runs/x"))) == []
+    rising = [row | {"loss": loss} for row, loss in zip(rows, (6.5, 7.0, 9.0, 28.5), strict=True)]
+    warning = "warning   training loss rose from 6.5000 to 28.5000; a lower train.lr may help"
+    assert warning in list(summarize(rising, Path("runs/x")))
+    assert warning not in list(summarize([row | {"loss": 6.5} for row in rising], Path("runs/x")))
     idle = [row | {"exposed_s": {"h2d": 0.0}} for row in rows]
     assert "waited    for nothing" in list(summarize(idle, Path("runs/x")))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatrain_ray.run.best_evaluation import best_evaluation, num_without_better, why_ended_early
+from megatrain_ray.run.best_evaluation import best_evaluation, describe_harm, num_without_better, why_ended_early
 
 
 def rows(*losses: float | None) -> list[dict[str, Any]]:
@@ -24,6 +24,17 @@ def test_evaluations_that_are_no_better_are_counted_from_the_best_on() -> None:
     assert num_without_better(rows(1.0, 3.0, 4.0, None)) == 2
     assert num_without_better(rows(1.0, 3.0, 4.0, 2.9)) == 0
     assert num_without_better(rows(1.0, None, None)) == 2
+
+
+def test_a_loss_above_that_before_training_is_said() -> None:
+    none_better = "no evaluated save is better than the model before training"
+    assert describe_harm(rows(1.0)) is describe_harm(rows(3.0, 1.0, 2.0)) is describe_harm(rows(1.0)[:0]) is None
+    assert describe_harm(rows(3.0, 2.0, 4.0)) == "held-out loss rose from 3.0000 to 4.0000"
+    assert describe_harm(rows(3.0, 5.0, 4.0)) == f"held-out loss rose from 3.0000 to 4.0000; {none_better}"
+    assert describe_harm(rows(3.0, None)) == none_better
+    other_data = rows(3.0, 4.0)
+    other_data[1]["eval_tokens"] = 7
+    assert describe_harm(other_data) is None
 
 
 def test_a_run_ends_early_when_patience_is_lost() -> None:
