@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from ray._private.services import find_bootstrap_address
 
 from megatrain_ray.console.interrupts import ENDINGS
 from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
-from megatrain_ray.crew.ray_helpers import DriverPaths, without_helpers
+from megatrain_ray.crew.ray_helpers import DriverPaths, ended_by, without_helpers
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import CapacityError, MegatrainError
 from megatrain_ray.io.files.disk_errors import explained
@@ -31,6 +32,7 @@ from megatrain_ray.machine.machine import free_threads
 # Only batches and metrics go there. By default Ray would claim 30 % of RAM, which the arenas need.
 OBJECT_STORE_BYTES = 128 << 20
 STOP_TIMEOUT_S = 20.0
+END_POLL_S = 0.02
 
 # Threads of a run's own Ray with its driver, and of each process that Ray starts for the run, as measured on two cores
 # (more cores need more). Without them Ray aborts this process.
@@ -179,10 +181,9 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     finally:
         # Not all new children of this process: one may be a tracker's, which outlives the cluster.
         started = _started(before) if roots is None else _with_children(roots)
-        stops = ray.is_initialized() and daemons.alive  # else nothing tells them to, and shutdown would wait for them
-        # Ray's helpers never get SIGTERM, and ray.shutdown would wait a second for each.
-        _end(_helpers(started) if stops else started, 0)
-        with _killing_late(lambda: started, STOP_TIMEOUT_S):
+        if not (ray.is_initialized() and daemons.alive):  # else ray.shutdown would wait for those that live
+            _end(started, 0)
+        with _killing_late(lambda: started, STOP_TIMEOUT_S), ended_by(lambda: _end(_with_children(started), 0)):
             ray.shutdown()
         _end(started, STOP_TIMEOUT_S)
         session.remove()
@@ -310,13 +311,6 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _helpers(started: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that ray.init starts besides its daemons, for autoscaling and monitoring."""
-    with suppress(psutil.NoSuchProcess):
-        return [process for process in started if process.ppid() == os.getpid() and not _daemon_name(process)]
-    return []
-
-
 def _started(before: set[int]) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
 
@@ -331,11 +325,24 @@ def _with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 def _end(processes: list[psutil.Process], timeout_s: float) -> None:
     """Wait for processes that were told to stop, then kill by pid those that still live."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    alive = _alive_after(processes, timeout_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+    _alive_after(alive, STOP_TIMEOUT_S)
+    psutil.wait_procs(processes, timeout=0)  # reaps those that are children of this process
+
+
+def _alive_after(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Return which processes live, once none does or after `timeout_s` seconds.
+
+    One that nobody has reaped yet does not live. Without an init in a container nobody ever reaps those whose parent
+    has ended.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline_s:
+        time.sleep(END_POLL_S)
+    return alive
 
 
 @contextmanager

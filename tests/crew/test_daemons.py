@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import psutil
 import pytest
 
-from megatrain_ray.crew.ray_cluster import Daemons, _killing_late
+from megatrain_ray.crew.ray_cluster import Daemons, _end, _killing_late
 from megatrain_ray.errors import MegatrainError
 
 NEEDED = {
@@ -71,6 +71,18 @@ def test_a_call_of_ray_that_takes_too_long_loses_what_it_waits_for() -> None:
     with waiting(["raylet"]) as raylet, _killing_late(lambda: [raylet], 0.0):
         raylet.wait(100.0)
         assert not raylet.is_running()
+
+
+def test_a_process_that_nobody_has_reaped_is_not_waited_for() -> None:
+    """In a container without an init, orphans stay."""
+    command = ["/bin/sh", "-c", "sleep 600 & echo $!; exec sleep 600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        child = psutil.Process(int(parent.stdout.readline()))
+        _end([child], 0.0)
+        _end([child], 3600.0)
+        assert child.status() == psutil.STATUS_ZOMBIE
+        parent.kill()
 
 
 def test_one_that_is_in_time_does_not() -> None:
