@@ -31,6 +31,9 @@ def compiler_options() -> dict[str, Any]:
         # Compile in this process: a pool of processes would have to be ended in every way in which a worker can end.
         "compile_threads": 1,
         "custom_partitioner_fn": Partitioner(),
+        # Sum up to 16 rows of a token's experts within one thread. As a reduction, which torch (2.11 to 2.13) takes for
+        # 8 and more, it took 2.6 ms on an H100 instead of 0.8: 8 rows of 2048 for each of 65,536 tokens.
+        "unroll_reductions_threshold": 17,
     }
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_ray.engine.layout.expert_names import name_of_range
+from megatrain_ray.engine.model.routed_experts import GROUPED, ROUTED
 from megatrain_ray.engine.model.structure import ModelFactory
 
 # Elements. Where a parameter's size is not a multiple of this, torch's AdamW rounds the rest at its end differently.
@@ -62,7 +63,10 @@ def _num_groups(module: nn.Module, most: int) -> int:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether the module is a stack of experts that uses grouped_mm, whose results `_Groups` reproduces."""
+    """Return whether the module is a stack of experts that uses grouped_mm, whose results `_Groups` reproduces.
+
+    Uncompiled, routed_experts.py runs grouped_mm too; parts of a block are not compiled.
+    """
     # Experts of older versions of Transformers lack these two attributes.
     if not hasattr(module, "is_transposed") or getattr(module, "_is_expert_parallel", False):
         return False
@@ -71,7 +75,7 @@ def _is_stack(module: nn.Module) -> bool:
     implementation = getattr(module.config, "_experts_implementation", None)
     own = list(module.parameters(recurse=False))
     is_all = len(own) == len(list(module.parameters())) and not list(module.buffers())
-    is_known = implementation == "grouped_mm" and hasattr(moe, "_grouped_linear")
+    is_known = implementation in (GROUPED, ROUTED) and hasattr(moe, "_grouped_linear")
     is_plain = is_all and not getattr(module, "has_post_expert_norm", False)
     return is_known and is_plain and all(p.shape[0] == module.num_experts for p in own)
 

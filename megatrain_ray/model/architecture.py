@@ -18,6 +18,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatrain_ray.engine.model.routed_experts import use_routed_experts
 from megatrain_ray.engine.model.structure import kept_in_fp32
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.safetensors_folder import (
@@ -53,6 +54,7 @@ class Architecture:
         )
         model = _without_values(partial(build, dtype=dtype))
         _keep_in_fp32(model)
+        use_routed_experts(model)
         if dtype is not torch.float32:
             _compute_buffers(model, partial(build, dtype=torch.float32))
         if self.weights is not None:
