@@ -30,6 +30,7 @@ CONFIGS = Path(__file__).parent / "configs" / "speed"
 TWENTY = "model.config.num_hidden_layers=67", "spill.path=runs/spill"
 # Plans for larger machines, run on machines with 128 GiB of RAM; what they compute means nothing (docs/bench.md).
 ALIASED = "--alias-host-memory=32GiB"
+FOR_512GIB = "hardware.ram_limit=512GiB", ALIASED
 ROWS = {
     "14.8b": ("qwen2.5_14.8b.yaml",),
     "7.6b": ("qwen2.5_7.6b.yaml",),
@@ -68,6 +69,12 @@ ROWS = {
     # Whole blocks need 14 GiB.
     "mixtral_divided": ("mixtral_5.9b.yaml", "hardware.hbm_limit=12GB"),
     "mixtral": ("mixtral_5.9b.yaml",),
+    "qwen3_30b_8layers": ("qwen3_30b_a3b.yaml", "model.config.num_hidden_layers=8"),
+    "qwen3_30b_aliased": ("qwen3_30b_a3b.yaml", *FOR_512GIB),
+    "qwen3_30b_256_aliased": ("qwen3_30b_a3b.yaml", "train.batch_size=256", *FOR_512GIB),
+    "gpt_oss_20b_aliased": ("gpt_oss_20b.yaml", *FOR_512GIB),
+    "gpt_oss_20b_256_aliased": ("gpt_oss_20b.yaml", "train.batch_size=256", *FOR_512GIB),
+    "olmoe_7b": ("olmoe_7b.yaml",),
     "3.1b": ("qwen2.5_3.1b.yaml",),
     "32.8b": ("qwen2.5_32.8b.yaml",),
     "20b": ("qwen2.5_14.8b.yaml", *TWENTY),
@@ -92,8 +99,7 @@ ROWS = {
     "40.6b_aliased": (
         "qwen2.5_32.8b.yaml",
         "model.config.num_hidden_layers=80",
-        "hardware.ram_limit=512GiB",
-        ALIASED,
+        *FOR_512GIB,
     ),
     "72b_aliased": ("qwen2.5_72b.yaml", ALIASED),
     "120b_aliased": ("qwen2.5_72b.yaml", "model.config.num_hidden_layers=134", "hardware.ram_limit=2TB", ALIASED),
