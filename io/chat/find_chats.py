@@ -97,7 +97,10 @@ class _DatasetEntry(NamedTuple):
     def dataset(self) -> ChatSource:
         settings = self._mapping(self.settings, "the entry")
         if hub := [key for key in HUB_KEYS if key in settings]:
-            raise self._error(f"{hub[0]} points to a hub; download the data and name it by file_name")
+            raise self._error(
+                f"{hub[0]} points to a hub; name {settings[hub[0]]} as data.path itself, if its columns have usual "
+                "names, or download the data and name it by file_name"
+            )
         if refused := [key for key in OTHER_KEYS if settings.get(key)]:
             raise self._error(f"{refused[0]} cannot be followed here; remove the key")
         if unknown := sorted(settings.keys() - KNOWN_KEYS):

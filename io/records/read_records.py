@@ -236,7 +236,10 @@ class RecordTally:
     def check_learned(self) -> None:
         """Raise ConfigError, saying what became of the records, if no sequence was learned."""
         if not self.num_sequences:
-            raise ConfigError("data.path: nothing to learn", *self.lines())
+            fits = f"data.seq_len={self.longest - 1} would hold the longest record"
+            raise ConfigError(
+                "data.path: nothing to learn", *self.lines(), *[fits] * (RecordOutcome.TOO_LONG in self.counts)
+            )
 
     def lines(self) -> list[str]:
         """Return a line with the totals, and a line for each outcome that occurred with its first locations."""

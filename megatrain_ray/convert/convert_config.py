@@ -7,6 +7,7 @@ if data sets are missing or cannot be translated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from megatrain_ray.convert.resolve_settings import FREEZING, resolve
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.find_chats import FILE_NAME, read_dataset_info
 from megatrain_ray.read_file import parse_json, regular_file
+
+FIRST_RECORDS = re.compile(r"(?P<split>\w+)\[:(?P<number>\d+)\]")  # of the datasets library
 
 
 @dataclass(frozen=True)
@@ -158,11 +161,28 @@ def axolotl_data(tree: Mapping[str, Any], found: Findings) -> None:
     entries = [{"path": item} if isinstance(item, str) else item for item in listed]
     if texts:
         entries = [{"type": "pretrain", **item} for item in entries]
-    found.settings |= _common(rules, entries) | ({"data.packing": True} if texts else {})
+    entries, limit = _first_records(tree, entries)
+    found.settings |= _common(rules, entries) | limit | ({"data.packing": True} if texts else {})
     if found.settings.get("data.chat_format") == "alpaca":
         found.otherwise["datasets"] = rules.alpaca
     if tests := tree.get("test_datasets"):
         found.settings["data.eval_path"] = _common(rules, tests)["data.path"]
+
+
+def _first_records(tree: Mapping[str, Any], entries: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Return the entries without a slice (`train[:1000]`), and its number as a setting, if it means the same.
+
+    data.max_records limits held-out data as well, and is of all data sets together.
+    """
+    if (
+        len(entries) == 1
+        and isinstance(entries[0], Mapping)
+        and not (tree.get("test_datasets") or tree.get("val_set_size"))
+    ):
+        found = FIRST_RECORDS.fullmatch(str(entries[0].get("split")))
+        if found:
+            return [{**entries[0], "split": found["split"]}], {"data.max_records": int(found["number"])}
+    return entries, {}
 
 
 def _common(rules: DataSetRules, entries: list[Any]) -> dict[str, Any]:
@@ -217,7 +237,10 @@ def _paths(rules: DataSetRules, entry: Mapping[str, Any]) -> list[Any]:
             f"(`hf download --repo-type dataset {path}`), and name the folder"
         )
     if "[" in str(entry.get("split")):
-        raise RefusedError(f"datasets: {path}: split: {entry['split']}: give the split alone, and data.max_records")
+        raise RefusedError(
+            f"datasets: {path}: split: {entry['split']}: give the split alone, and as "
+            "data.max_records how many of its first records are used (a share of them is not known here)"
+        )
     return [{"hub": path, **{key: entry[key] for key in ("name", "split", "revision") if entry.get(key)}}]
 
 

@@ -425,6 +425,9 @@ def test_data_sets_of_the_hub(folder: Path) -> None:
     assert any("without Alpaca's headings" in line for line in found.report)
     data = converted(write(folder, LLAMA_FACTORY, dataset_dir="ONLINE", dataset="a/b"))["data"]
     assert (data["path"], data["chat_format"]) == ([{"hub": "a/b"}], "alpaca")
+    first = [{"path": "a/b", "type": "alpaca", "split": "train[:1000]"}]
+    data = converted(write(folder, AXOLOTL, datasets=first, val_set_size=None))["data"]
+    assert (data["path"], data["max_records"]) == ([{"hub": "a/b", "split": "train"}], 1000)
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -97,6 +97,8 @@ def test_a_question_that_leaves_no_room_for_an_answer_is_dropped(tmp_path: Path)
     path, tally = write(tmp_path, chat("long", "a"), chat("q", "a")), RecordTally()
     assert [shown(s) for s in read(path, tally, max_tokens=5)] == ["q:A#"]
     assert tally.counts == {RecordOutcome.TOO_LONG: 1}
+    with pytest.raises(ConfigError, match=r"nothing to learn.*\n.*\n.*\ndata.seq_len=6 would hold the longest record"):
+        read(path, RecordTally(), max_tokens=2)
 
 
 def test_dropping_takes_only_what_fits_whole(tmp_path: Path) -> None:

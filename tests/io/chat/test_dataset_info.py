@@ -54,7 +54,7 @@ def test_without_columns_the_usual_keys_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ({"hf_hub_url": "some/data"}, "hf_hub_url points to a hub; download the data"),
+        ({"hf_hub_url": "some/data"}, "hf_hub_url points to a hub; name some/data as data.path"),
         ({"script_url": "x"}, "script_url points to a hub"),
         ({"file_name": "a.json", "ranking": True}, "ranking cannot be followed here"),
         ({"file_name": "a.json", "colums": {}}, "unknown key colums; expected file_name, formatting"),
