@@ -104,6 +104,11 @@ FAMILIES: dict[str, Family] = {
         first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         num_key_value_heads=4,
     ),
+    "GLM-4.5": family(
+        "glm4_moe", "norms of queries and keys, half of each head rotated, routers in FP32 with a bias",
+        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1,
+        topk_group=1, first_k_dense_replace=1, head_dim=8, use_qk_norm=True, attention_bias=True,
+    ),
     "Granite-MoE, shared": family(
         "granitemoeshared", "experts and an MLP beside them, which read views of one norm", num_local_experts=4,
         num_experts_per_tok=2, shared_intermediate_size=16,

@@ -47,7 +47,7 @@ WITHOUT_DROPOUT: dict[str, dict[str, float]] = {
     "Bloom": {"hidden_dropout": 0.0},
 }
 # Their experts are divided, too.
-WITH_GROUPS = {"Mixtral", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "Granite-MoE, shared", "Jamba"}
+WITH_GROUPS = {"Mixtral", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "GLM-4.5", "Granite-MoE, shared", "Jamba"}
 REFUSED = {
     "Qwen3-Next": "saves for its backward what it makes behind",
     "Gemma 3n": "does not call each module that holds weights of its own exactly once",

@@ -17,6 +17,7 @@ from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.memory.spill_bytes import SpillKind
 from megatrain_ray.engine.planner.memory.spill_choice import Spillable
 from megatrain_ray.engine.planner.request import SpillFirst
+from tests.support.adapters import build_adapter
 from tests.support.device_builders import make_cuda
 from tests.support.family_models import family_batches
 from tests.support.reference import MuonRecipe, Recipe, train_reference
@@ -63,6 +64,17 @@ def test_every_way_to_run_is_bit_equal(folder: Path, name: str) -> None:
     assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m)] == []
     assert [name for name, m in theirs.exp_avg.items() if not torch.equal(ours.exp_avg[name], m)] == []
     assert [s.name for layer in ours.layout.layers for s in layer.owned if s.fp32] == ROUTERS
+
+
+def test_pairs_beside_layers_of_two_types_are_bit_equal(folder: Path, tmp_path: Path) -> None:
+    """LoRA: the routers' FP32 values are frozen."""
+    adapter = build_adapter(tmp_path, folder, ("q_proj", "v_proj"))
+    recipe, batches = Recipe(STEPS, micro_batch_size=2, precision="bf16", adapter=adapter), family_batches(STEPS)
+    ours, theirs = train_engine(folder, batches, recipe, LAYERS), train_reference(folder, batches, recipe)
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    assert ours.masters.keys() == theirs.masters.keys()
+    assert [name for name, m in theirs.masters.items() if not torch.equal(ours.masters[name], m)] == []
+    assert {s.name for layer in ours.layout.layers for s in layer.owned if s.fp32} == {*ROUTERS}
 
 
 def test_what_a_plan_counts_of_wide_copies(folder: Path) -> None:
