@@ -120,13 +120,14 @@ def _number(key: str, value: int) -> int:
 def _of_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of rotary embeddings for HEAD_DIM dimensions; some models have one for each type of layer."""
     num_angles = int(HEAD_DIM // 2 * (rope.get("partial_rotary_factor") or 1))
-    axes = [num_angles - 2 * (num_angles // 4), num_angles // 4, num_angles // 4]  # time, height, width
+    quarter = num_angles // 4
 
     def shrunk(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return _of_rope(value)
-        if key == "mrope_section":
-            return axes
+        if key == "mrope_section":  # angles of time and two axes of an image, which have as many as each other
+            axes = [num_angles - 2 * quarter, quarter, quarter]
+            return axes if value[1] == value[2] else axes[::-1]
         return value[: HEAD_DIM // 2] if isinstance(value, list) else value
 
     return {key: shrunk(key, value) for key, value in rope.items()}

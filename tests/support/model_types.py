@@ -24,7 +24,7 @@ NOTE = {"head_dim": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "per_layer
 # What a default configuration lacks, and what the rules of sizes do not know, by type.
 CHANGES: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {4: 2}, "max_value_projector_patch_to_query_dict": 2},
-    "apertus1p5": {"image_token_offset": 0, "audio_token_offset": 131073 - 131},
+    "apertus1p5": {"image_token_offset": 40, "audio_token_offset": 72},
     "axk2": {"layer_types": ["indexed_attention"] * 4},
     "bamba": {"attn_layer_indices": [1]},
     "bert-generation": {"is_decoder": True},
@@ -47,7 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots3_note_text": NOTE,
     "emu3": {"vocabulary_map": {"<image>": 122}},
     "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}}},
-    "gemma3n": {"vision_config": {"model_type": "siglip_vision_model"}},
+    "gemma3n": {"text_config": {**SLIDING_AND_FULL, "num_kv_shared_layers": 2}},
     "gemma3n_text": {**SLIDING_AND_FULL, "num_kv_shared_layers": 2},
     "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 0}},
     "glm4v": {"text_config": AXES},
@@ -56,7 +56,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm5_next": {"text_config": {"index_kpool": 4}},
     "glm_ocr": {"text_config": AXES},
     "glmga": {"text_config": AXES},
-    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4},
     "hunyuan_vl": {"text_config": {"head_dim": 8, "rope_parameters": {**ROPE, "xdrope_section": [1, 1, 1, 1]}}},
@@ -75,6 +78,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {"text_config": AXES},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
     "step3p7": {"text_config": {"layer_types": ["full_attention"] * 4, "sliding_window": 8}},
+    "xmod": {"default_language": "en_XX"},
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0, "mode": "train", "chunk_size": 4},
     "zamba": {"use_mamba_kernels": False, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"use_mamba_kernels": False},
