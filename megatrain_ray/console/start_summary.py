@@ -52,7 +52,7 @@ def describe_start(
         yield f"kept      in exports as they were, since the model has no such part: {leftovers}"
     if unreached and steps:
         more = f" and {len(unreached) - SHOWN} more" if len(unreached) > SHOWN else ""
-        yield f"untouched no gradient reaches them from a text: {', '.join(unreached[:SHOWN])}{more}"
+        yield f"untouched since no gradient of a text reaches them: {', '.join(unreached[:SHOWN])}{more}"
     if not steps:
         yield f"memory    {', '.join(_memory(plan))}"
         return
