@@ -45,3 +45,10 @@ def test_every_public_name_is_there_and_no_other() -> None:
     assert all(hasattr(megatrain_ray, name) for name in megatrain_ray.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         megatrain_ray.__getattr__("no_such_name")
+
+
+def test_waiting_threads_sleep_soon_unless_the_user_says_how_they_wait() -> None:
+    environments: list[dict[str, str]] = [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}]
+    for environment in environments:
+        megatrain_ray._share_cores(environment)
+    assert environments == [{"GOMP_SPINCOUNT": "1000"}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}]

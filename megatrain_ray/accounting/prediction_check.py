@@ -22,6 +22,7 @@ BYTES_TOLERANCE = 0.05
 MIN_STEPS = 3  # steps to compare at least, without a process's first step, which includes compilation
 # Ray, Python and launches of small operators dominate shorter steps, and nothing predicts these.
 MIN_STEP_S = 0.05
+FAR = 4.0  # times the prediction of built-in rates: a machine differs by less from the one that they are of
 # The plan estimates what processes take besides arenas. Up to half as much again has been measured.
 PROCESSES_TOLERANCE = 0.5
 NEWEST = 256  # number of the newest rows that are compared
@@ -127,10 +128,18 @@ class Comparison:
         return max(parts, key=lambda term: abs(term.measured - term.predicted))
 
     def off(self, prediction: Prediction) -> tuple[Term, ...]:
-        """Return the terms that are off; times only if rates were measured and steps take at least `MIN_STEP_S`."""
-        step_s = self.step.measured
-        timed = prediction.is_measured and step_s >= MIN_STEP_S
-        return tuple(term for term in self.terms if (timed or term.is_of_bytes) and term.is_off(step_s))
+        """Return the terms that are off: times only if steps take at least `MIN_STEP_S`.
+
+        By built-in rates only a whole step counts, if it takes more than `FAR` times as long as predicted.
+        """
+        step = self.step
+        timed = step.measured >= MIN_STEP_S
+        if not prediction.is_measured:
+            timed = timed and step.measured > FAR * step.predicted
+        terms = (
+            term for term in self.terms if term.is_of_bytes or (timed and (prediction.is_measured or term is step))
+        )
+        return tuple(term for term in terms if term.is_off(step.measured))
 
     def __str__(self) -> str:
         step, part = self.step, self.worst_part
@@ -221,7 +230,7 @@ def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder
     if any(not term.is_of_bytes for term in off):
         profile = prediction.profile
         cause = _cause(found, profile, update_order) if profile else ""
-        told.append(f"{found}{cause}; {_advice(found, run_dir)}")
+        told.append(f"{found}{cause}; {_advice(found, prediction, run_dir)}")
     for term in off:
         if term.is_of_bytes:
             planned, measured = format_bytes(int(term.predicted)), format_bytes(int(term.measured))
@@ -255,12 +264,14 @@ def update_rate(profile: HardwareProfile, order: UpdateOrder) -> float:
     return profile.adamw_per_s if order is UpdateOrder.FORWARD else profile.adamw_busy_per_s
 
 
-def _advice(found: Comparison, run_dir: object) -> str:
+def _advice(found: Comparison, prediction: Prediction, run_dir: object) -> str:
     match found.worst_part.name:
         case "data":
             return "batches come too late: data.packing, longer rows or fewer sources may help, or a tokenizer's cache"
         case "python":
             return "that is Ray, the driver and what else uses its cores"
+    if not prediction.is_measured:
+        return "the rates are built-in ones (megatrain doctor --measure), or other processes use the cores"
     return (
         f"if the machine was busy while it was measured: megatrain doctor --measure; if it stays so, megatrain refit "
         f"{run_dir} FILE makes rates of what this run measured"

@@ -43,8 +43,7 @@ JOB_MARKER = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray's job supervisor for th
 
 # Read by the processes that ray.init starts. The memory monitor counts arenas as used memory and kills actors for it.
 # At Ray's default niceness of 15 any other process starves a worker: with one busy process on the machine, 25 steps of
-# examples/tiny_llama.yaml took 48 s, and 34 s at niceness 0. (OMP_WAIT_POLICY=PASSIVE makes that 16 s, but costs 18 %
-# on an idle machine; that choice is left to the user.)
+# examples/tiny_llama.yaml took 48 s, and 34 s at niceness 0.
 EMBEDDED_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -110,6 +110,9 @@ def test_rates_of_another_machine_and_short_steps_are_no_reason_to_warn() -> Non
     guessed = replace(plan, prediction=replace(plan.prediction, is_measured=False))
     assert warned(plan, slow) != ""
     assert warned(guessed, slow) == ""
+    far = warned(guessed, compared(plan, PROFILE, slower=5.0))
+    assert "(predicted 80% too little)" in far
+    assert far.endswith("the rates are built-in ones (megatrain doctor --measure), or other processes use the cores")
     short = replace(slow, terms=tuple(replace(t, measured=t.measured / 100) for t in slow.terms))
     assert short.step.measured < 0.05
     assert warned(plan, short) == ""
