@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.optimizer.adamw import learning_rate
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
@@ -38,7 +40,7 @@ def describe_start(
     unreached: parts of the model that no gradient reaches.
     epochs: train.epochs, if the configuration gives the steps by it.
     """
-    train, steps = config.train, config.train.num_steps
+    steps = config.train.num_steps
     trained = (
         ""
         if plan.num_trained == plan.num_parameters or not steps
@@ -59,17 +61,17 @@ def describe_start(
     made = steps * plan.batch_size / counts.num_rows
     filled = f" (train.epochs: {epochs:g}, up to a whole step)" if epochs and made > epochs else ""
     held_out = f"; {format_quantity(num_held_out, 'record')} held out" if num_held_out else ""
+    if config.data.held_out is None and not num_held_out:
+        held_out = "; none held out (data.eval_fraction)"
     yield (
         f"data      {', '.join(_amounts(counts, plan.step.seq_len))} of {plan.step.seq_len} tokens; "
         f"{format_quantity(steps, 'step')} of {format_quantity(plan.batch_size, 'row')} are {made:.3g} epochs{filled}"
         f"{held_out}"
     )
-    warmed_up = f" after {format_quantity(train.num_warmup_steps, 'step')} of warm-up" if train.warmup_steps else ""
-    rate = f"{train.lr:g}" if train.schedule == "constant" else f"{train.lr:g}, {train.schedule} to {train.min_lr:g}"
     yield (
         f"step      {plan.batch_size} × {plan.step.seq_len} tokens, "
         f"{format_quantity(plan.step.num_micro_batches, 'micro-batch')} of {plan.step.micro_batch_size}{_gpus(plan)}; "
-        f"learning rate {rate}{warmed_up}"
+        f"learning rate {_rate(config.train, num_made)}"
     )
     yield f"memory    {', '.join(_memory(plan))}"
     if plan.prediction:
@@ -79,6 +81,20 @@ def describe_start(
             f"time      predicted {step_s:.3g} s a step, {speed} tokens/s, {format_duration(step_s * to_come)} for "
             f"{format_quantity(to_come, 'step')}"
         )
+
+
+def _rate(train: OptimizationConfig, num_made: int) -> str:
+    """Return the peak of the learning rate and its schedule; on a resume the next step's rate, and where it goes."""
+    peak, falls = f"{train.lr:g}", train.schedule != "constant"
+    if num_made <= train.num_warmup_steps:
+        warmed_up = f" after {format_quantity(train.num_warmup_steps, 'step')} of warm-up" if train.warmup_steps else ""
+        return f"{peak}{f', {train.schedule} to {train.min_lr:g}' if falls else ''}{warmed_up}"
+    step = num_made + 1
+    rate = learning_rate(
+        step, peak=train.lr, min_lr=train.min_lr, steps=train.num_steps, warmup_steps=train.num_warmup_steps,
+        schedule=train.schedule,
+    )  # fmt: skip
+    return f"{rate:.3g} at step {step}{f', falling to {train.min_lr:g} (peak {peak})' if falls else ''}"
 
 
 def _amounts(counts: DataCounts, seq_len: int) -> Iterator[str]:

@@ -30,14 +30,17 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     fates = "3 cut, 2 dropped; data.seq_len=900 would hold the longest"
     rows_and_steps = f"{rows} rows of {plan.step.seq_len} tokens; 40 steps of {plan.batch_size} rows are 2 epochs"
     assert data == f"data      50 records ({fates}), 12.3k tokens, {rows_and_steps}; 7 records held out"
+    none_held_out = f"{rows_and_steps}; none held out (data.eval_fraction)"
     named = told(counts=counts, num_held_out=7, unreached=[f"model.layers.*.part_{i}" for i in range(6)])
     assert list(named)[1] == (
         "untouched since no gradient of a text reaches them: model.layers.*.part_0, model.layers.*.part_1, "
         "model.layers.*.part_2, model.layers.*.part_3 and 2 more"
     )
     uncounted = replace(counts, num_records=None)  # of tokens that an earlier release cached
-    assert list(told(counts=uncounted, num_held_out=None))[1] == f"data      12.3k tokens, {rows_and_steps}"
-    assert step.endswith("learning rate 0.001, cosine to 0 after 3 steps of warm-up")
+    assert list(told(counts=uncounted, num_held_out=None))[1] == f"data      12.3k tokens, {none_held_out}"
+    assert step.endswith("learning rate 0.000914 at step 11, falling to 0 (peak 0.001)")
+    first = list(told(counts=counts, num_held_out=None, num_made=0))[2]
+    assert first.endswith("learning rate 0.001, cosine to 0 after 3 steps of warm-up")
     assert "RAM " in memory
     assert time.startswith("time      predicted ")
     assert time.endswith(" for 30 steps")
