@@ -5,7 +5,6 @@ Torch and Ray are imported inside the functions, so that a wrong key of a config
 
 from __future__ import annotations
 
-import gc
 import sys
 import tempfile
 from argparse import Namespace
@@ -20,13 +19,8 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.workers.early_imports import no_collections
 
-# Collections in the driver visit the objects of PyTorch, Ray and Transformers, which stay. At Python's thresholds (700,
-# 10, 10) they take 1.3 of the driver's 7 CPU seconds in a run of one step, at these 0.3.
-GC_THRESHOLDS = (100_000, 10, 10)
-
 
 def train(options: Namespace) -> int:
-    gc.set_threshold(*GC_THRESHOLDS)
     config = load_config(options.config, options.overrides)
     with spinner("importing PyTorch and Ray"), no_collections():
         from megatrain_ray.console.run_summary import summarize
