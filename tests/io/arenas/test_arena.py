@@ -9,12 +9,14 @@ import pickle
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.arenas import arena_holder
 from megatrain_ray.io.arenas.arena_holder import (
     HUGE_PAGE,
     MADV_POPULATE_WRITE,
@@ -23,6 +25,7 @@ from megatrain_ray.io.arenas.arena_holder import (
     Handles,
     create_memfd,
     mapped_bytes,
+    piece_sizes,
 )
 
 
@@ -54,6 +57,26 @@ def test_an_arena_nobody_touched_takes_no_memory() -> None:
     fd = create_memfd("sparse", 1 << 40)
     assert resident_bytes(fd) == 0
     os.close(fd)
+
+
+def test_an_arena_of_several_files_is_one_range_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last file is smaller; a process that adopts it sees the same bytes, and nothing is left of it."""
+    monkeypatch.setattr(arena_holder, "MIN_PIECE_BYTES", HUGE_PAGE)
+    monkeypatch.setattr(arena_holder, "POPULATE_BYTES", HUGE_PAGE // 2)
+    nbytes, before = 35 * HUGE_PAGE - 100, open_files()
+    assert [size // HUGE_PAGE for size in piece_sizes(nbytes)] == [3] * 11 + [2]
+    with closing(ArenaHolder.create({"pieces": nbytes})) as owner, closing(ArenaHolder.adopt([owner.handles])) as peer:
+        of_owner, of_peer = (torch.frombuffer(one.map("pieces").buffer, dtype=torch.uint8) for one in (owner, peer))
+        assert len(of_owner) == mapped_bytes(nbytes)
+        of_owner.copy_(torch.arange(len(of_owner)) % 251)
+        owner.map("pieces").populate(3)
+        assert torch.equal(of_owner, of_peer)
+        assert int(of_peer[-1]) == (len(of_owner) - 1) % 251
+        del of_owner, of_peer
+        handles = owner.handles
+        with pytest.raises(MegatrainError, match="cannot attach arena"):
+            ArenaHolder.adopt([{"pieces": replace(handles["pieces"], nbytes=nbytes - HUGE_PAGE)}])
+    assert open_files() == before
 
 
 def write_in_a_process(handles: Handles) -> None:
