@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -304,3 +305,22 @@ def test_an_argument_without_elements_is_refused() -> None:
         ForwardPass(lambda: proxy(torch.empty(1, device="meta"))).start()
     assert proxy.weight.device.type == "cpu"
     assert proxy.weight.isnan().all()
+
+
+def test_glue_that_entered_an_answered_call_is_released() -> None:
+    """A warm-up answers the calls of all blocks but one. What their glue keeps must not add up over the blocks."""
+    proxy, glue = LayerProxy("layers.0", nn.Linear(2, 2), torch.device("cpu")), list[weakref.ref[torch.Tensor]]()
+    answer = torch.ones(2, requires_grad=True)
+
+    def forward() -> None:
+        x = answer
+        for _ in range(3):
+            x = x.exp()
+            glue.append(weakref.ref(x))
+            x = proxy(x)
+
+    forward_pass = ForwardPass(forward)
+    forward_pass.start()
+    while forward_pass.pending is not None:
+        forward_pass.answer(answer)
+    assert [kept() for kept in glue] == [None] * 3
