@@ -40,6 +40,7 @@ ATTENDED = 8192  # tokens of all sequences in one call of attention together
 HEADS, HEAD_DIM = 16, 128
 EXPERTS, MODEL_DIM, EXPERT_DIM = 32, 2048, 1536  # of a grouped product; rates of other shapes are within 10 % of its
 SUSTAINED_WIDTH = 2048  # narrower products take less power than a card has
+SHORT_S = 0.02  # long enough for many copies or small products in a row, of which each hides the next one's launch
 COPIED_SHARE = 0.15  # of the time under load, as in a layer: between products memory is read and written
 COMPUTED = tuple(Precision(name) for name in ("bf16", "fp32", "tf32"))
 HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -235,11 +236,11 @@ class _Traffic:
         self._device = device
         source, target = (device.allocate(num_bytes).zero_() for _ in range(2))
         self._copy = partial(target.copy_, source)
-        self._copy_s = _median_s(_repeated(self._copy, device), 0.0)
+        self._copy_s = _median_s(_repeated(self._copy, device), SHORT_S)
 
     def seconds_beside(self, product: Callable[[], object], budget_s: float) -> float:
         """Return the mean seconds of the product in a mixture with copies, over `budget_s` seconds."""
-        once_s = _median_s(_repeated(product, self._device), 0.0)
+        once_s = _median_s(_repeated(product, self._device), SHORT_S)
         count = max(1, round((1 / COPIED_SHARE - 1) * self._copy_s / once_s))
 
         def mixture() -> None:
