@@ -25,7 +25,6 @@ from megatrain_ray.crew.loopback import is_on_loopback, on_loopback
 from megatrain_ray.crew.ray_helpers import DriverPaths, ended_by, without_helpers
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import CapacityError, MegatrainError
-from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, remove_owned, why_not_owned
 from megatrain_ray.machine.machine import free_threads
 
@@ -159,8 +158,12 @@ def _embedded(num_cpus: int, num_gpus: int) -> Iterator[Daemons]:
     _check_threads(num_cpus)
     remove_left_sessions()
     path = SESSIONS / f"{SESSION_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-    with explained("make", path):
+    try:
         session = OwnedFolder.make(path, FolderKind.SESSION)
+    except OSError as error:
+        raise MegatrainError(
+            f"cannot make {path}: {error.strerror}; Ray needs room in /tmp, where this user can write"
+        ) from None
     # Ray opens its folder to every user, and a user could put links there that Ray then writes through. So Ray's folder
     # is inside one that only this user can enter.
     folder = session.path / "ray"

@@ -16,7 +16,7 @@ import pytest
 
 from megatrain_ray.crew import ray_cluster as cluster_module
 from megatrain_ray.crew.ray_cluster import Daemons, remove_left_sessions, session_folders
-from megatrain_ray.errors import CapacityError
+from megatrain_ray.errors import CapacityError, MegatrainError
 from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
 from tests.support.owned_folders import forget_maker, left_by_a_dead_process
 
@@ -50,9 +50,14 @@ def aged(folder: Path, text: str = "precious") -> Path:
     return folder
 
 
-def test_too_few_threads_are_told_before_ray_aborts_the_process(
+def test_too_few_threads_and_no_room_are_told_before_ray_starts(
     sessions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cluster_module, "SESSIONS", sessions / "gone")
+    message = rf"^cannot make {sessions}/gone/megatrain-.*: No such file or directory; Ray needs room in /tmp"
+    with pytest.raises(MegatrainError, match=message), cluster_module._embedded(num_cpus=1, num_gpus=0):
+        pass
+    monkeypatch.setattr(cluster_module, "SESSIONS", sessions)
     monkeypatch.setattr(cluster_module, "free_threads", lambda: 189)
     message = r"^a start needs at least 190 threads, and 189 more may be started here; raise .*ulimit -u"
     with pytest.raises(CapacityError, match=message), cluster_module._embedded(num_cpus=2, num_gpus=0):

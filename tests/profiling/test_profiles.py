@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatrain_ray.machine.machine import cpu_name, driver_version
 from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.profiling.profiles import (
     cached,
+    keep,
     measure_here,
     measured,
     profile_file,
@@ -28,6 +30,7 @@ from megatrain_ray.profiling.profiles import (
     with_profile,
 )
 from tests.planning.test_planning import LLAMA
+from tests.support.disk_faults import DiskCall, Moments, disk_calls
 from tests.support.runs import config
 
 GPU = Machine(device="cuda", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=24 << 30)
@@ -158,3 +161,31 @@ def test_names_of_what_is_in_a_machine(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     assert (cpu_name(tmp_path), driver_version(tmp_path)) == ("Some CPU @ 2 GHz", "570.86.15")
     assert (cpu_name(tmp_path / "none"), driver_version(tmp_path / "none")) == ("", "")
+
+
+def test_a_measurement_that_cannot_be_written_or_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    calls: list[DiskCall] = []
+    moments = Moments(home, tmp_path / "moments")
+
+    def see(call: DiskCall) -> None:
+        calls.append(call)
+        moments(call)
+
+    keep(lambda: home / "a" / "rates.json", "old")
+    with disk_calls(home, see):
+        keep(lambda: home / "a" / "rates.json", "new")
+    assert len(moments.all) > 3
+    assert {(folder / "a" / "rates.json").read_text() for _, folder in moments.all} == {"old", "new"}
+    for failing in dict.fromkeys(calls):
+        keep(lambda: home / "a" / "rates.json", "old")
+
+        def fail(call: DiskCall, failing: DiskCall = failing) -> None:
+            if call == failing:
+                raise OSError(errno.ENOSPC, "full", call.path)
+
+        with disk_calls(home, fail):
+            keep(lambda: home / "a" / "rates.json", "new")
+        assert (home / "a" / "rates.json").read_text() in ("old", "new"), failing
+        assert [path.name for path in (home / "a").iterdir()] == ["rates.json"], failing

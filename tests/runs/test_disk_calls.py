@@ -27,6 +27,8 @@ from tests.support.tiny import build_tiny
 OPTIONAL = {"logs/driver.log", "history.jsonl", "."}
 MOST_MOMENTS = 260
 MOST_OF_EXPORT = 60
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES)
+FAULTS = 37  # of calls, evenly spaced; no multiple of the errors
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,9 @@ def test_the_same_command_goes_on_from_any_kill(trained: Trained, number: int) -
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-@pytest.mark.parametrize("position", [0.47, 0.98])
-def test_a_disk_that_fails_ends_the_run_with_one_message_and_without_a_trace(
-    trained: Trained, position: float, number: int
-) -> None:
-    failing = trained.calls[int(position * len(trained.calls))]
+@pytest.mark.parametrize("position", [(k + FAULTS // 2) % FAULTS for k in range(FAULTS)])
+def test_a_disk_that_fails_ends_the_run_with_one_message_and_without_a_trace(trained: Trained, position: int) -> None:
+    failing, number = trained.calls[position * len(trained.calls) // FAULTS], ERRORS[position % len(ERRORS)]
     deletes = failing.name in ("unlink", "rmdir")
 
     def fail(call: DiskCall) -> None:
