@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple
 
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, Message, TemplateRefusalError
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.conversation_forms import in_any_form
@@ -76,8 +77,24 @@ class TurnMarker:
         """
         self._template = template
         self._learn_reasoning = learn_reasoning
-        own = template.marks_generation(())
-        self._around = Surroundings("", "", "") if own else find_surroundings(template)
+        self._found: dict[bool, Surroundings] = {}  # by whether they are of the template for tools
+        if not template.marks_generation(()):
+            self._around(())
+
+    def _around(self, tools: Sequence[Message]) -> Surroundings:
+        """Return what the template for conversations with these tools writes around an answer.
+
+        Raises ConfigError as find_surroundings, or RecordError for a template that is for tools only.
+        """
+        own = bool(tools) and self._template.tool_use is not None
+        if own not in self._found:
+            try:
+                self._found[own] = find_surroundings(self._template, tools if own else ())
+            except ConfigError as error:
+                if own:
+                    raise RecordError(str(error)) from None
+                raise
+        return self._found[own]
 
     def mark(self, conversation: Conversation) -> list[MarkedText]:
         """Render a conversation and return its texts with the answers marked that have a loss weight.
@@ -128,7 +145,7 @@ class TurnMarker:
     def _turn(self, conversation: Conversation, index: int, weight: float) -> _Turn:
         messages, tools = conversation.messages[: index + 1], conversation.tools
         prompt, text, notes = self._prompt_and_whole(messages, tools)
-        answered = self._around.cut(text)
+        answered = self._around(tools).cut(text)
         learned = answered.removeprefix(prompt)
         if answered.startswith(prompt) and (missing := ", ".join(missing_parts(messages[-1], learned, learned))):
             raise _leaves_out(self._template, missing, index)
@@ -151,14 +168,14 @@ class TurnMarker:
 
         A template may well end a call with another mark than an answer.
         """
-        calls, mark = messages[-1].get("tool_calls") or [], self._around.mark
+        calls, mark = messages[-1].get("tool_calls") or [], self._around(tools).mark
         if len(calls) != 1 or not mark or learned.endswith(mark):
             return False
         try:
             twice = self._template.render([*messages[:-1], {**messages[-1], "tool_calls": calls * 2}], tools)
         except TemplateRefusalError:
             return False
-        return self._around.cut(twice).endswith(mark)
+        return self._around(tools).cut(twice).endswith(mark)
 
     def _prompt_and_whole(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str, Notes]:
         """Return the text that asks for the last message, that text with the message, and what is to be noted.
@@ -179,7 +196,7 @@ class TurnMarker:
         return prompt, text, ()
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str]:
-        text = self._around.ended(self._template.render(messages, tools), messages[-1])
+        text = self._around(tools).ended(self._template.render(messages, tools), messages[-1])
         return self._prompt(messages[:-1], tools, text), text
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[Message], text: str) -> str:
@@ -187,7 +204,7 @@ class TurnMarker:
 
         Where there are no messages, it ends with the heading of the answer: some templates then write no prompt.
         """
-        heading = self._around.heading
+        heading = self._around(tools).heading
         if not messages and heading and heading in text:
             return text[: text.index(heading) + len(heading)]
         return self._template.render(messages, tools, prompt=True)
@@ -279,10 +296,12 @@ def _check_length(conversation: Conversation) -> None:
 
 def _leaves_out(template: ChatTemplate, what: str, index: int | None = None) -> RecordError:
     turn = "" if index is None else f"turn {index + 1}: "
-    writes_calls = "" if what == THOUGHT or "this turn" in what else " (of the named ones, qwen and llama3 write calls)"
+    hint = " (of the named ones, qwen and llama3 write calls)" if "call" in what or "tools" in what else ""
+    if THOUGHT in what:
+        hint = ", or data.chat_template_args to what turns thoughts on, such as {enable_thinking: true}"
     return RecordError(
         f"{turn}the chat template ({template.name}) leaves out {what}; set data.chat_template to one that writes it"
-        f"{writes_calls}, or take it out of the record"
+        f"{hint}, or take it out of the record"
     )
 
 

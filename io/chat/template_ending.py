@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, Message
 from megatrain_ray.io.chat.messages import PROBE, without_opened_thought
 from megatrain_ray.io.records.read_records import RecordError
+
+Tools = Sequence[Message]
 
 QUESTION: Message = {"role": "user", "content": "Question"}
 CALL = {"type": "function", "function": {"name": PROBE, "arguments": {}}}
@@ -45,17 +48,19 @@ class Surroundings:
         return text.removesuffix(self.closing).removesuffix(self.blanks)
 
 
-def find_surroundings(template: ChatTemplate) -> Surroundings:
+def find_surroundings(template: ChatTemplate, tools: Tools = ()) -> Surroundings:
     """Return what the template writes around an answer.
+
+    tools: of a conversation, for which a folder may have another template.
 
     Raises ConfigError, naming the template, if it refuses the question, if the text it renders for an answer does not
     begin with its prompt, if it ignores the prompt setting and writes the heading as part of the answer, or if it marks
     no end of an answer.
     """
     try:
-        prompt = template.render([QUESTION], prompt=True)
-        wholes = [template.render([QUESTION, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
-        bare = template.render([QUESTION])
+        prompt = template.render([QUESTION], tools, prompt=True)
+        wholes = [template.render([QUESTION, {"role": "assistant", "content": answer}], tools) for answer in ANSWERS]
+        bare = template.render([QUESTION], tools)
     except RecordError as error:
         raise ConfigError(f"data.chat_template: {error}") from None
     fitting = [
@@ -71,11 +76,11 @@ def find_surroundings(template: ChatTemplate) -> Surroundings:
     asks_always = _what_asks(template, bare, ending)
     if prompt == bare and heading.strip() and not asks_always:
         raise _unusable(template, f"it ignores add_generation_prompt and begins an answer with {heading!r}")
-    if not ending or (ending.isspace() and user_mark(template)):
-        return _without_mark(template, heading_of(prompt, bare))
+    if not ending or (ending.isspace() and user_mark(template, tools)):
+        return _without_mark(template, tools, heading_of(prompt, bare))
     if asks_always:
         return Surroundings(asks_always, "", asks_always)
-    return _split_ending(template, heading_of(prompt, bare), whole, ending)
+    return _split_ending(template, tools, heading_of(prompt, bare), whole, ending)
 
 
 def _what_asks(template: ChatTemplate, bare: str, ending: str) -> str:
@@ -91,28 +96,28 @@ def heading_of(prompt: str, bare: str) -> str:
     return prompt.removeprefix(bare) if prompt.startswith(bare) else ""
 
 
-def _without_mark(template: ChatTemplate, heading: str) -> Surroundings:
+def _without_mark(template: ChatTemplate, tools: Tools, heading: str) -> Surroundings:
     """Return the surroundings of a template that writes nothing after an answer. Raises ConfigError as above."""
     called: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    if not (mark := user_mark(template)):
+    if not (mark := user_mark(template, tools)):
         raise _unusable(template, "it marks no end of an answer, so a model would not learn to stop")
-    tool_mark = _mark_between(template, called, {"role": "tool", "content": PROBE})
+    tool_mark = _mark_between(template, tools, called, {"role": "tool", "content": PROBE})
     return Surroundings(heading, "", "", mark, mark if tool_mark is None else tool_mark)
 
 
-def user_mark(template: ChatTemplate) -> str:
+def user_mark(template: ChatTemplate, tools: Tools = ()) -> str:
     """Return the mark that begins the user's turn after an answer; empty if there is none."""
-    return _mark_between(template, {"role": "assistant", "content": PROBE}, QUESTION) or ""
+    return _mark_between(template, tools, {"role": "assistant", "content": PROBE}, QUESTION) or ""
 
 
-def _mark_between(template: ChatTemplate, answer: Message, following: Message) -> str | None:
+def _mark_between(template: ChatTemplate, tools: Tools, answer: Message, following: Message) -> str | None:
     """Return the mark that begins the turn after an answer; empty if none does; None if it cannot be found out.
 
     Apertus writes the result of a tool directly after the call, within the same turn.
     """
     try:
-        answered = template.render([QUESTION, answer])
-        followed = template.render([QUESTION, answer, following])
+        answered = template.render([QUESTION, answer], tools)
+        followed = template.render([QUESTION, answer, following], tools)
     except RecordError:
         return None
     if not followed.startswith(answered) and answer["content"]:  # GLM 5.1 writes no empty thought then
@@ -123,18 +128,18 @@ def _mark_between(template: ChatTemplate, answer: Message, following: Message) -
     return found["mark"] if found and PROBE not in found["mark"] else ""
 
 
-def _split_ending(template: ChatTemplate, heading: str, whole: str, ending: str) -> Surroundings:
+def _split_ending(template: ChatTemplate, tools: Tools, heading: str, whole: str, ending: str) -> Surroundings:
     """Split the text after an answer into its mark, blanks, and marks that are not written before another question."""
-    closing = _closing(template, whole, ending)
+    closing = _closing(template, tools, whole, ending)
     body = ending.removesuffix(closing)
     mark = body.rstrip()
     return Surroundings(heading, body[len(mark) :] if mark else "", closing, mark=mark)
 
 
-def _closing(template: ChatTemplate, whole: str, ending: str) -> str:
+def _closing(template: ChatTemplate, tools: Tools, whole: str, ending: str) -> str:
     """Return the marks that close a whole conversation: Phi-3 has its eos token there, Hunyuan another mark."""
     try:
-        asked_again = template.render([QUESTION, {"role": "assistant", "content": ANSWERS[0]}], prompt=True)
+        asked_again = template.render([QUESTION, {"role": "assistant", "content": ANSWERS[0]}], tools, prompt=True)
     except RecordError:
         return ""
     closings = [ending[found.start("mark") :] for found in _MARK.finditer(ending)]

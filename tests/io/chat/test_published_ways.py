@@ -173,6 +173,20 @@ def test_a_call_that_would_never_end_is_refused() -> None:
     assert shown(text).endswith("<u>Q<a>«<c>add</c><c>add</c><e>»")
 
 
+def test_a_template_for_tools_has_its_own_ends() -> None:
+    """Command R7B has one, which always asks for an answer, beside one that does not."""
+    plain, asking = turns("<a>{{ a }}<e>", "<a>"), turns("<a>{{ a }}" + NAMED + "<e>", "")
+    always = TOLD + asking.replace("{% if add_generation_prompt %}{% endif %}", "<a>")
+    marker = TurnMarker(ChatTemplate("mine", plain, always, variables={"eos_token": "<e>"}))
+    (text,) = marker.mark(Conversation((Q, CALLS, RESULT, A), TOOLS))
+    assert shown(text).endswith("<u>Q<a>«<c>add</c><e>»<u>4<a>«A<e>»<a>")
+    (text,) = marker.mark(Conversation((Q, A)))
+    assert shown(text) == "<u>Q<a>«A<e>»"
+    useless = TurnMarker(ChatTemplate("mine", plain, TOLD, variables={"eos_token": "<e>"}))
+    with pytest.raises(RecordError, match="cannot tell what the assistant wrote"):
+        useless.mark(Conversation((Q, A), TOOLS))
+
+
 # --- turns that a template leaves out ---
 
 FIRST_SYSTEM = turns("<a>{{ a }}<e>", "<a>", "{{ '<s>' + m.content if loop.first }}").replace(
