@@ -20,11 +20,13 @@ from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainErro
 from megatrain_ray.escapes import escaped
 from megatrain_ray.units import parse_size
 
-# Numbers of errors of the machine and its limits. Wherever they happen, one line says all that is known.
-OF_THE_MACHINE = (
-    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE,
-    errno.EAGAIN, errno.ENOMEM,
-)  # fmt: skip
+# What to do about errors of the machine and its limits, by number. Wherever they happen, one line says what is known.
+ROOM, LIMIT = "free some room there, or name another folder", "raise the limit (ulimit -a)"
+NO_RIGHT, BAD_DISK = "name a folder that this user may write to", "check the disk (dmesg)"
+ADVICE = {
+    errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EROFS: NO_RIGHT, errno.EACCES: NO_RIGHT, errno.EPERM: NO_RIGHT,
+    errno.EMFILE: LIMIT, errno.ENFILE: LIMIT, errno.EAGAIN: LIMIT, errno.ENOMEM: LIMIT, errno.EIO: BAD_DISK,
+}  # fmt: skip
 UNREAD = 128 + signal.SIGPIPE  # exit code of a program that the signal ends
 
 
@@ -57,11 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: OSError) -> int:
     """Print an error of the machine that nothing else has explained, and return the exit code. Raises any other."""
-    has_no_temporary_folder = error.errno == errno.ENOENT and error.filename is None  # what tempfile raises
-    if error.errno not in OF_THE_MACHINE and not has_no_temporary_folder:
+    advice = ADVICE.get(error.errno or 0)
+    if error.errno == errno.ENOENT and error.filename is None:  # what tempfile raises
+        advice = "free some room there, or set TMPDIR"
+    if advice is None:
         raise error
     where = f"{error.filename}: " if error.filename else ""
-    advice = "free space there, raise the limit (ulimit -a), or name another folder (TMPDIR is for temporary files)"
     show(f"error: {where}{error.strerror}; {advice}", stream=sys.stderr)
     return MegatrainError.exit_code
 

@@ -161,9 +161,9 @@ def test_an_output_that_is_full_is_told_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (OSError(errno.EMFILE, "Too many open files", "/a"), "/a: Too many open files"),
-        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "No usable temporary"),
+        (OSError(errno.ENOSPC, "full"), "full; free some room there, or name another folder"),
+        (OSError(errno.EMFILE, "many", "/a"), "/a: many; raise the limit (ulimit -a)"),
+        (FileNotFoundError(errno.ENOENT, "none in ['/tmp']"), "none in ['/tmp']; free some room there, or set TMPDIR"),
     ],
 )
 def test_what_the_machine_refuses_is_one_line_wherever_it_happens(
@@ -174,11 +174,7 @@ def test_what_the_machine_refuses_is_one_line_wherever_it_happens(
 
     monkeypatch.setitem(COMMANDS, "plan", fail)
     assert main(["plan", file]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {told}")
-    assert err.endswith(
-        "; free space there, raise the limit (ulimit -a), or name another folder (TMPDIR is for temporary files)\n"
-    )
+    assert capsys.readouterr().err == f"error: {told}\n"
 
 
 def test_a_broken_pipe_that_is_not_the_output_is_no_silence(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
