@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatrain_ray.engine.plan.plan import ActivationPolicy
 from tests.support.family_models import family_batches
 from tests.support.model_types import all_types, settings_of
 from tests.support.reference import Recipe
@@ -30,6 +31,13 @@ SHORT = (
 def test_a_type_is_bit_equal(tmp_path: Path, model_type: str) -> None:
     build(settings_of(model_type), tmp_path)
     assert compare(tmp_path, family_batches(2), Recipe(2, micro_batch_size=2, seed=3), Mode()) == "equal"
+
+
+@pytest.mark.skipif("doge" not in all_types(), reason="an older Transformers")
+def test_a_learned_mask_takes_the_same_kernel_where_a_layer_is_recomputed(tmp_path: Path) -> None:
+    build(settings_of("doge"), tmp_path)
+    recipe = Recipe(1, micro_batch_size=4, precision="bf16")
+    assert compare(tmp_path, family_batches(1), recipe, Mode(activations=ActivationPolicy.RECOMPUTE)) == "equal"
 
 
 @pytest.mark.long
