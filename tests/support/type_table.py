@@ -34,8 +34,6 @@ def result_of(row: Row) -> str:
     """Return the group of the table that a row belongs to."""
     if row["fp32"].startswith("refused"):
         return "refused: " + next(text for pattern, text in REASONS if re.search(pattern, row["fp32"]))
-    if row["fp32"].startswith("differs: trains"):
-        return "experts of images are decayed"
     if row["fp32"] != "equal":
         return "last bits differ"
     packs = "packed too" if row["packed"] == "equal" else "not packed"
@@ -49,7 +47,7 @@ def table() -> str:
     report = json.loads(RESULTS.read_text())
     groups: dict[str, list[str]] = {}
     for row in report["rows"]:
-        groups.setdefault(result_of(row), []).append(row["model_type"] + ("¹" if row["weights"] else ""))
+        groups.setdefault(result_of(row), []).append(row["model_type"])
     order = sorted(groups, key=lambda group: (group.startswith("refused"), -len(groups[group])))
     lines = [f"| Transformers {report['transformers']} | types |", "|---|---|"]
     lines += [f"| {group} ({len(groups[group])}) | {', '.join(sorted(groups[group]))} |" for group in order]
