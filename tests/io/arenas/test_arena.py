@@ -62,9 +62,10 @@ def test_an_arena_nobody_touched_takes_no_memory() -> None:
 def test_an_arena_of_several_files_is_one_range_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last file is smaller; a process that adopts it sees the same bytes, and nothing is left of it."""
     monkeypatch.setattr(arena_holder, "MIN_PIECE_BYTES", HUGE_PAGE)
+    monkeypatch.setattr(arena_holder, "MAX_PIECES", 3)
     monkeypatch.setattr(arena_holder, "POPULATE_BYTES", HUGE_PAGE // 2)
-    nbytes, before = 35 * HUGE_PAGE - 100, open_files()
-    assert [size // HUGE_PAGE for size in piece_sizes(nbytes)] == [3] * 11 + [2]
+    nbytes, before = 5 * HUGE_PAGE - 100, open_files()
+    assert [size // HUGE_PAGE for size in piece_sizes(nbytes)] == [2, 2, 1]
     with closing(ArenaHolder.create({"pieces": nbytes})) as owner, closing(ArenaHolder.adopt([owner.handles])) as peer:
         of_owner, of_peer = (torch.frombuffer(one.map("pieces").buffer, dtype=torch.uint8) for one in (owner, peer))
         assert len(of_owner) == mapped_bytes(nbytes)

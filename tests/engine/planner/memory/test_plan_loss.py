@@ -77,10 +77,10 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
 
 
 def test_small_logits_take_a_small_share_of_a_small_device() -> None:
-    structure, layout = shape()[0], shape()[0].layout()
+    structure, layout, plan = shape()[0], shape()[0].layout(), planned(64)
 
     def tokens_of(gib: int) -> int:
-        limited = replace(planned(64), limits=replace(planned(64).limits, hbm_bytes=gib << 30))
+        limited = replace(plan, limits=replace(plan.limits, hbm_bytes=gib << 30))
         return chunk_tokens(limited, structure, layout, beside=0, backward=0, z_loss=False, small=True)
 
     assert [tokens_of(gib) for gib in (4, 9, 15)] == [128, 256, 512]
