@@ -92,7 +92,7 @@ def _answer(argv: Sequence[str] | None) -> int:
         show(f"error: {str(error.filename)[:64]}…: too long for the name of a file", stream=sys.stderr)
         return ConfigError.exit_code
     except KeyboardInterrupt:
-        goes_on = ": nothing more was saved; the same command resumes" if options.command == "train" else ""
+        goes_on = ": nothing more was saved; the same command starts again" if options.command == "train" else ""
         show(f"interrupted{goes_on}", stream=sys.stderr)
         return InterruptedRunError.exit_code
 

@@ -209,7 +209,7 @@ def test_what_a_run_raises_decides_the_exit_code(
     monkeypatch.setitem(COMMANDS, "train", fail)
     assert main(["train", file]) == exit_code
     ends = exit_code == InterruptedRunError.exit_code
-    told = str(error) or "interrupted: nothing more was saved; the same command resumes"
+    told = str(error) or "interrupted: nothing more was saved; the same command starts again"
     assert capsys.readouterr().err == f"{'' if ends else 'error: '}{told}\n"
 
 

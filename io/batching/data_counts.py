@@ -16,6 +16,7 @@ class DataCounts:
 
     num_records: records that were read; None if an earlier release made the tokens and did not count them.
     num_cut, num_dropped: those that were too long for a row, and those of which nothing is used.
+    num_bad: those among them that could not be used (data.bad_records).
     longest: tokens of the longest sequence before it was cut; 0: not known.
     """
 
@@ -25,6 +26,7 @@ class DataCounts:
     num_tokens: int
     num_rows: int
     longest: int = 0
+    num_bad: int = 0
 
     @staticmethod
     def of(folders: Sequence[Path], windows: Sequence[Windows]) -> DataCounts:
@@ -37,6 +39,7 @@ class DataCounts:
             num_tokens=sum(meta.num_tokens for meta in metas),
             num_rows=sum(source.num_windows for source in windows),
             longest=max((meta.longest for meta in metas), default=0),
+            num_bad=sum(meta.num_bad for meta in metas),
         )
 
 

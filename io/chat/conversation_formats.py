@@ -196,7 +196,8 @@ class AutoLayout:
         fits = "several formats at once" if found else "no known format"
         raise RecordError(
             f"its keys ({', '.join(map(str, record)) or 'none'}) fit {fits}; expected messages, conversations, "
-            "instruction and output, or prompt and completion. State data.chat_format, or rename the keys"
+            'instruction and output, or prompt and completion, as {"prompt": "Hi", "completion": "Hello"}. State '
+            "data.chat_format, or rename the keys"
         )
 
 

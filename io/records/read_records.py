@@ -145,7 +145,7 @@ def _decoded(text: bytes) -> Any:
         return _not_utf8(error)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        return RecordError(f"not valid JSON: {error.msg} at {where}")
+        return RecordError(f"not valid JSON: {error.msg.removesuffix(' at')} at {where}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested brackets
         return RecordError(f"not valid JSON: {error}")
 

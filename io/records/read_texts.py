@@ -118,7 +118,8 @@ def _decoded(decoder: codecs.IncrementalDecoder, data: bytes, file: Path, end: i
 def _text_of(record: Any, text_field: str) -> str:
     fields = as_mapping(record)
     if text_field not in fields:
-        raise missing_key(fields, text_field, " (data.text_field)")
+        chats = "; chats? set data.kind: sft" if {"messages", "conversations", "completion"} & fields.keys() else ""
+        raise RecordError(f"{missing_key(fields, text_field, ' (data.text_field)')}{chats}")
     text = fields[text_field]
     if not isinstance(text, str):
         raise RecordError(f"{text_field}: expected a text, got {text!r:.60}")

@@ -23,7 +23,7 @@ from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.torch_kernel import TorchBlocks
 from megatrain_ray.engine.optimizer.update_kernel import open_kernel
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.files.owned_folder import has_mark
+from megatrain_ray.io.files.owned_folder import MARK_NAME, has_mark
 from megatrain_ray.io.saves.save_folder import list_saves, save_folder
 from megatrain_ray.io.tokens.cache_pruning import UNUSED_DAYS, size_of, without_mark
 from megatrain_ray.machine.machine import cgroup_limits
@@ -193,8 +193,8 @@ def _unmarked(folder: Path) -> Finding:
     if not left:
         return Finding("folders", Severity.GOOD, "none that only looks like one of this program's")
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-    text = f"{left[0]}{more}: by the name this program's, but it cannot tell that it made them, so they stay"
-    advice = "earlier releases left no mark in theirs, saves among them; delete yourself what you do not need"
+    text = f"{left[0]}{more}: named like this program's, without the file {MARK_NAME} by which it knows its own"
+    advice = "perhaps of an earlier release or another program; nothing deletes them: do so if you do not need them"
     return Finding("folders", Severity.NOTE, text, advice)
 
 

@@ -21,6 +21,8 @@ def evaluate(options: Namespace) -> str:
     source, file = options.source, options.config
     files = RunFiles(Path(source).absolute())
     if file is None and not files.holds_run:
+        if not Path(source).exists():
+            raise ConfigError(f"{source}: there is no such folder; name a run directory, or give --config FILE")
         raise ConfigError(
             f"{source} is no run directory: give --config FILE, a configuration with data.eval_path or "
             "data.eval_fraction, whose held-out data are evaluated"

@@ -75,7 +75,9 @@ def _typed(source: str) -> Iterator[str]:
             return
         if text == "/exit":
             return
-        if text:
+        if text.startswith("/") and text[1:].isalpha():
+            show(f"{text} is no command; /exit or Ctrl-D ends the chat", stream=sys.stderr)
+        elif text:
             yield text
 
 

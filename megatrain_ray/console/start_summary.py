@@ -74,8 +74,8 @@ def describe_start(
         f"learning rate {_rate(config.train, num_made)}"
     )
     yield f"memory    {', '.join(_memory(plan))}"
-    if plan.prediction:
-        step_s, to_come = plan.prediction.step_s, steps - num_made
+    if plan.prediction and (to_come := steps - num_made) > 0:
+        step_s = plan.prediction.step_s
         speed = format_count(plan.batch_size * plan.step.seq_len / step_s)
         yield (
             f"time      predicted {step_s:.3g} s a step, {speed} tokens/s, {format_duration(step_s * to_come)} for "
@@ -100,7 +100,8 @@ def _rate(train: OptimizationConfig, num_made: int) -> str:
 def _amounts(counts: DataCounts, seq_len: int) -> Iterator[str]:
     """Yield the numbers of records, tokens and rows, and the rows' length at which no record would be too long."""
     if counts.num_records is not None:
-        fates = ((counts.num_cut, "cut"), (counts.num_dropped, "dropped"))
+        dropped = counts.num_dropped - counts.num_bad
+        fates = ((counts.num_cut, "cut"), (counts.num_bad, "bad and skipped"), (dropped, "dropped"))
         named = ", ".join(f"{number} {fate}" for number, fate in fates if number)
         if counts.longest - 1 > seq_len:
             named += f"; data.seq_len={counts.longest - 1} would hold the longest"

@@ -83,11 +83,16 @@ def missing_data(data: DataConfig) -> Iterator[str]:
 
 
 def check_there(config: TrainConfig) -> None:
-    """Raise ConfigError if files of a run's data are missing; those of the hub are fetched. Reads no text."""
-    _find(config.data)
+    """Raise ConfigError if files of a run's data are missing; those of the hub are fetched. Reads no text.
+
+    Warns of held-out files that are trained on.
+    """
+    trained = _find(config.data)
     if config.evaluates and (held_out := config.data.held_out) is not None:
         with naming_held_out(held_out):
-            _find(held_out)
+            evaluated = _find(held_out)
+        if config.data.eval_path is not None and (both := trained & evaluated):
+            say(f"warning: data.eval_path: {min(both)} is trained on as well, so its loss says nothing of new text")
 
 
 def decide_marks(config: TrainConfig, vocab_size: int | None) -> TrainConfig:
@@ -146,15 +151,18 @@ def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
         )
 
 
-def _find(data: DataConfig, *, may_fetch: bool = True) -> None:
+def _find(data: DataConfig, *, may_fetch: bool = True) -> set[Path]:
+    """Return the files of the data, as real paths. Raises ConfigError if there are none."""
+    found: set[Path] = set()
     for parts in sources_of(data).values():
         path = local_paths(parts, may_fetch=may_fetch)
         if not path:
             continue
         if data.kind == "pretrain":
-            find_files(path)
+            found |= {file.resolve() for file in find_files(path)}
         else:
-            find_chats(path, data.dataset, data.chat_format)
+            found |= {source.file.resolve() for source in find_chats(path, data.dataset, data.chat_format)}
+    return found
 
 
 def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: int) -> Recipe:
@@ -165,6 +173,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
             find_files(path), tokenizer, data.text_field, data.bad_records, choice, bool(marks.add_bos),
             bool(marks.add_eos),
         )  # fmt: skip
+    _check_filled(path)
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
         return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records, choice)
@@ -180,6 +189,13 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
         data.learn,
         data.learn_reasoning,
     )
+
+
+def _check_filled(path: Sequence[str]) -> None:
+    """Raise ConfigError if every file of records is empty."""
+    files = find_files(path, RECORD_SUFFIXES)
+    if not any(file.stat().st_size for file in files):
+        raise ConfigError(f"data.path: {files[0]} is empty; expected a record a line")
 
 
 def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path, reports: bool) -> Path:

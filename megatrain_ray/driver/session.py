@@ -140,7 +140,8 @@ class Session:
         self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
         if not self._policy.is_done(self._seen()):
             steps = self._config.train.num_steps
-            self._job.startup.tell(f"step {self._progress.step + 1} of {steps}" if steps else "evaluating")
+            next_step = self._progress.step + 1
+            self._job.startup.tell(f"step {next_step} of {steps}" if next_step <= steps else "evaluating")
         self._stall.reset()
 
     def _loop(self) -> None:

@@ -123,9 +123,9 @@ def read_profile(path: Path) -> HardwareProfile:
     try:
         return HardwareProfile.from_json(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        names = ", ".join(cards())
+        names, why = ", ".join(cards()), getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"hardware.profile: cannot read {path}: {error}; give auto, a profile's file, or a card: {names}"
+            f"hardware.profile: cannot read {path}: {why}; give auto, a profile's file, or a card: {names}"
         ) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

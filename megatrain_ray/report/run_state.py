@@ -101,7 +101,9 @@ class RunState:
     def lines(self) -> Iterator[str]:
         """Yield the state as lines of text."""
         by = f", process {self.holder}" if self.holder else ""
-        yield f"{self.state.value}{by}{f': {self.reason}' if self.reason else ''}"
+        reason = (self.reason or "").removeprefix(f"{self.state.value} ")  # as `interrupted after step 30`
+        joined = " " if reason != (self.reason or "") else ": "
+        yield f"{self.state.value}{by}{f'{joined}{reason}' if reason else ''}"
         age = f", {format_duration(self.age_s)} ago" if self.age_s is not None else ""
         epoch = f", epoch {self.epoch:.3g}" if self.epoch is not None else ""
         yield f"step {self.step} of {self.steps}{epoch}{age}"

@@ -57,8 +57,8 @@ def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
     ]  # fmt: skip
     assert "GB/s" in done.stdout.splitlines()[-1]
     assert sorted(file.name for file in tmp_path.iterdir()) == [".mine.partial", "saves"]
-    folders = next(line for line in done.stdout.splitlines() if "cannot tell that it made them" in line)
-    assert f"{tmp_path}/saves/step_3 and 1 more: by the name" in folders or " more: by the name" in folders
+    folders = next(line for line in done.stdout.splitlines() if "by which it knows its own" in line)
+    assert f"{tmp_path}/saves/step_3 and 1 more: named like" in folders or " more: named like" in folders
     [file] = (cache / "megatrain-ray" / "profiles").iterdir()
     assert HardwareProfile.from_json(file.read_text()).machine == this_machine("cpu")
     assert not disk.exists()

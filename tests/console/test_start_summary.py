@@ -21,13 +21,15 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=40, train__warmup_steps=3)
     written = TrainConfig.model_validate(tree)
     rows = 20 * plan.batch_size
-    counts = DataCounts(num_records=50, num_cut=3, num_dropped=2, num_tokens=12345, num_rows=rows, longest=901)
+    counts = DataCounts(
+        num_records=50, num_cut=3, num_dropped=2, num_tokens=12345, num_rows=rows, longest=901, num_bad=1
+    )
     told = partial(describe_start, written, plan, model_type="llama", num_made=10, leftovers=Leftovers())
     lines = list(told(counts=counts, num_held_out=7))
     assert [line.split()[0] for line in lines] == ["model", "data", "step", "memory", "time"]
     model, data, step, memory, time = lines
     assert model.startswith("model     llama, ")
-    fates = "3 cut, 2 dropped; data.seq_len=900 would hold the longest"
+    fates = "3 cut, 1 bad and skipped, 1 dropped; data.seq_len=900 would hold the longest"
     rows_and_steps = f"{rows} rows of {plan.step.seq_len} tokens; 40 steps of {plan.batch_size} rows are 2 epochs"
     assert data == f"data      50 records ({fates}), 12.3k tokens, {rows_and_steps}; 7 records held out"
     none_held_out = f"{rows_and_steps}; none held out (data.eval_fraction)"

@@ -157,7 +157,7 @@ def test_ctrl_c_while_the_driver_plans_leaves_nothing_behind(tmp_path: Path) -> 
     family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (130, "interrupted: nothing more was saved; the same command resumes\n")
+    assert (process.returncode, errors) == (130, "interrupted: nothing more was saved; the same command starts again\n")
     assert len(family) > 4
     assert not [pid for pid in family if psutil.pid_exists(pid)]
     assert not leftovers(process.pid)
