@@ -167,9 +167,11 @@ def open_held(handle: ArenaHandle) -> ArenaHandle:
     namespace.
     """
     sizes = [handle.nbytes] if handle.path else piece_sizes(handle.nbytes)
+    if len(handle.fds) != len(sizes):
+        raise _unreachable(handle, f"it has {len(handle.fds)} files, and {len(sizes)} were expected")
     opened: list[int] = []
     try:
-        for fd, size in zip(handle.fds, sizes, strict=False):
+        for fd, size in zip(handle.fds, sizes, strict=True):
             opened.append(_open_file(handle, fd, size))
     except MegatrainError:
         for fd in opened:
