@@ -73,7 +73,7 @@ def find_surroundings(template: ChatTemplate, tools: Tools = ()) -> Surroundings
         raise _unusable(template, f"its prompt for an answer, {prompt[-40:]!r}, is no beginning of an answer it writes")
     whole, start = fitting[0]
     heading, _, ending = whole[len(start) :].partition(PROBE)
-    asks_always = _what_asks(template, bare, ending)
+    asks_always = _what_asks(template, bare, ending) if prompt == bare else ""
     if prompt == bare and heading.strip() and not asks_always:
         raise _unusable(template, f"it ignores add_generation_prompt and begins an answer with {heading!r}")
     if not ending or (ending.isspace() and user_mark(template, tools)):

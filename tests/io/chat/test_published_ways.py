@@ -125,6 +125,8 @@ GLM_51 = turns("<a>{{ '' if loop.last else '</think>' }}{% if loop.last %}<think
 )
 def test_an_answer_ends_where_the_model_is_to_stop(source: str, expected: str) -> None:
     assert shown(mark(source, Q, A, R, B)[-1]) == expected
+    (text,) = mark(source, B)
+    assert shown(text) == expected[expected.rindex("<a>«") :]
 
 
 # --- tools ---
@@ -199,7 +201,8 @@ def test_a_turn_that_the_template_leaves_out_is_refused() -> None:
     later = {"role": "system", "content": "S"}
     with pytest.raises(RecordError, match=r"turn 3: .* leaves out this turn of system; .*, or take it out"):
         mark(FIRST_SYSTEM, Q, A, later, R, B)
-    (text,) = mark(FIRST_SYSTEM, {"role": "developer", "content": "S"}, Q, A)
+    named = FIRST_SYSTEM.replace("if loop.first", "if m.role == 'system' and loop.first")
+    (text,) = mark(named, {"role": "developer", "content": "S"}, Q, A)
     assert shown(text) == "<s>S<u>Q<a>«A<e>»"
     quoted, thrice = (FIRST_SYSTEM.replace("<u>{{ m.content", f"<u>{{{{ m.content | {f}") for f in ("tojson", "length"))
     asked = {"role": "user", "content": 'a "b"\n'}
