@@ -52,7 +52,7 @@ EDITS: dict[str, Edit] = {
     "layers: there are none": lambda tree: tree.update(layers=[], parts=[]),
     "layers: two have one name": lambda tree: tree["layers"].append(tree["layers"][0]),
     "of shape [-5]": parameter(shape=[-5]),
-    "of shape [0]": parameter(shape=[0]),
+    "its parameters have 0 elements": parameter(shape=[0]),  # which is no fault by itself
     "from element 8 on, expected from 0": parameter(start=8),
     "expected logical_size": layer(logical_size=1 << 40),
     "num_frozen: -1": layer(num_frozen=-1),
