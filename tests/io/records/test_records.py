@@ -83,7 +83,7 @@ BAD_LINES = {
     b'{"text": "\xff"}': "not UTF-8: byte 0xff at offset 10",
     b'["text"]': r"expected a mapping, got \['text'\]",
     b'{"body": "x", "id": 3}': r"no key 'text' \(data.text_field\); its keys are 'body', 'id'",
-    b'{"messages": []}': r"its keys are 'messages'; chats\? set data.kind: sft",
+    b'{"messages": []}': r"no key 'text' \(data.text_field\); its keys are 'messages'; chats\? set data.kind: sft",
     b'{"text": "a': "not valid JSON: Unterminated string starting at column 10",
     b'{"text": null}': "text: expected a text, got None",
     b'{"text": 3}': "text: expected a text, got 3",
