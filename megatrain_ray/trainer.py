@@ -23,7 +23,7 @@ from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.python_objects import Objects, with_held_out
-from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe_template
+from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe_template, other_tokenizer
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
@@ -281,6 +281,8 @@ def _describe(
     """Print what is about to be trained. `epochs`: train.epochs as given."""
     config, plan = run_spec.config, run_spec.plan
     if warning := unused_gpu(config.hardware):
+        say(warning)
+    if warning := other_tokenizer(config):
         say(warning)
     for line in describe_start(
         config,

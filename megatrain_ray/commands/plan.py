@@ -12,6 +12,7 @@ from pathlib import Path
 from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import print_lines, show
+from megatrain_ray.console.start_summary import memory_of_limits
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import count_data
 from megatrain_ray.data.tokenize_data import cached_tokens, missing_data
@@ -42,7 +43,11 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     if as_json and plan:
         print_lines(*_as_json(config, plan, found, price_per_hour).split("\n"))
     elif plan:
-        print_lines(*describe(plan).split("\n"), *run_lines(config, plan, price_per_hour))
+        print_lines(
+            f"fits: {', '.join(memory_of_limits(plan))}",
+            *describe(plan).split("\n"),
+            *run_lines(config, plan, price_per_hour),
+        )
     if found and not as_json:
         print_lines("")
         print_alternatives(found)

@@ -56,7 +56,7 @@ def describe_start(
         more = f" and {len(unreached) - SHOWN} more" if len(unreached) > SHOWN else ""
         yield f"untouched since no gradient of a text reaches them: {', '.join(unreached[:SHOWN])}{more}"
     if not steps:
-        yield f"memory    {', '.join(_memory(plan))}"
+        yield f"memory    {', '.join(memory_of_limits(plan))}"
         return
     made = steps * plan.batch_size / counts.num_rows
     filled = f" (train.epochs: {epochs:g}, up to a whole step)" if epochs and made > epochs else ""
@@ -73,7 +73,7 @@ def describe_start(
         f"{format_quantity(plan.step.num_micro_batches, 'micro-batch')} of {plan.step.micro_batch_size}{_gpus(plan)}; "
         f"learning rate {_rate(config.train, num_made)}"
     )
-    yield f"memory    {', '.join(_memory(plan))}"
+    yield f"memory    {', '.join(memory_of_limits(plan))}"
     if plan.prediction and (to_come := steps - num_made) > 0:
         step_s = plan.prediction.step_s
         speed = format_count(plan.batch_size * plan.step.seq_len / step_s)
@@ -114,7 +114,7 @@ def _gpus(plan: Plan) -> str:
     return f" on each of {plan.hosts.num_gpus} GPUs" if plan.hosts.num_gpus > 1 else ""
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def memory_of_limits(plan: Plan) -> Iterator[str]:
     """Yield what the plan takes of each memory, and the limit it keeps."""
     limits = plan.limits
     for name, tier, limit in (
@@ -123,4 +123,5 @@ def _memory(plan: Plan) -> Iterator[str]:
         ("disk", Tier.NVME, limits.spill_bytes),
     ):
         if limit is not None:
-            yield f"{name} {format_bytes(plan.total_bytes(tier))} of {format_bytes(limit)}"
+            on_cpu = plan.total_bytes(Tier.HBM) if tier is Tier.HOST and plan.device == "cpu" else 0
+            yield f"{name} {format_bytes(plan.total_bytes(tier) + on_cpu)} of {format_bytes(limit)}"

@@ -32,7 +32,13 @@ from megatrain_ray.io.records.find_files import describe_folders, find_files
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus
-from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer, tokenizer_folder
+from megatrain_ray.io.tokens.tokenizer import (
+    FolderTokenizer,
+    Tokenizer,
+    holds_tokenizer,
+    load_tokenizer,
+    tokenizer_folder,
+)
 from megatrain_ray.units import format_bytes, format_count
 
 ALL_IDS = 1 << 32  # more than any id of a token
@@ -113,6 +119,21 @@ def decide_marks(config: TrainConfig, vocab_size: int | None) -> TrainConfig:
     return config.model_copy(update={"data": data})
 
 
+def other_tokenizer(config: TrainConfig) -> str | None:
+    """Return a warning if the model's local folder has another tokenizer than data.tokenizer; else None."""
+    used, folder = config.data.tokenizer, Path(config.model.path or "")
+    if used is None or config.model.path is None or not holds_tokenizer(folder):
+        return None
+    name = "tokenizer.json"
+    own, given = (path.read_bytes() if path.is_file() else b"" for path in (folder / name, Path(used) / name))
+    if own == given or folder.resolve() == Path(used).resolve():
+        return None
+    return (
+        f"warning: data.tokenizer: {used} is not the tokenizer in {folder}, whose ids the model was trained on; leave "
+        "data.tokenizer out to use that"
+    )
+
+
 def with_marks(data: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> DataConfig:
     """Return the data with what is left open decided: which marks texts begin and end with."""
     end = tokenizer.end_of_document
@@ -129,6 +150,10 @@ def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
     template = load_chat_template(tokenizer, data.chat_template, data.chat_template_args)
     yield f"template  {template.name}"
     if tokenizer == "bytes":
+        yield (
+            "warning: with the tokenizer bytes an answer ends with ordinary text, at which megatrain generate stops "
+            "and other programs do not; megatrain tokenizer train makes one with marks"
+        )
         return
     folder = tokenizer_folder(tokenizer)
     own = FolderTokenizer(folder)

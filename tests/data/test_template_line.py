@@ -5,8 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.data.tokenize_data import describe_template
+from megatrain_ray.data.tokenize_data import describe_template, other_tokenizer
+from megatrain_ray.trainer import Trainer
 from tests.support.chat_fixtures import FAMILIES, build
+
+
+def test_another_tokenizer_than_the_models_is_warned_of(tmp_path: Path) -> None:
+    own, same, other = (
+        str(build(tmp_path / name, FAMILIES[family]))
+        for name, family in (("model", "qwen2.5"), ("same", "qwen2.5"), ("other", "gemma"))
+    )
+
+    def warning(tokenizer: str | None) -> str | None:
+        tree = {"model.path": own, "data": {"path": "x", "seq_len": 8, "tokenizer": tokenizer}, "run_dir": "r"}
+        return other_tokenizer(Trainer(args=tree | {"train": {"steps": 1}}).config)
+
+    assert warning(None) is warning(own) is warning(same) is None
+    for tokenizer in (other, "bytes"):
+        assert str(warning(tokenizer)).startswith(f"warning: data.tokenizer: {tokenizer} is not the tokenizer in {own}")
 
 
 def test_a_template_without_an_end_mark_is_warned_of(tmp_path: Path) -> None:
@@ -19,7 +35,8 @@ def test_a_template_without_an_end_mark_is_warned_of(tmp_path: Path) -> None:
     assert name == f"template  {file}"
     assert warning.startswith("warning: this template ends an answer with ordinary text")
     assert warning.endswith("(this tokenizer has the marks of chatml, qwen, mistral)")
-    assert len(list(describe_template(named, "bytes"))) == 1
+    _, warning = describe_template(named, "bytes")
+    assert warning.startswith("warning: with the tokenizer bytes an answer ends with ordinary text")
     tagged = FAMILIES["generation_tags"].source
     file.write_text(tagged)
     assert list(describe_template(named, tokenizer)) == [f"template  {file}"]

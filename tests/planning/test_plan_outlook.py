@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_a_plan_for_a_card_by_its_name(path: Path, capsys: pytest.CaptureFixture
     """A name needs no limit. A limit without a name says whose rates were taken."""
     assert main(["plan", str(path), "hardware.profile=a100_40gb", "hardware.device=auto"]) == 0
     named = capsys.readouterr()
-    assert "of 39.20 GiB" in named.out
+    assert re.match(r"fits: GPU [\d.]+ .iB of 39.20 GiB, RAM ", named.out)
     assert "built-in rates, as nobody measured this machine: A100 40 GB SXM, 16 × server core" in named.out
     assert "rates are those of" not in named.err
     assert main(["plan", str(path), "hardware.hbm_limit=24GiB"]) == 0
