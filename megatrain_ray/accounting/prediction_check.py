@@ -22,6 +22,7 @@ BYTES_TOLERANCE = 0.05
 MIN_STEPS = 3  # steps to compare at least, without a process's first step, which includes compilation
 # Ray, Python and launches of small operators dominate shorter steps, and nothing predicts these.
 MIN_STEP_S = 0.05
+MIN_GUESSED_S = 0.5  # the same where rates are built-in ones
 FAR = 4.0  # times the prediction of built-in rates: a machine differs by less from the one that they are of
 # The plan estimates what processes take besides arenas. Up to half as much again has been measured.
 PROCESSES_TOLERANCE = 0.5
@@ -135,7 +136,7 @@ class Comparison:
         step = self.step
         timed = step.measured >= MIN_STEP_S
         if not prediction.is_measured:
-            timed = timed and step.measured > FAR * step.predicted
+            timed = step.measured >= MIN_GUESSED_S and step.measured > FAR * step.predicted
         terms = (
             term for term in self.terms if term.is_of_bytes or (timed and (prediction.is_measured or term is step))
         )

@@ -305,6 +305,6 @@ def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None
         raise ConfigError(f"resume is false, but {path} holds a run; set resume: true, or choose another run_dir")
     if diff := resume_diff(earlier, config):
         message = f"{path} holds a run with other settings; set them back, or choose another run_dir:"
-        if any(line.startswith("data.eval_fraction:") for line in diff):
-            message = f"data.eval_path=FILE evaluates other held-out data of the run, too\n{message}"
-        raise ConfigError(message, *(f"  {line}" for line in diff))
+        splits = any(line.startswith("data.eval_fraction:") for line in diff)
+        advice = ["data.eval_path=FILE gives a run that has begun other held-out data"] * splits
+        raise ConfigError(message, *(f"  {line}" for line in diff), *advice)
