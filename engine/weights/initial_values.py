@@ -86,9 +86,13 @@ Fill = Normal | Constant
 
 
 def fills_of(model: nn.Module) -> dict[str, tuple[Fill, ...]]:
-    """Return `fills_up_to` of every parameter for which that is known. `model`: as for `initial_values`."""
-    found = ((name, fills_up_to(model, name)) for name, _ in model.named_parameters())
-    return {name: fills for name, fills in found if fills is not None}
+    """Return `fills_up_to` of every parameter, or nothing unless all are known. `model`: as for `initial_values`."""
+    found: dict[str, tuple[Fill, ...]] = {}
+    for name, _ in model.named_parameters():
+        if (fills := fills_up_to(model, name)) is None:
+            return {}
+        found[name] = fills
+    return found
 
 
 def fills_up_to(model: nn.Module, name: str) -> tuple[Fill, ...] | None:

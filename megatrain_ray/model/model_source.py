@@ -67,7 +67,7 @@ class ModelSource:
         import Transformers, which takes 3 s.
     tied: parameters that the configuration ties to another one, each with that one. It is found with `names`.
     prefix: name of the base model within the model, which names in `folder` may lack. It is found with `names`.
-    fills: what the base's random weights are filled with. They are found only once, as `names` are.
+    fills: what the base's random weights are filled with, if all are plain. They are found only once, as `names` are.
     expert_groups: number of modules into which the experts of a block are divided, at most.
     is_typed: the configuration was written by the user, so an unknown setting may be a typo. Makers' configurations
         have settings that only other programs read.
@@ -176,7 +176,11 @@ class ModelSource:
         """
         if self.folder is not None:
             return self._mapped(self.folder)
-        return RandomSource(partial(build_empty, self._base, torch.float32), self.seed, self.fills)
+        make = partial(build_empty, self._base, torch.float32)
+        if self.fills:
+            return RandomSource(make, self.seed, self.fills)
+        model = make()  # now, in this thread: weights are read by several
+        return RandomSource(lambda: model, self.seed)
 
     def with_fills(self) -> ModelSource:
         """Return the source with `fills`, if its weights are random."""

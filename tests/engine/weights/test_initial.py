@@ -163,6 +163,8 @@ def test_what_is_drawn_in_blocks_and_what_is_not() -> None:
     assert fills_up_to(model, Q_PROJ.replace("weight", "bias")) == (Constant(64, 0.0),), "nothing is drawn for it"
     assert fills_up_to(model, Q_PROJ) == (Normal(64 * 64, 0.0, 0.05),)
     assert fills_up_to(model, "model.embed_tokens.weight") is None, "a row of it is set to zero afterwards"
+    assert fills_of(model) == {}, "its source makes the model anyway"
+    assert len(fills_of(on_meta(pad_token_id=None))) == 21
     assert fills_up_to(model, "model.norm.weight") == (Constant(64, 1.0),)
     config = MixtralConfig(**SIZES, num_local_experts=2)
     with init_empty_weights(include_buffers=False):
@@ -223,10 +225,11 @@ def test_anything_else_than_normal_numbers_or_one_constant_is_drawn_whole(how: C
     ],
 )
 def test_what_is_filled_after_others_is_the_model_s_own(how: Callable[[Sets], object]) -> None:
-    assert fills_up_to(Sets(how), "weight") is not None
+    fills = fills_up_to(Sets(how), "weight")
+    assert fills is not None
     values = initial_values(Sets(how), "weight", 3)
     assert torch.equal(RandomSource(lambda: Sets(how), 3).read("weight", 0, 20), values)
-    known = RandomSource(lambda: pytest.fail("the model was made"), 3, fills_of(Sets(how)))
+    known = RandomSource(lambda: pytest.fail("the model was made"), 3, {"weight": fills})
     assert torch.equal(known.read("weight", 0, 20), values)
 
 
