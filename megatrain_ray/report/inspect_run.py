@@ -19,7 +19,6 @@ from megatrain_ray.report.page_placement import pages_of_run
 from megatrain_ray.report.run_header import describe_run, headline
 from megatrain_ray.report.run_state import read_state
 from megatrain_ray.report.sound_rows import sound
-from megatrain_ray.run.best_evaluation import is_no_better
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import read_history
 from megatrain_ray.units import format_bytes, format_count
@@ -61,7 +60,7 @@ def inspect_run(path: Path, *, with_config: bool = False, verify_saves: bool = F
     config = files.read_config()
     rows, evaluations = sound(files.rows()), sound(files.evaluations())
     problems = _problems(files.saves) if verify_saves else {}
-    best = None if is_no_better(evaluations) else files.best_save  # it has the least eval_loss
+    best = files.best_save  # it has the least eval_loss
     saves = [
         f"step {f'{step}, best' if step == best else step:<12} {_save(files.saves, step)}"
         for step in list_saves(files.saves)
