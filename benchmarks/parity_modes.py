@@ -181,10 +181,11 @@ class Common:
             machine = self._smallest_machine(request, activations)
             return make_plan(self.structure, activations, machine, request)
         candidate = next(filter(mode.matches, candidates(self.structure, request)))
-        candidate = replace(candidate, hbm_layers=frozenset(range(self.num_hbm_layers(mode))))
+        candidate = candidate._replace(hbm_layers=frozenset(range(self.num_hbm_layers(mode))))
         if mode.tail_budget is not None:
-            late = replace(candidate, num_tail_blocks=self.num_tail_blocks, tail_budget=mode.tail_budget)
-            candidate = replace(late, kept=mode.kept)
+            number = "num_tail_blocks" if mode.kept is Tier.HBM else "num_offloading"
+            late = candidate._replace(**{number: self.num_tail_blocks}, tail_budget=mode.tail_budget)
+            candidate = late._replace(kept=mode.kept)
         plan = build_plan(self.structure, activations, self.machine, request, candidate)
         return replace(plan, step=replace(plan.step, captured=mode.captured))
 

@@ -28,6 +28,14 @@ class ActivationBytes:
     # blocks are not divided.
     between: tuple[int, ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash two of the fields: the search looks prices up by these bytes all the time."""
+        return hash((self.boundary, self.kept))
+
     def times(self, count: int) -> ActivationBytes:
         """Return the bytes of one micro-batch as large as `count` of these.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile, typical
 from megatrain_ray.engine.device.numa_homes import Gpu, NumaNode
@@ -126,9 +127,10 @@ class SpillFirst(Enum):
     __hash__ = object.__hash__  # Enum's own is written in Python, and the search calls it all the time
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Describes one way to run a step, before it is known whether it fits.
+
+    The search makes and hashes many, which is fast for tuples.
 
     activations: policy of layers that are not compiled; compiled ones keep what `activation_budget` allows.
     """
@@ -145,8 +147,8 @@ class Candidate:
     hbm_layers: frozenset[int] = frozenset()  # layers whose working copy, state and gradient live on the device
     activation_budget: float = 1.0
     num_tail_blocks: int = 0  # last blocks of the model, which get tail_budget
-    tail_budget: float = 1.0  # activation budget of these last blocks
-    kept: Tier = Tier.HBM  # where the activations that they keep wait for their backward
-    num_staying: int = 0  # the last of these blocks, whose activations stay on the device whatever `kept` says
+    tail_budget: float = 1.0  # activation budget of these last blocks, and of those that offload
+    kept: Tier = Tier.HBM  # HOST: blocks before the last ones may offload what they keep for their backward
+    num_offloading: int = 0  # blocks that do, spread evenly over those before the last ones
     spills_activations: bool = False  # activations that wait on the host are spilled if it has too little room
     spill_first: SpillFirst = SpillFirst.LEAST

@@ -125,7 +125,7 @@ class _Split:
                 continue
             sets = self._sets_within(self._room(plan))
             for layers, slots in itertools.product(sets, self._slots()):
-                candidate = replace(way, hbm_layers=layers, num_block_slots=slots[0], num_edge_slots=slots[1])
+                candidate = way._replace(hbm_layers=layers, num_block_slots=slots[0], num_edge_slots=slots[1])
                 if self._least_moving_s(candidate, keeps) >= self.limit_s:
                     continue
                 plan = self._with(candidate, keeps)
@@ -142,7 +142,7 @@ class _Split:
         Slots, and what is kept on the device, make no difference to it.
         """
         away_from = tuple(kept if kept[2] is Tier.HOST else None for kept in keeps)
-        key = replace(candidate, num_block_slots=1, num_edge_slots=1), away_from
+        key = candidate._replace(num_block_slots=1, num_edge_slots=1), away_from
         if key not in self._known_moving_s:
             missing, spill = -spare_ram(self._with(key[0], keeps)), self._machine.spill
             rate = spill.bytes_per_s if spill else 0.0
@@ -190,7 +190,7 @@ class _Split:
     def _with(self, candidate: Candidate, keeps: Keeps) -> Plan:
         """Return the candidate's plan in which each block keeps what `keeps` says."""
         smallest = min(keeps, key=lambda kept: (kept[0] is ActivationPolicy.KEEP, kept[1]))
-        plan = self._builder.in_memory(replace(candidate, activations=smallest[0], activation_budget=smallest[1]))
+        plan = self._builder.in_memory(candidate._replace(activations=smallest[0], activation_budget=smallest[1]))
         blocks = (
             self._kept_at(i, replace(layer, activations=policy, activation_budget=budget), tier)
             for i, (layer, (policy, budget, tier)) in enumerate(zip(plan.layers[1:-1], keeps, strict=True), start=1)

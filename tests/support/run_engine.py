@@ -170,10 +170,10 @@ def _candidate_of(mode: Mode, num_blocks: int) -> Candidate:
         segment=mode.segment,
         hbm_layers=mode.hbm_layers,
         activation_budget=budget,
-        num_tail_blocks=0 if mode.kept is Tier.HBM else num_blocks,
+        num_tail_blocks=mode.num_staying,
         tail_budget=budget,
         kept=mode.kept,
-        num_staying=mode.num_staying,
+        num_offloading=0 if mode.kept is Tier.HBM else num_blocks,
     )
 
 

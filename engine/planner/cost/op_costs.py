@@ -83,7 +83,7 @@ class Prices:
             return self._disk_s(op)
         if stage is Stage.WEIGHTS:
             return op.num_bytes / (WEIGHTS_SHARE * self._basis.disk_bytes_per_s)
-        return self.of_layer("shards" if stage is Stage.OPTIMIZER else op.name, op.layer)
+        return self.of_layer(self.update_name if stage is Stage.OPTIMIZER else op.name, op.layer)
 
     def _disk_s(self, op: Op) -> float:
         """Return the seconds of a disk operation.
@@ -112,8 +112,8 @@ class Prices:
     def of_layer(self, name: str, layer: int) -> float:
         """Return the seconds of an operation that computes, for one micro-batch.
 
-        name: forward, recompute, replay, backward, loss, update (by the GPU), shards (update by the CPU) or
-            orthogonalize.
+        name: forward, recompute, replay, backward, loss, update (by the GPU), shards or busy shards (updates by the
+            CPU: `update_name`) or orthogonalize.
         """
         plan = self._plan.layers[layer]
         key = name, self._basis.alike[layer], self._activations.alike[layer], plan.compiled, plan.activation_budget
@@ -125,17 +125,16 @@ class Prices:
     def updated_by_cpu(self) -> list[int]:
         return [i for i in self._plan.layer_order if self._plan.layers[i].updated_by == "cpu"]
 
-    @property
-    def _update_rate(self) -> float:
-        """Return the parameters that the shards update per second.
+    @cached_property
+    def update_name(self) -> str:
+        """Return the name of updates by the CPU: "busy shards" if copies compete with them for the host's memory.
 
-        During a backward copies run in both directions. During a forward that waits for it, an update has the host
-        nearly to itself: 2.28 s per step were measured, 2.27 are predicted with this rate and 2.7 with the other
-        (docs/hardware_profile.md).
+        During a backward copies run in both directions, and during a forward activations may leave. Else an update
+        during a forward has the host nearly to itself: 2.28 s per step were measured, 2.27 are predicted with the rate
+        of updates alone and 2.7 with the other (docs/hardware_profile.md).
         """
-        profile = self._profile
-        forward = self._plan.step.update_order is UpdateOrder.FORWARD
-        return profile.adamw_per_s if forward else profile.adamw_busy_per_s
+        alone = self._plan.step.update_order is UpdateOrder.FORWARD and not self._plan.kept_bytes
+        return "shards" if alone else "busy shards"
 
     def _update_bytes(self, layer: int) -> int:
         """Return the bytes that an update of the layer reads and writes, over all hosts."""
@@ -155,8 +154,9 @@ class Prices:
             case "update":
                 launches_s = UPDATE_LAUNCHES * self._profile.launch_s
                 return max(self._update_bytes(layer) / self._profile.device_bytes_per_s, launches_s)
-            case "shards":
-                return self._update_bytes(layer) / self._plan.hosts.num_hosts / (UPDATE_BYTES * self._update_rate)
+            case "shards" | "busy shards":
+                rate = self._profile.adamw_per_s if name == "shards" else self._profile.adamw_busy_per_s
+                return self._update_bytes(layer) / self._plan.hosts.num_hosts / (UPDATE_BYTES * rate)
             case "orthogonalize":
                 return self._orthogonalize(self._basis.layout.layers[layer])
         raise ValueError(f"no price for {name}")

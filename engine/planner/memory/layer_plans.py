@@ -23,7 +23,7 @@ ANY_STEP: dict[str, Any] = {
 }  # fmt: skip
 # Fields that only decide which layers are in which of the groups of `_LayerPolicy.groups_of`.
 ANY_GROUPS: dict[str, Any] = {
-    "gradients": Tier.HOST, "num_waiting": 0, "hbm_layers": frozenset(), "num_tail_blocks": 0, "num_staying": 0
+    "gradients": Tier.HOST, "num_waiting": 0, "hbm_layers": frozenset(), "num_tail_blocks": 0, "num_offloading": 0
 }  # fmt: skip
 
 
@@ -43,10 +43,10 @@ class LayerPlanBuilder:
 
         deferred: host layers whose gradients wait on the device.
         """
-        candidate = replace(candidate, **ANY_STEP)
+        candidate = candidate._replace(**ANY_STEP)
         if (candidate, on_disk) not in self.known:
             policy = _LayerPolicy(self, candidate, deferred, on_disk)
-            made, layers = self.known_layers.setdefault(replace(candidate, **ANY_GROUPS), {}), []
+            made, layers = self.known_layers.setdefault(candidate._replace(**ANY_GROUPS), {}), []
             for index in range(len(self.layout.layers)):
                 groups = policy.groups_of(index)
                 if groups not in made:
@@ -71,10 +71,9 @@ class _LayerPolicy:
         self._on_disk = on_disk
         last = len(builder.layout.layers) - 1
         self._first_tail_block = last - candidate.num_tail_blocks
-        self._offloaded = range(0)  # layers with a backward whose kept activations wait on the host or on disk
-        if candidate.kept is not Tier.HBM:
-            first = max(self._first_tail_block, self._layout.lowest_trained)
-            self._offloaded = range(first, last - candidate.num_staying)
+        may_offload = range(max(1, self._layout.lowest_trained), self._first_tail_block)
+        # Layers with a backward whose kept activations wait on the host or on disk.
+        self._offloaded = frozenset(spread(may_offload, candidate.num_offloading))
 
     def groups_of(self, index: int) -> tuple[int | bool, ...]:
         """Return the layer's index, and for each group of layers that are treated differently whether it is in it.
@@ -138,13 +137,25 @@ class _LayerPolicy:
         Embedding and head have nothing to recompute: the embedding keeps only indices, and the head's loss runs at
         once.
         """
-        keeps_all = index >= self._first_tail_block and self._candidate.tail_budget == 1.0
+        keeps_all = self._keeps_more(index) and self._candidate.tail_budget == 1.0
         is_block = self._structure.layers[index].kind is LayerKind.BLOCK
         return self._candidate.activations if is_block and not keeps_all else ActivationPolicy.KEEP
 
     def _budget(self, index: int) -> float:
-        """Return the layer's activation budget: the last blocks have the larger one.
+        """Return the layer's activation budget: the last blocks, and those that offload, have the larger one.
 
-        What they keep is released first, and gradients take its place.
+        What the last blocks keep is released first, and gradients take its place.
         """
-        return self._candidate.tail_budget if index >= self._first_tail_block else self._candidate.activation_budget
+        return self._candidate.tail_budget if self._keeps_more(index) else self._candidate.activation_budget
+
+    def _keeps_more(self, index: int) -> bool:
+        return index >= self._first_tail_block or index in self._offloaded
+
+
+def spread(indices: range, count: int) -> list[int]:
+    """Return `count` of these indices, or all if there are fewer, at distances as equal as can be, the last included.
+
+    Offloads then run under the forwards of the layers between.
+    """
+    num = len(indices)
+    return [index for k, index in enumerate(indices) if (k + 1) * count // num > k * count // num]

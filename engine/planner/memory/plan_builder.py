@@ -36,7 +36,7 @@ from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDi
 from megatrain_ray.engine.planner.request import Candidate, Machine, Request, SpillFirst
 
 # Values of a candidate's fields that stand for all values, where these make no difference to a result.
-BLOCKS_ALIKE: dict[str, Any] = {"num_tail_blocks": 0, "tail_budget": 1.0, "kept": Tier.HBM, "num_staying": 0}
+BLOCKS_ALIKE: dict[str, Any] = {"num_tail_blocks": 0, "tail_budget": 1.0, "kept": Tier.HBM, "num_offloading": 0}
 ALL_KEPT: dict[str, Any] = BLOCKS_ALIKE | {"activations": ActivationPolicy.KEEP, "activation_budget": 1.0}
 ANY_SLOTS: dict[str, Any] = {"num_block_slots": 0, "num_edge_slots": 0}
 NO_DISK: dict[str, Any] = {"spills_activations": False, "spill_first": SpillFirst.LEAST}
@@ -76,8 +76,9 @@ def _same_host_bytes(_: PlanBuilder, candidate: Candidate) -> Candidate:
 
     Slots make no difference to the host, and neither does what is kept for a backward, unless it waits there.
     """
-    offloads = candidate.kept is Tier.HOST and candidate.num_tail_blocks
-    return replace(candidate, **ANY_SLOTS) if offloads else replace(candidate, **ANY_SLOTS, **ALL_KEPT)
+    if candidate.num_offloading:
+        return candidate._replace(**ANY_SLOTS)
+    return candidate._replace(**ANY_SLOTS, **ALL_KEPT)
 
 
 def _same_room(builder: PlanBuilder, candidate: Candidate) -> Candidate:
@@ -89,23 +90,23 @@ def _same_room(builder: PlanBuilder, candidate: Candidate) -> Candidate:
 
 
 def _same_missing(builder: PlanBuilder, candidate: Candidate) -> Candidate:
-    return replace(_same_room(builder, candidate), **NO_DISK)
+    return _same_room(builder, candidate)._replace(**NO_DISK)
 
 
 def _same_spillable(builder: PlanBuilder, candidate: Candidate) -> Candidate:
-    return replace(_same_host_bytes(builder, candidate), spill_first=SpillFirst.LEAST)
+    return _same_host_bytes(builder, candidate)._replace(spill_first=SpillFirst.LEAST)
 
 
 def _same_placement(_: PlanBuilder, candidate: Candidate) -> Candidate:
-    return replace(candidate, **ALL_KEPT, boundaries=Tier.HBM, segment=1, **NO_DISK)
+    return candidate._replace(**ALL_KEPT, boundaries=Tier.HBM, segment=1, **NO_DISK)
 
 
 def _same_activations(_: PlanBuilder, candidate: Candidate) -> Candidate:
-    return replace(candidate, **ANYWHERE)
+    return candidate._replace(**ANYWHERE)
 
 
 def _same_chunks(_: PlanBuilder, candidate: Candidate) -> Candidate:
-    return replace(candidate, **ANYWHERE, **BLOCKS_ALIKE)
+    return candidate._replace(**ANYWHERE, **BLOCKS_ALIKE)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
-from megatrain_ray.engine.planner.memory.chunk_sizes import is_long
 from megatrain_ray.engine.planner.request import Candidate, Request
 
 VERY_FEW_BLOCKS = 4
@@ -54,11 +53,9 @@ def candidates(structure: ModelStructure, request: Request) -> Iterator[Candidat
     policy, budget = policies[-1]
     for wait, order, segment in itertools.product(waits, orders, SEGMENTS):
         yield Candidate(order, policy, *slots[0], gradients=wait, segment=segment, activation_budget=budget)
-    alike = Candidate(orders[-1], *policies[-1][:1], *slots[-1])
-    if structure.is_divided:
-        yield from _offloading_parts(request, alike)
-    elif is_long(request.seq_len):
-        yield from _offloading(request, alike)
+    for order in orders:
+        alike = Candidate(order, policies[-1][0], *slots[-1])
+        yield from (_offloading_parts if structure.is_divided else _offloading)(request, alike)
 
 
 def _slots(num_blocks: int) -> tuple[tuple[int, int], ...]:
@@ -81,7 +78,7 @@ def _offloading_parts(request: Request, alike: Candidate) -> Iterator[Candidate]
     """
     on_host = request.num_micro_batches > 1 and request.num_gpus == 1  # as in candidates
     for sums in (Tier.HBM, Tier.HOST)[: 1 + on_host]:
-        yield from _offloading(replace(request, compiled=False), replace(alike, sums=sums))
+        yield from _offloading(replace(request, compiled=False), alike._replace(sums=sums))
 
 
 def _offloading(request: Request, alike: Candidate) -> Iterator[Candidate]:
@@ -95,9 +92,9 @@ def _offloading(request: Request, alike: Candidate) -> Iterator[Candidate]:
     pairs = [(more, less) for more, less in itertools.pairwise(ACTIVATION_BUDGETS)]
     pairs += [(more, ACTIVATION_BUDGETS[-1]) for more, less in pairs[:-1]]
     if not request.compiled:
-        alike, pairs = replace(alike, activations=ActivationPolicy.KEEP), [(1.0, 0.0)]
+        alike, pairs = alike._replace(activations=ActivationPolicy.KEEP), [(1.0, 0.0)]
     for (more, less), boundaries in itertools.product(pairs, (Tier.HBM, Tier.HOST)):
-        yield replace(alike, boundaries=boundaries, activation_budget=less, tail_budget=more, kept=Tier.HOST)
+        yield alike._replace(boundaries=boundaries, activation_budget=less, tail_budget=more, kept=Tier.HOST)
 
 
 def splits(request: Request) -> Iterator[Request]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatrain_ray.engine.discovery.compile_trial import ACTIVATION_BUDGETS
@@ -30,8 +31,8 @@ class Filling:
     first, and gradients take its place. If something is on disk, gradients of other layers also take that place, until
     their update.
 
-    If the candidate offloads kept activations to the host, as many blocks keep more as the host has room for. Only the
-    last of them keep it on the device, because it would be reloaded at once.
+    If the candidate offloads kept activations to the host, several numbers of blocks that do are tried, up to what the
+    host has room for. The last blocks keep theirs on the device, because it would be reloaded at once.
 
     residency_order: layers that may live on the device, in the order in which they do.
     count_fewest: computes how many of them must (`fewest_layers`).
@@ -50,7 +51,7 @@ class Filling:
 
         No layer's state is on the device, and every block keeps more there.
         """
-        return self._candidate(0, self._most_tail_blocks, num_staying=self._most_tail_blocks)
+        return self._candidate(0, self.builder.num_blocks if self._offloads else self._most_tail_blocks)
 
     def smallest(self) -> Plan:
         """Return the plan that takes the least memory.
@@ -60,26 +61,30 @@ class Filling:
         """
         fewest = self._fewest
         count = fewest if self.fixed else min(fewest, max(0, self._most_within(1.0)))
-        plans = [
-            self.builder.plan(self._candidate(count, num_tail_blocks)) for num_tail_blocks in self._least_tail_blocks
-        ]
+        numbers = (0, self.builder.num_blocks) if self._offloads else (0,)
+        plans = [self.builder.plan(self._candidate(count, num_offloading=number)) for number in numbers]
         return min(plans, key=missing_bytes)
 
     def candidates(
-        self, may_be_chosen: Callable[[Candidate], bool], may_spill: Callable[[int], bool]
+        self,
+        may_be_chosen: Callable[[Candidate], bool],
+        may_spill: Callable[[int], bool],
+        leaving_forwards: Callable[[Candidate], float],
     ) -> Iterator[Candidate]:
         """Yield the candidates that fit, the one with the most layers on the device first.
 
         may_be_chosen: returns false for a candidate that takes too long.
         may_spill: returns false for a number of bytes on disk that take too long.
+        leaving_forwards: returns the number of forwards of a block during which one block's activations leave.
         """
         if not self._offloads and not self._fits(self._candidate(self._fewest)):
             return
         most = self._fewest if self.fixed else max(self._fewest, self._most_within(FILLED_SHARE))
         step = max(1, (most - self._fewest) // (NUM_BETWEEN + 1))
+        leaving = leaving_forwards(self.candidate) if self._offloads else 0.0
         for count in dict.fromkeys((*range(most, self._fewest, -step), self._fewest)):
             if self._offloads:
-                yield from filter(self._fits, self._offloading(count))
+                yield from filter(self._fits, self._offloading(count, may_be_chosen, leaving))
                 continue
             # No plan with so many layers there is faster than one in which every block keeps more and every gradient
             # waits there. One with fewer layers may be: with more small ones on the host, no large one need be on disk.
@@ -94,11 +99,6 @@ class Filling:
             if may_be_chosen(self._candidate(count, num_tail_blocks, self._most_waiting)):
                 yield self._with_waiting(count, num_tail_blocks)
 
-    @property
-    def _least_tail_blocks(self) -> tuple[int, ...]:
-        """Return the numbers of last blocks that keep more with which a plan may take the least memory."""
-        return (0, self._most_tail_blocks) if self._offloads else (0,)
-
     @cached_property
     def _fewest(self) -> int:
         return self.count_fewest(self.candidate, self.residency_order)
@@ -106,14 +106,15 @@ class Filling:
     def _fits(self, candidate: Candidate) -> bool:
         return self._beyond(1.0, candidate) <= 0 and self.builder.host_room(candidate) > 0
 
-    def _candidate(self, count: int, num_tail_blocks: int = 0, num_waiting: int = 0, num_staying: int = 0) -> Candidate:
-        return replace(
-            self.candidate,
+    def _candidate(
+        self, count: int, num_tail_blocks: int = 0, num_waiting: int = 0, num_offloading: int = 0
+    ) -> Candidate:
+        return self.candidate._replace(
             hbm_layers=frozenset(self.residency_order[:count]),
             num_tail_blocks=num_tail_blocks,
             tail_budget=self.candidate.tail_budget if self._offloads else self._larger_budget,
             num_waiting=num_waiting,
-            num_staying=num_staying,
+            num_offloading=num_offloading,
         )
 
     @cached_property
@@ -132,7 +133,7 @@ class Filling:
 
     @property
     def _most_tail_blocks(self) -> int:
-        return self.builder.num_blocks if self._offloads or self._may_keep_more else 0
+        return self.builder.num_blocks if self._may_keep_more else 0
 
     @property
     def _may_keep_more(self) -> bool:
@@ -144,9 +145,9 @@ class Filling:
 
         -1: it takes more even with none.
         """
-        num_tail = self._most_tail_blocks if self._offloads else 0
+        number = self.builder.num_blocks if self._offloads else 0
         end = len(self.residency_order) + 1
-        return first_above(lambda count: self._beyond(share, self._candidate(count, num_tail)), end) - 1
+        return first_above(lambda count: self._beyond(share, self._candidate(count, num_offloading=number)), end) - 1
 
     @property
     def _most_waiting(self) -> int:
@@ -176,27 +177,48 @@ class Filling:
 
         return self._candidate(count, num_tail_blocks, max(0, first_above(beyond, num_others + 1) - 1))
 
-    def _offloading(self, count: int) -> Iterator[Candidate]:
-        """Yield candidates that offload as many kept activations as there is room for.
+    def _offloading(
+        self, count: int, may_be_chosen: Callable[[Candidate], bool], leaving_forwards: float
+    ) -> Iterator[Candidate]:
+        """Yield candidates that offload kept activations.
 
-        With these on disk, whose time they take, candidates that offload fewer follow. There are none if nothing can be
-        offloaded, or if everything stays on the device.
+        As many blocks offload as the link has time for: each under the forwards of a whole number of blocks, or all
+        together under the whole forward. Then as many as there is room for. With these on disk, whose time they take,
+        candidates that offload fewer follow. There are none if nothing can be offloaded, or if everything stays on the
+        device.
         """
         blocks = self.builder.num_blocks
-
-        def beyond_device(staying: int) -> int:
-            return self._beyond(FILLED_SHARE, self._candidate(count, blocks, num_staying=staying))
-
-        def beyond_host(num_tail_blocks: int) -> int:
-            return 1 - self.builder.likely_room(self._candidate(count, num_tail_blocks, num_staying=staying))
-
-        staying = max(0, first_above(beyond_device, blocks) - 1)
-        most = first_above(beyond_host, blocks + 1) - 1
+        together = self._with_staying(count, int(blocks / max(1.0, leaving_forwards)))
+        if not may_be_chosen(together):
+            return
+        free = blocks - together.num_tail_blocks
+        numbers = (int(free / max(1.0, f)) for f in (leaving_forwards, math.ceil(min(blocks + 1, leaving_forwards))))
+        most = self._most_with_room(count, blocks)
         shares = SHARES_ON_DISK if self.candidate.spills_activations else (1.0,)
-        for num_tail_blocks in dict.fromkeys(round(share * most) for share in shares):
-            candidate = self._candidate(count, num_tail_blocks, num_staying=staying)
+        for number in dict.fromkeys((*(min(n, most) for n in numbers), *(round(share * most) for share in shares))):
+            candidate = self._with_staying(count, number)
             if any(layer.kept in ELSEWHERE for layer in self.builder.in_memory(candidate).layers):
                 yield candidate
+
+    def _most_with_room(self, count: int, most: int) -> int:
+        """Return the number of blocks, up to `most`, that can offload what they keep because the host has room."""
+
+        def beyond(number: int) -> int:
+            return 1 - self.builder.likely_room(self._candidate(count, num_offloading=number))
+
+        return most if beyond(most) <= 0 else max(0, first_above(beyond, most) - 1)
+
+    def _with_staying(self, count: int, num_offloading: int) -> Candidate:
+        """Return the candidate with as many last blocks as there is room for that keep more on the device."""
+        blocks = self.builder.num_blocks
+
+        def candidate(staying: int) -> Candidate:
+            return self._candidate(count, staying, num_offloading=min(num_offloading, blocks - staying))
+
+        def beyond(staying: int) -> int:
+            return self._beyond(FILLED_SHARE, candidate(staying))
+
+        return candidate(max(0, first_above(beyond, blocks) - 1))
 
     def _beyond(self, share: float, candidate: Candidate) -> int:
         """Return the bytes beyond this share of the device's memory; negative or 0 if it fits."""
@@ -211,7 +233,7 @@ def fewest_layers(builder: PlanBuilder, candidate: Candidate, residency_order: t
     """
 
     def room(count: int) -> int:
-        return builder.likely_room(replace(candidate, hbm_layers=frozenset(residency_order[:count])))
+        return builder.likely_room(candidate._replace(hbm_layers=frozenset(residency_order[:count])))
 
     return first_above(room, len(residency_order))
 
@@ -250,13 +272,13 @@ def disk_variants(builder: PlanBuilder, candidate: Candidate) -> Iterator[Candid
         if builder.spilled(other).weights:
             slots = _most_slots(builder, other)
             if slots > other.num_block_slots:
-                yield replace(other, num_block_slots=slots)
+                yield other._replace(num_block_slots=slots)
 
 
 def _with_other_on_disk(builder: PlanBuilder, candidate: Candidate) -> Iterator[Candidate]:
     seen = {builder.spilled(candidate)}
     for first in ORDERS:
-        other = replace(candidate, spill_first=first)
+        other = candidate._replace(spill_first=first)
         on_disk = builder.spilled(other)
         if on_disk not in seen and builder.host_room(other) > 0:
             seen.add(on_disk)
@@ -271,6 +293,6 @@ def _most_slots(builder: PlanBuilder, candidate: Candidate) -> int:
     room, fewest = int(FILLED_SHARE * limit), candidate.num_block_slots
 
     def beyond(more: int) -> int:
-        return builder.device_bytes(replace(candidate, num_block_slots=fewest + more)) - room
+        return builder.device_bytes(candidate._replace(num_block_slots=fewest + more)) - room
 
     return fewest + max(0, first_above(beyond, builder.num_blocks - fewest + 1) - 1)

@@ -11,6 +11,7 @@ from functools import cached_property
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind
+from megatrain_ray.engine.plan.activation_moves import away, is_on_disk, num_bytes
 from megatrain_ray.engine.plan.activation_staging import NUM_WINDOWS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder
@@ -48,6 +49,19 @@ class Bounds:
         """Return the seconds of all that is computed, except updates on the device."""
         replays_s = sum(self._prices.of_layer("replay", layer) for layer in self._plan.replayed_layers)
         return self._plan.step.num_micro_batches * (sum(self._sweep_s) + replays_s)
+
+    @property
+    def forward_bytes(self) -> float:
+        """Return the bytes that the link moves in one direction during the forward of a sweep, without the head."""
+        of_forward = (s for v, s in zip(self._basis.one_sweep, self._sweep_s, strict=True) if v.phase is Phase.FORWARD)
+        return self._at_once * sum(of_forward) * self._basis.profile.d2h_beside_h2d
+
+    @property
+    def late_s(self) -> float:
+        """Return the seconds that forwards wait for activations to leave: all but the last must have left in time."""
+        on_host = [sum(num_bytes(x, k) for k in away(x) if not is_on_disk(x, k)) for x in self._plan.layers]
+        late_bytes = self._at_once * sum(on_host) - max(on_host) - self.forward_bytes
+        return self._num_sweeps * max(0.0, late_bytes) / self._basis.profile.d2h_beside_h2d
 
     @property
     def update_s(self) -> float:
@@ -119,7 +133,7 @@ class Bounds:
         return sum([self._prices.of_layer(name, visit.layer) for name in names])
 
     def _update_s(self, layer: int) -> float:
-        return self._prices.of_layer("shards", layer)
+        return self._prices.of_layer(self._prices.update_name, layer)
 
     @property
     def chained_s(self) -> float:

@@ -65,7 +65,7 @@ class SearchResults:
 
         A plan that takes as long as a simpler one changes nothing.
         """
-        works_s = max(bounds.compute_s, bounds.update_s)
+        works_s = max(bounds.compute_s + bounds.late_s, bounds.update_s)
         return self.may_be_beaten_in(works_s) and max(bounds.chained_s, bounds.h2d_s, bounds.disk_s) < self.best_s
 
     def chosen(self) -> Plan:
@@ -106,12 +106,15 @@ class SplitSearch:
         self._residency_order = tuple(i for i, layer in enumerate(basis.layout.layers) if not layer.num_muon)
         self._fixed = self._fixed_count()
         self._candidates = list(candidates(basis.structure, request))
+        if machine.hbm_bytes is None:  # the device's memory is the host's, so only a disk would make room
+            self._candidates = [c for c in self._candidates if c.kept is Tier.HBM or machine.spill is not None]
         if machine.spill is not None:
             moving = [c for c in self._candidates if Tier.HOST in (c.boundaries, c.kept)]
-            self._candidates += [replace(candidate, spills_activations=True) for candidate in moving]
+            self._candidates += [candidate._replace(spills_activations=True) for candidate in moving]
         self._tried: set[Candidate] = set()
         self._builder = PlanBuilder(basis.structure, basis.layout, activations, machine, request)
         self._fewest_of = cache(self._count_fewest)
+        self._leaving: dict[Candidate, float] = {}
         self._compute_s: dict[tuple[LoopOrder, ActivationPolicy, tuple[float, float], int], float] = {}
 
     def run(self) -> None:
@@ -120,7 +123,7 @@ class SplitSearch:
                 continue
             for residency_order in self._orders:
                 filling = self._filling(candidate, residency_order)
-                for filled in filling.candidates(self._may_be_chosen, self._may_spill):
+                for filled in filling.candidates(self._may_be_chosen, self._may_spill, self._leaving_forwards):
                     self._try(filled)
 
     def vary_disk(self, candidate: Candidate) -> None:
@@ -135,6 +138,20 @@ class SplitSearch:
 
     def _may_be_chosen(self, candidate: Candidate) -> bool:
         return self._found.may_be_chosen(self._bounds(self._builder.without_rows(candidate)))
+
+    def _leaving_forwards(self, candidate: Candidate) -> float:
+        """Return the number of forwards of a block during which one block's kept activations leave the device.
+
+        Slots, tiers of weights and numbers of blocks in `candidate` make no difference.
+        """
+        names = "order", "activations", "activation_budget", "tail_budget", "boundaries", "kept"
+        every = {"num_offloading": self._builder.num_blocks, **{name: getattr(candidate, name) for name in names}}
+        alike = self._candidates[0]._replace(**every)
+        if alike not in self._leaving:
+            plan = self._builder.in_memory(alike)
+            room = self._bounds(plan).forward_bytes - plan.boundary_bytes
+            self._leaving[alike] = plan.kept_bytes / room if room > 0 else math.inf
+        return self._leaving[alike]
 
     def _may_spill(self, num_bytes: int) -> bool:
         """Return whether a plan may be chosen that writes so many bytes to disk in a step and reads them back."""
@@ -230,7 +247,7 @@ class SplitSearch:
         """
         if candidate.gradients is not Tier.HBM or not self._found.plans or not self._has_many_blocks:
             return False
-        on_host = replace(candidate, gradients=Tier.HOST)
+        on_host = candidate._replace(gradients=Tier.HOST)
         return not self._fewest(on_host, self._residency_order) and not self._builder.spilled(on_host).of_shards
 
     def _spills_needlessly(self, candidate: Candidate) -> bool:
@@ -247,7 +264,7 @@ class SplitSearch:
         only in these.
         """
         names = "order", "sums", "gradients", "boundaries", "spills_activations"
-        alike = replace(self._candidates[0], **{name: getattr(candidate, name) for name in names})
+        alike = self._candidates[0]._replace(**{name: getattr(candidate, name) for name in names})
         return self._fewest_of(alike, residency_order)
 
     def _count_fewest(self, candidate: Candidate, residency_order: tuple[int, ...]) -> int:

@@ -40,16 +40,16 @@ def some(of: PlanBuilder, count: int) -> Iterator[Candidate]:
     choice = random.Random(0)
     ways = list(candidates(of.structure, of.request))
     moving = [way for way in ways if Tier.HOST in (way.boundaries, way.kept)]
-    ways += [replace(way, spills_activations=True) for way in moving]
+    ways += [way._replace(spills_activations=True) for way in moving]
     for way in itertools.islice(itertools.cycle(ways), count):
         layers = choice.choice((range(choice.randint(0, 6)), choice.sample(range(6), choice.randint(0, 6))))
-        num_tail_blocks = choice.randint(0, BLOCKS)
         changes = {
             "hbm_layers": frozenset(layers),
-            "num_tail_blocks": num_tail_blocks,
+            "num_tail_blocks": choice.randint(0, BLOCKS),
+            "num_offloading": choice.randint(0, BLOCKS) if way.kept is Tier.HOST else 0,
             "num_waiting": choice.randint(0, 3),
         }
-        yield replace(way, **changes, num_staying=choice.randint(0, num_tail_blocks))
+        yield way._replace(**changes)
 
 
 @pytest.mark.parametrize("budgets", [True, False])

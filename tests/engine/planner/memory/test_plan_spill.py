@@ -77,7 +77,7 @@ def planned(
     **changes: Any,
 ) -> Plan:
     """Return the plan of one candidate, with `missing` bytes less on the host than it takes with nothing on disk."""
-    candidate = replace(CANDIDATE, order=order, hbm_layers=frozenset(range(on_device)))
+    candidate = CANDIDATE._replace(order=order, hbm_layers=frozenset(range(on_device)))
     request = replace(REQUEST, **changes)
     needed = -spare_ram(build_plan(*shape(rules), replace(machine, ram_bytes=0, spill=None), request, candidate))
     return build_plan(*shape(rules), replace(machine, ram_bytes=needed - missing), request, candidate)

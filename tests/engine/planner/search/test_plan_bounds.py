@@ -64,7 +64,7 @@ def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, 
     drafts = PlanBuilder(structure, layout, activations, machine, request)
     for candidate in candidates(structure, request):
         for count in (0, 1, 5, 12):
-            on_device = replace(candidate, hbm_layers=frozenset(range(count)))
+            on_device = candidate._replace(hbm_layers=frozenset(range(count)))
             yield drafts.plan(on_device), activations
 
 
@@ -88,7 +88,8 @@ def test_no_plan_is_faster(changes: dict[str, Any], profile: str) -> None:
     for plan, activations in plans(request):
         step_s = predict(plan, basis, activations).step_s
         bounds = Bounds(plan, basis, activations)
-        assert max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s) <= step_s * (1 + 1e-9)
+        computed_s = bounds.compute_s + bounds.late_s
+        assert max(computed_s, bounds.update_s, bounds.chained_s, bounds.h2d_s) <= step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("disk_bytes_per_s", [3e8, 3e9, 3e10, 3e11])
@@ -100,7 +101,7 @@ def test_no_plan_that_spills_is_faster(changes: dict[str, Any], disk_bytes_per_s
     for plan, activations in itertools.chain(plans(request, SHORT), plans(request, SHORTER)):
         step_s = predict(plan, basis, activations).step_s
         bounds = Bounds(plan, basis, activations)
-        most = max(bounds.compute_s, bounds.update_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
+        most = max(bounds.compute_s + bounds.late_s, bounds.update_s, bounds.chained_s, bounds.h2d_s, bounds.disk_s)
         assert most <= step_s * (1 + 1e-9)
         counts.add(len(plan.spilled_layers))
         with_weights += bool(plan.weights_on_disk)
@@ -158,7 +159,7 @@ def test_updates_before_a_forward_are_counted_with_what_follows_them() -> None:
 def test_copies_for_every_micro_batch_are_counted() -> None:
     request = replace(REQUEST, num_micro_batches=9)
     for sums in (Tier.HBM, Tier.HOST):
-        bounds, step_s = bounds_and_step("slow copies", request, replace(CANDIDATE, sums=sums))
+        bounds, step_s = bounds_and_step("slow copies", request, CANDIDATE._replace(sums=sums))
         assert bounds.h2d_s > max(0.2 * step_s, 1.1 * bounds.compute_s, 1.1 * bounds.chained_s)
 
 
