@@ -349,10 +349,12 @@ class MappedWeights:
             )
             return
         part = tensor.rows(start, stop)
+        first, last = max(start, part.offset), min(stop, part.stop)
+        if first >= last:  # these elements lie between rows, where another tensor's are
+            return
         shape, stride, place = part.shape, part.stride, part.place
         stored = self.folder.part(part.name, place.offset, place.offset + _extent(shape, place.stride))
         around = torch.empty(part.stop - part.offset, dtype=values.dtype)
-        first, last = max(start, part.offset), min(stop, part.stop)
         of_both = slice(first - start, last - start), slice(first - part.offset, last - part.offset)
         around[of_both[1]] = values[of_both[0]]  # what other tensors hold between these elements
         around.as_strided(shape, stride).copy_(stored.as_strided(shape, place.stride))

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME, WeightFolder
+from megatrain_ray.io.checkpoints.safetensors_folder import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    CheckpointTensor,
+    MappedWeights,
+    WeightFolder,
+)
 
 
 def random_weights() -> dict[str, Tensor]:
@@ -55,6 +61,16 @@ def test_every_range_of_every_parameter_is_exact(folder: Path) -> None:
                 assert (got.dtype, got.shape) == (torch.float32, (stop - start,))
                 assert torch.equal(got, flat[start:stop])
     opened.check({name: tuple(weights[name].shape) for name in ("embed", "norm", "proj")})
+
+
+def test_every_range_of_a_parameter_of_interleaved_tensors_is_exact(tmp_path: Path) -> None:
+    experts = torch.arange(24.0).view(2, 6, 2)  # of each of 2 experts, 3 rows are stored apart from 3 others
+    safetensors.torch.save_file({"gate": experts[:, :3].clone(), "up": experts[:, 3:].clone()}, tmp_path / SINGLE_NAME)
+    pieces = [CheckpointTensor(name, (2, 3, 2), offset, (12, 2, 1)) for name, offset in (("gate", 0), ("up", 6))]
+    weights = MappedWeights(WeightFolder.open(tmp_path), {"experts": pieces})
+    for start in range(24):
+        for stop in range(start + 1, 25):
+            assert weights.read("experts", start, stop).tolist() == list(range(start, stop))
 
 
 def test_only_the_bytes_that_were_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
