@@ -73,10 +73,19 @@ def build_of_vocabulary(folder: Path) -> RebuiltTokenizer:
     )
 
 
-def _as_transformers(folder: Path) -> RebuiltTokenizer:
+def write_whole(folder: Path, target: Path) -> None:
+    """Write the tokenizer of a folder without tokenizer.json with one, so that it needs no config.json."""
+    _load(folder).save_pretrained(target)
+
+
+def _load(folder: Path) -> Any:
     from transformers import AutoTokenizer  # takes seconds to import: not for folders without a class
 
-    found: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _as_transformers(folder: Path) -> RebuiltTokenizer:
+    found = _load(folder)
     return RebuiltTokenizer(found.backend_tokenizer, {k: str(v) for k, v in found.special_tokens_map.items()})
 
 

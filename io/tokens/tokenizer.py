@@ -29,7 +29,7 @@ EMPTY_CHARS = 64  # memory of a text in addition to its characters, in character
 FILE_NAMES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "processor_config.json", "preprocessor_config.json",
-    "video_preprocessor_config.json",
+    "video_preprocessor_config.json", "spiece.model", "tiktoken.model",
 )  # fmt: skip
 CONFIG_NAME = "config.json"  # of the model, which decides about the tokenizer's class too
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of templates by name

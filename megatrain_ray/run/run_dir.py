@@ -31,6 +31,7 @@ from megatrain_ray.io.saves.save_folder import (
     set_aside,
     why_kept,
 )
+from megatrain_ray.io.tokens.rebuilt_tokenizer import write_whole
 from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, tokenizer_files
 from megatrain_ray.run.best_evaluation import why_ended_early
 from megatrain_ray.run.run_files import (
@@ -225,6 +226,8 @@ class RunDir(RunFiles):
             with complete_or_absent(self.tokenizer, FolderKind.RUN_PART) as folder:
                 for file in files:
                     shutil.copy(file, folder)
+                if self.config.data.kind != "tokens" and files and files[0].name != "tokenizer.json":
+                    write_whole(files[0].parent, folder)
                 if template is not None:
                     (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8")
                 elif (additional := files[0].parent / ADDITIONAL_TEMPLATES).is_dir():

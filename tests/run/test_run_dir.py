@@ -20,6 +20,7 @@ from megatrain_ray.io.files.owned_folder import MARK_NAME
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import load_manifest, prepare_save
+from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
 from tests.support.partial_folders import killed_while_writing
@@ -47,6 +48,19 @@ def kept(folder: Path, **data: Any) -> dict[str, str]:
     files = content(folder / "tokenizer") if (folder / "tokenizer").exists() else {}
     assert not files or files.pop(MARK_NAME)
     return files
+
+
+def test_a_tokenizer_without_tokenizer_json_is_kept_so_that_it_needs_no_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}')
+    (model / "merges.txt").write_text("#version: 0.2\na b\n")
+    (model / "config.json").write_text('{"model_type": "gpt2"}')  # names the tokenizer's class
+    (model / "spiece.model").write_text("pieces")
+    assert kept(tmp_path / "run", tokenizer=str(model))["spiece.model"] == "pieces"
+    for folder in (model, tmp_path / "run" / "tokenizer"):
+        tokenizer = load_tokenizer(str(folder))
+        assert (tokenizer.encode("aba").tolist(), tokenizer.end_of_document) == ([2, 0], 3)
 
 
 def test_the_tokenizer_is_kept_with_the_template_that_chats_were_written_with(tmp_path: Path) -> None:
