@@ -26,7 +26,8 @@ from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.machine.machine import machine_of
-from megatrain_ray.model.model_source import ModelSource, open_model
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.profiling.profiles import with_profile
 from tests.support.candidate_plans import build_plan

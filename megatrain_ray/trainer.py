@@ -41,7 +41,8 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
 from megatrain_ray.machine.machine import machine_of, unused_gpu
-from megatrain_ray.model.model_source import ModelSource, read_model
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import read_model
 from megatrain_ray.model.positions import written_positions
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
 from megatrain_ray.planning.run_spec import RunSpec, check_length, prepare

@@ -21,7 +21,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine, SpillSpace
 from megatrain_ray.errors import CapacityError, ConfigError
-from megatrain_ray.model.model_source import read_model
+from megatrain_ray.model.open_model import read_model
 from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
 

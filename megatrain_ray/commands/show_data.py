@@ -25,7 +25,7 @@ from megatrain_ray.escapes import escaped
 from megatrain_ray.io.batching.windows import SpanWindows, Windows
 from megatrain_ray.io.tokens.token_files import Corpus, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
-from megatrain_ray.model.model_source import read_model
+from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_quantity
 

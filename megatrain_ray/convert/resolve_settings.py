@@ -137,7 +137,7 @@ def _trainable_layers(model: Mapping[str, Any], theirs: Mapping[str, Any]) -> li
     `freeze_modules`, where `all` stands for all of them. Parameters with a text of `freeze_extra` in their name are
     trained as well.
     """
-    from megatrain_ray.model.model_source import open_model
+    from megatrain_ray.model.open_model import open_model
 
     try:
         num_layers = open_model(ModelConfig.model_validate(model)).setting("num_hidden_layers")

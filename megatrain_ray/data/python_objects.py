@@ -24,7 +24,7 @@ from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.records.read_records import without_nulls
-from megatrain_ray.model.model_source import GENERATION_NAME
+from megatrain_ray.model.open_model import GENERATION_NAME
 from megatrain_ray.run.run_dir import RunDir
 
 INPUTS_NAME = "inputs"

@@ -17,7 +17,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import SaveChoice, exported
-from megatrain_ray.model.model_source import read_model
+from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
 
 # Settings of the training that an evaluation has no use for, and those that it makes itself.

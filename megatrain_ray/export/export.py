@@ -42,7 +42,7 @@ from megatrain_ray.model.architecture import (
     Architecture,
     is_known,
 )
-from megatrain_ray.model.model_source import GENERATION_NAME, open_model
+from megatrain_ray.model.open_model import GENERATION_NAME, open_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 

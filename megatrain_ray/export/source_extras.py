@@ -31,7 +31,8 @@ from megatrain_ray.model.architecture import (
     owned_parameters,
     persistent_buffers,
 )
-from megatrain_ray.model.model_source import ModelSource, open_model, read_model
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import open_model, read_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import read_leftovers
 

@@ -24,7 +24,7 @@ from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, weight_files
 from megatrain_ray.io.tokens.tokenizer import holds_tokenizer, tokenizer_folder
 from megatrain_ray.machine.machine import unused_gpu
-from megatrain_ray.model.model_source import GENERATION_NAME
+from megatrain_ray.model.open_model import GENERATION_NAME
 from megatrain_ray.read_file import check_folder
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_count

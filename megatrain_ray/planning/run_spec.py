@@ -26,7 +26,8 @@ from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.model.discover_model import compiles, discover_with_attention
 from megatrain_ray.model.flop_count import active_experts, windows
-from megatrain_ray.model.model_source import ModelSource, checked, read_model
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import checked, read_model
 from megatrain_ray.profiling.profiles import check_profile, with_profile
 from megatrain_ray.profiling.spill_disk import with_spill
 

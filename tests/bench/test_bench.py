@@ -23,7 +23,7 @@ from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.machine import environment
 from megatrain_ray.machine.process_memory import GpuMemoryUse, device_memory, pss
 from megatrain_ray.machine.subprocess_call import in_own_process
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.open_model import open_model
 from tests.support.in_process import Actors
 from tests.support.runs import ROOT, cli, cli_here, config, write_config
 from tests.support.tiny import VOCAB_SIZE

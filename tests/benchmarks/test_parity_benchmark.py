@@ -30,7 +30,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.machine.environment import versions
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.planning.run_spec import RunSpec
 from tests.support.reference import Recipe, train_reference
 from tests.support.runs import config, write_config

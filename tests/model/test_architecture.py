@@ -14,7 +14,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.model.sight_check import check_packing
 from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe, load_model

@@ -22,7 +22,7 @@ from megatrain_ray.export.source_extras import export_extras
 from megatrain_ray.io.checkpoints.quantisation import SETTINGS_KEY
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, WeightFolder
 from megatrain_ray.model.architecture import Architecture, owned_parameters
-from megatrain_ray.model.model_source import open_model, read_model
+from megatrain_ray.model.open_model import open_model, read_model
 from tests.support.families import FAMILIES, SIZES
 from tests.support.quantised import as_fp8, as_mxfp4
 from tests.support.reference import load_model

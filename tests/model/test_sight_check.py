@@ -12,7 +12,7 @@ from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model import sight_check
 from megatrain_ray.model.architecture import Architecture
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.model.sight_check import check_packing
 from tests.support.model_types import settings_of
 

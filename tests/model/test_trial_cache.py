@@ -15,7 +15,8 @@ from megatrain_ray.engine.discovery.compile_trial import BudgetCost, CompileTria
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.model import discover_model
 from megatrain_ray.model.discover_model import KEPT_FILES, TrialCache, sources
-from megatrain_ray.model.model_source import ModelSource, open_model
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from tests.support.runs import ROOT, config
 

@@ -14,7 +14,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.run.run_model import MODEL_NAME, check_model, read_leftovers, record_model
 
 CONFIG: dict[str, Any] = {

@@ -33,7 +33,8 @@ from megatrain_ray.engine.step.engine import Engine, StepReport
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.storage.blob_store import BlobStore
-from megatrain_ray.model.model_source import ModelSource, open_model
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.virtual_clock import CostModel, Record, Timeline, unit_cost
 from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState, blob_in_memory

@@ -12,7 +12,7 @@ from ray import cloudpickle
 from megatrain_ray.config.groups import DataConfig, ModelConfig
 from megatrain_ray.crew.actors import GpuActor
 from megatrain_ray.data.data_worker import DataWorker
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.workers.arena_owner import ArenaOwner
 from megatrain_ray.workers.early_imports import waiting
 from megatrain_ray.workers.shard_worker import ShardWorker

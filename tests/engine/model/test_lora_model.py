@@ -27,7 +27,7 @@ from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.peft_adapter import AdapterFolder
-from megatrain_ray.model.model_source import open_model
+from megatrain_ray.model.open_model import open_model
 from megatrain_ray.planning.run_spec import planning_problem
 from tests.support.fake_hub import files_of, fill_cache
 from tests.support.families import FAMILIES

@@ -17,7 +17,7 @@ from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer, tokenizer_files
-from megatrain_ray.model.model_source import open_model, read_model
+from megatrain_ray.model.open_model import open_model, read_model
 from tests.model.test_architecture import with_own_code
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.fake_hub import COMMIT, files_of, fill_cache, serve
@@ -103,7 +103,7 @@ def test_what_the_hub_refuses_is_named(tmp_path: Path) -> None:
     code = """
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.model.model_source import open_model, read_model
+from megatrain_ray.model.open_model import open_model, read_model
 from megatrain_ray.engine.discovery.discover import discover
 for name in ("o/none", "o/model@dev", "o/text", "o/model"):
     try:
