@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple
@@ -160,7 +160,9 @@ class TurnMarker:
                 "model would not learn to stop there; set data.chat_template to one that does"
             )
         whole = LearnedRange(len(prompt), len(answered), weight)
-        holes = [] if self._learn_reasoning else self._thoughts(text, messages, tools, [index], [whole])
+        holes = []
+        if not self._learn_reasoning:
+            holes = self._thoughts(text, lambda m: self._prompt_and_whole(m, tools)[1], messages, [index], [whole])
         return _Turn(text, tuple(_without(whole, holes)), whole.end, notes)
 
     def _forgets_the_end(self, messages: Sequence[Message], tools: Sequence[Message], learned: str) -> bool:
@@ -218,7 +220,9 @@ class TurnMarker:
         weights = [next(iter(answers.values()))] * len(places) if turns is None else [answers.get(i, 0) for i in turns]
         spans = _join_touching([LearnedRange(*place, w) for place, w in zip(places, weights, strict=True) if w])
         notes = (RecordOutcome.NO_THOUGHTS,) if self._check_tags(conversation, text, spans) else ()
-        holes = [] if self._learn_reasoning else self._thoughts(text, messages, tools, answers, spans)
+        holes = []
+        if not self._learn_reasoning:
+            holes = self._thoughts(text, lambda m: self._template.render(m, tools), messages, answers, spans)
         pieces = tuple(piece for span in spans for piece in _without(span, holes))
         return MarkedText(text, pieces, tuple(span.end for span in spans), notes)
 
@@ -251,15 +255,18 @@ class TurnMarker:
         return omits_thoughts
 
     def _thoughts(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Message], answers: Iterable[int],
-        spans: Iterable[LearnedRange],
+        self, text: str, write: Callable[[Sequence[Message]], str], messages: Sequence[Message],
+        answers: Iterable[int], spans: Iterable[LearnedRange],
     ) -> list[Range]:  # fmt: skip
-        """Return the ranges of the answers' thoughts in the rendered text, and of empty ones that the template adds."""
+        """Return the ranges of the answers' thoughts in a text, and of empty ones that the template adds.
+
+        write: returns the text for messages; `text` is that for `messages`.
+        """
         found = [empty_thought(text, span.start) for span in spans]
         for index in answers:
             if parts_of(messages[index]).thought:
                 probed = [*messages[:index], probed_thought(messages[index]), *messages[index + 1 :]]
-                there = thought_range(text, self._template.render(probed, tools))
+                there = thought_range(text, write(probed))
                 found += [there] if there else []
         return sorted(found)
 

@@ -98,6 +98,28 @@ def test_answers_are_learned_with_and_without_the_thought_of_the_prompt(
     assert shown(text) == f"<u>Q{unlearned}"
 
 
+@pytest.mark.parametrize(
+    ("source", "unlearned"),
+    [
+        (turns("<a>{{ '<think>' + t + '</think>' if t }}{{ a }}", "<a>"), "<u>Q<a><think>hm</think>«A<u>»"),
+        (  # Mistral's: the system turn is written only with a question that comes last
+            "{% for m in messages %}{% if m.role == 'user' %}"
+            "{{ messages[0].content if loop.last and messages[0].role == 'system' }}<u>{{ m.content }}"
+            "{% elif m.role == 'assistant' %}<a><think>{{ m.reasoning_content }}</think>{{ m.content }}<e>{% endif %}"
+            "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
+            "Be brief.<u>Q<a><think>hm</think>«A<e>»",
+        ),
+    ],
+    ids=["no mark after an answer", "written otherwise without it"],
+)
+def test_a_thought_is_not_learned_where_the_text_is_not_just_what_the_template_writes(
+    source: str, unlearned: str
+) -> None:
+    system = [{"role": "system", "content": "Be brief."}] * unlearned.startswith("Be")
+    (text,) = mark(source, *system, Q, THOUGHT, learn_reasoning=False)
+    assert shown(text) == unlearned
+
+
 def test_a_thought_that_is_never_written_is_refused() -> None:
     source = (TEMPLATES / "deepseek_r1.jinja").read_text()
     (text,) = mark(source, Q, A)
