@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -30,27 +30,14 @@ class RandomSource:
     whole.
     """
 
-    def __init__(
-        self, make_model: Callable[[], nn.Module], seed: int, fills: Mapping[str, Sequence[Fill]] | None = None
-    ) -> None:
+    def __init__(self, values: nn.Module | Mapping[str, Sequence[Fill]], seed: int) -> None:
         """Create the source.
 
-        make_model: returns the transformers PreTrainedModel on the meta device.
-        fills: what `fills_of` found. The model is made only for parameters that are not in it.
+        values: what `fills_of` found of the model, or a transformers PreTrainedModel on the meta device.
         """
-        self._make_model = make_model
-        self._made: nn.Module | None = None
-        self._making = threading.Lock()
+        self._values = values
         self._seed = seed
-        self._fills = fills or {}
         self._of_thread = threading.local()
-
-    @property
-    def _model(self) -> nn.Module:
-        with self._making:
-            if self._made is None:
-                self._made = self._make_model()
-            return self._made
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened parameter `name`: 1-D, fp32.
@@ -66,9 +53,11 @@ class RandomSource:
 
     def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield parts of the flattened parameter, each valid until the next, with the index of its first element."""
-        fills = self._fills.get(name) or fills_up_to(self._model, name)
+        values = self._values
+        fills = fills_up_to(values, name) if isinstance(values, nn.Module) else values[name]
         if fills is None:
-            yield 0, initial_values(self._model, name, self._seed).flatten()
+            assert isinstance(values, nn.Module)
+            yield 0, initial_values(values, name, self._seed).flatten()
             return
         generator = torch.Generator().manual_seed(module_seed(name.rpartition(".")[0], self._seed))
         for other in fills[:-1]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +162,8 @@ class ModelSource:
         """
         if self.folder is not None:
             return self._mapped(self.folder)
-        make = partial(build_empty, self._base, torch.float32)
-        if self.fills:
-            return RandomSource(make, self.seed, self.fills)
-        model = make()  # now, in this thread: weights are read by several
-        return RandomSource(lambda: model, self.seed)
+        # The model is made in this thread: several threads read the values.
+        return RandomSource(self.fills or build_empty(self._base, torch.float32), self.seed)
 
     def with_fills(self) -> ModelSource:
         """Return the source with `fills`, if its weights are random."""

@@ -71,7 +71,7 @@ class StandIn:
         recipe = self._recipe(num_steps)
         state, source = (
             HostState(structure.layout(), plan, recipe),
-            RandomSource(partial(build_empty, factory, torch.float32), 0),
+            RandomSource(build_empty(factory, torch.float32), 0),
         )
         state.load(source)
         timeline = Timeline(self._cost(structure.layout(), plan))

@@ -123,7 +123,7 @@ def test_a_parameter_that_nobody_initialises_is_refused_by_name() -> None:
 
 
 def test_source_reads_ranges_of_the_flattened_parameter() -> None:
-    source = RandomSource(on_meta, 4)
+    source = RandomSource(on_meta(), 4)
     q_proj = initial_values(on_meta(), Q_PROJ, 4).flatten()
     norm = "model.norm.weight"
     reads = [(Q_PROJ, 0, 100), (Q_PROJ, 100, 4096), (norm, 3, 5), (Q_PROJ, 50, 60)]
@@ -137,7 +137,7 @@ def test_threads_draw_what_one_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 1024)
     model = on_meta(attention_bias=True)  # with a padding row, which is set after the embedding's numbers
     alone = {name: initial_values(model, name, 3).flatten() for name, _ in model.named_parameters()}
-    source = RandomSource(lambda: model, 3)
+    source = RandomSource(model, 3)
 
     def read(name: str) -> torch.Tensor:
         numel = alone[name].numel()
@@ -228,14 +228,13 @@ def test_what_is_filled_after_others_is_the_model_s_own(how: Callable[[Sets], ob
     fills = fills_up_to(Sets(how), "weight")
     assert fills is not None
     values = initial_values(Sets(how), "weight", 3)
-    assert torch.equal(RandomSource(lambda: Sets(how), 3).read("weight", 0, 20), values)
-    known = RandomSource(lambda: pytest.fail("the model was made"), 3, {"weight": fills})
-    assert torch.equal(known.read("weight", 0, 20), values)
+    assert torch.equal(RandomSource(Sets(how), 3).read("weight", 0, 20), values)
+    assert torch.equal(RandomSource({"weight": fills}, 3).read("weight", 0, 20), values)
 
 
 def test_a_source_holds_a_block_of_normal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 1024)
-    source = RandomSource(on_meta, 3)
+    source = RandomSource(on_meta(), 3)
     held = source.read("lm_head.weight", 5000, 5100)
     assert held.untyped_storage().nbytes() == 4 * (1024 + 16)
 
