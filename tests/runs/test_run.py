@@ -18,6 +18,7 @@ import torch
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.run.run_history import read_history
+from megatrain_ray.run.run_processes import wait_gone
 from tests.metrics.test_metric_sinks import scalars
 from tests.support.in_process import Train
 from tests.support.reference import train_reference
@@ -140,7 +141,8 @@ def interrupt(path: Path, run_dir: Path) -> str:
     states = sorted(name for arenas in mapped.values() for name in arenas if name.startswith("state-"))
     assert states == ["state-0", "state-1"], "each shard maps its own state, and nobody else does"
     assert all(len([a for a in arenas if a.startswith("state-")]) <= 1 for arenas in mapped.values())
-    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    for pid in family:
+        wait_gone(pid, 0.0)  # a process that nobody has reaped yet is gone, too
     assert not leftovers(process.pid)
     assert enough <= len(rows(run_dir)) < STEPS
     return errors
@@ -159,7 +161,8 @@ def test_ctrl_c_while_the_driver_plans_leaves_nothing_behind(tmp_path: Path) -> 
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "interrupted: nothing more was saved; the same command starts again\n")
     assert len(family) > 4
-    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    for pid in family:
+        wait_gone(pid, 0.0)  # a process that nobody has reaped yet is gone, too
     assert not leftovers(process.pid)
     assert not (tmp_path / "run").exists()
 
