@@ -124,9 +124,9 @@ def other_tokenizer(config: TrainConfig) -> str | None:
     used, folder = config.data.tokenizer, Path(config.model.path or "")
     if used is None or config.model.path is None or not holds_tokenizer(folder):
         return None
-    name = "tokenizer.json"
-    own, given = (path.read_bytes() if path.is_file() else b"" for path in (folder / name, Path(used) / name))
-    if own == given or folder.resolve() == Path(used).resolve():
+    name, place = "tokenizer.json", Path(used) if used == "bytes" else tokenizer_folder(used)
+    own, given = (path.read_bytes() if path.is_file() else b"" for path in (folder / name, place / name))
+    if own == given or folder.resolve() == place.resolve():
         return None
     return (
         f"warning: data.tokenizer: {used} is not the tokenizer in {folder}, whose ids the model was trained on; leave "

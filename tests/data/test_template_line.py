@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.tokenize_data import describe_template, other_tokenizer
 from megatrain_ray.trainer import Trainer
 from tests.support.chat_fixtures import FAMILIES, build
+from tests.support.fake_hub import files_of, fill_cache
 
 
-def test_another_tokenizer_than_the_models_is_warned_of(tmp_path: Path) -> None:
+def test_another_tokenizer_than_the_models_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, same, other = (
         str(build(tmp_path / name, FAMILIES[family]))
         for name, family in (("model", "qwen2.5"), ("same", "qwen2.5"), ("other", "gemma"))
@@ -20,7 +23,9 @@ def test_another_tokenizer_than_the_models_is_warned_of(tmp_path: Path) -> None:
         tree = {"model.path": own, "data": {"path": "x", "seq_len": 8, "tokenizer": tokenizer}, "run_dir": "r"}
         return other_tokenizer(Trainer(args=tree | {"train": {"steps": 1}}).config)
 
-    assert warning(None) is warning(own) is warning(same) is None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    fill_cache(tmp_path / "hub", "owner/same", files_of(Path(own)))
+    assert warning(None) is warning(own) is warning(same) is warning("owner/same") is None
     for tokenizer in (other, "bytes"):
         assert str(warning(tokenizer)).startswith(f"warning: data.tokenizer: {tokenizer} is not the tokenizer in {own}")
 
