@@ -87,13 +87,21 @@ def piece_sizes(nbytes: int) -> list[int]:
     return [min(piece, total - start) for start in range(0, total, piece)]
 
 
-def _map_pieces(fds: Sequence[int], sizes: Sequence[int]) -> mmap.mmap:
-    """Return a mapping of these files, one after the other."""
-    if len(fds) == 1:
-        return mmap.mmap(fds[0], sizes[0])
+def _mapped(fds: Sequence[int], sizes: Sequence[int]) -> memoryview:
+    """Map these files, one after the other, and return their bytes, which keep the mapping alive."""
+    mapping, start = (mmap.mmap(fds[0], sizes[0]), 0) if len(fds) == 1 else _join(fds, sizes)
+    with suppress(OSError):  # kernels without huge pages in shared memory refuse the advice
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)[start : start + sum(sizes)]
+
+
+def _join(fds: Sequence[int], sizes: Sequence[int]) -> tuple[mmap.mmap, int]:
+    """Return a mapping of several files, and the index of their first byte in it, at an address for huge pages."""
     # Private memory that nobody touches reserves the addresses. The object that reserved them unmaps all of them.
-    mapping = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    # Kernels before 6.7 reserve at addresses of small pages, where files would get no huge ones.
+    mapping = mmap.mmap(-1, sum(sizes) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    reserved = np.frombuffer(mapping, np.uint8).ctypes.data
+    first = address = -(-reserved // HUGE_PAGE) * HUGE_PAGE
     map_at = ctypes.CDLL(None, use_errno=True).mmap
     map_at.restype = ctypes.c_void_p
     map_at.argtypes = ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long
@@ -101,7 +109,7 @@ def _map_pieces(fds: Sequence[int], sizes: Sequence[int]) -> mmap.mmap:
         if map_at(address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, fd, 0) != address:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         address += size
-    return mapping
+    return mapping, first - reserved
 
 
 class Arena:
@@ -110,10 +118,7 @@ class Arena:
     def __init__(self, handle: ArenaHandle) -> None:
         """Map the descriptors, which the caller keeps and closes. `ArenaHolder.map` creates arenas."""
         self.handle = handle
-        mapping = _map_pieces(handle.fds, piece_sizes(handle.nbytes))
-        with suppress(OSError):  # kernels without huge pages in shared memory refuse the advice
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._buffer: memoryview | None = memoryview(mapping)
+        self._buffer: memoryview | None = _mapped(handle.fds, piece_sizes(handle.nbytes))
 
     @property
     def buffer(self) -> memoryview:

@@ -69,6 +69,7 @@ def test_an_arena_of_several_files_is_one_range_of_memory(monkeypatch: pytest.Mo
     with closing(ArenaHolder.create({"pieces": nbytes})) as owner, closing(ArenaHolder.adopt([owner.handles])) as peer:
         of_owner, of_peer = (torch.frombuffer(one.map("pieces").buffer, dtype=torch.uint8) for one in (owner, peer))
         assert len(of_owner) == mapped_bytes(nbytes)
+        assert of_owner.data_ptr() % HUGE_PAGE == 0, "else its files would get no huge pages"
         of_owner.copy_(torch.arange(len(of_owner)) % 251)
         owner.map("pieces").populate(3)
         assert torch.equal(of_owner, of_peer)
