@@ -269,7 +269,7 @@ def _output_if_done(run: RunDir, manifest: Manifest | None, config: TrainConfig)
     if reason := run.early_end(manifest.step):
         say(f"the run has {reason}; a larger eval_patience, or null, goes on")
     epochs = config.train.epochs
-    length = f" of {config.train.steps}" if epochs is None else f", the end of train.epochs: {epochs:g}"
+    length = f" of {config.train.steps}" if epochs is None else f", at or past the end of train.epochs: {epochs:g}"
     show(f"already at step {manifest.step}{length}: nothing to do ({run.path})")
     key = "train.steps" if epochs is None else "train.epochs"
     say(f"to go on, also with changed rates, give a larger {key}; to train anew, another run_dir")

@@ -14,6 +14,7 @@ from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity
 
 SHOWN = 4  # parts of a model that are named
+FEW_STEPS = 10
 
 
 def describe_start(
@@ -30,7 +31,8 @@ def describe_start(
 ) -> Iterator[str]:
     """Yield five lines: model, data, step, memory and time. Of an evaluation alone: model and memory.
 
-    If the model's folder holds something beyond the model, or if no gradient reaches a part of it, a line more says so.
+    If the model's folder holds something beyond the model, if no gradient reaches a part of it, or if train.epochs are
+    few steps, a line more says so.
 
     model_type: the model's type in Transformers.
     counts: of one epoch of the data.
@@ -68,6 +70,8 @@ def describe_start(
         f"{format_quantity(steps, 'step')} of {format_quantity(plan.batch_size, 'row')} are {made:.3g} epochs{filled}"
         f"{held_out}"
     )
+    if epochs and steps < FEW_STEPS:
+        yield f"few       {format_quantity(steps, 'step')} may teach little: a smaller train.batch_size makes more"
     yield (
         f"step      {plan.batch_size} × {plan.step.seq_len} tokens, "
         f"{format_quantity(plan.step.num_micro_batches, 'micro-batch')} of {plan.step.micro_batch_size}{_gpus(plan)}; "

@@ -43,6 +43,7 @@ from megatrain_ray.model.architecture import (
     is_known,
 )
 from megatrain_ray.model.open_model import GENERATION_NAME, open_model
+from megatrain_ray.run.best_evaluation import best_evaluation
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_bytes, format_count
 
@@ -98,6 +99,12 @@ def choose_save(files: RunFiles, step: SaveChoice) -> int:
     there = f"its saves are of steps {', '.join(map(str, saves))}"
     if chosen is None:
         raise ConfigError(f"no save of {files.path} was evaluated; {there}; save_best: true keeps the best one")
+    best = best_evaluation(files.evaluations()) if step == "best" else None
+    if best and best["step"] != chosen:
+        say(
+            f"warning: eval_loss was least after step {best['step']}, {best['eval_loss']:.4f}, but that save is not "
+            f"kept (save_best: true keeps it): this is the one of step {chosen}"
+        )
     if chosen not in saves:
         raise ConfigError(f"{files.path} holds no save of step {chosen}; {there}; save_keep keeps more")
     return chosen

@@ -64,11 +64,13 @@ def loaded(name: str, *, chat: bool, step: SaveChoice = None) -> Iterator[Loaded
             raise ConfigError(f"--step and --best name a save of a run, and {name} is no run directory")
         yield _load(_model_folder(name), name, {}, chat=chat)
         return
-    arguments = files.read_config().data.chat_template_args
+    data = files.read_config().data
+    if data.kind == "sft" and not chat:
+        say("the run learned chats: --chat asks it as it was trained")
     with ExitStack() as stack:
         with spinner("exporting a save"):
             folder = stack.enter_context(exported(files.path, step=step))
-        yield _load(folder, name, arguments, chat=chat)
+        yield _load(folder, name, data.chat_template_args, chat=chat)
 
 
 def _model_folder(name: str) -> Path:

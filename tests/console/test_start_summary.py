@@ -43,6 +43,10 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     assert step.endswith("learning rate 0.000914 at step 11, falling to 0 (peak 0.001)")
     first = list(told(counts=counts, num_held_out=None, num_made=0))[2]
     assert first.endswith("learning rate 0.001, cosine to 0 after 3 steps of warm-up")
+    short = TrainConfig.model_validate({**tree, "train": {**tree["train"], "steps": 3}})
+    of_start = partial(describe_start, model_type="llama", num_made=0, leftovers=Leftovers(), counts=counts)
+    few = list(of_start(short, plan, num_held_out=None, epochs=3.0))
+    assert few[2] == "few       3 steps may teach little: a smaller train.batch_size makes more"
     assert "RAM " in memory
     assert time.startswith("time      predicted ")
     assert time.endswith(" for 30 steps")

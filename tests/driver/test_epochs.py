@@ -54,7 +54,7 @@ def test_a_run_is_as_long_as_its_epochs_and_goes_on_when_they_are_more(tmp_path:
     assert f"step {steps} of {steps}, epoch {steps * BATCH_SIZE / num_rows:.3g}, " in state_of_run(run_dir)
     assert f"run       {steps} steps, " in cli_here("plan", str(path)).stdout  # tokens are cached
     again = train(str(path))
-    assert f"already at step {steps}, the end of train.epochs: 0.5: nothing to do" in again.stdout
+    assert f"already at step {steps}, at or past the end of train.epochs: 0.5: nothing to do" in again.stdout
 
     more = train(str(path), "train.epochs=1.1")
     assert more.returncode == 0, more.stderr

@@ -193,6 +193,12 @@ def test_the_best_save_is_kept_and_a_run_without_a_better_one_ends_early(tmp_pat
     saves = cli_here("inspect", str(run_dir)).stdout.partition("saves\n")[2].splitlines()[:2]
     assert [", best " in line for line in saves] == [True, False]
 
+    shutil.move(run_dir / "saves" / f"step_{best}", tmp_path / "moved")  # as if it had not been kept
+    worse = cli_here("export", str(run_dir), str(tmp_path / "worse"), "--best")
+    assert worse.stdout.startswith(f"exported the save of step {last} to ")
+    assert f"warning: eval_loss was least after step {best}, " in worse.stderr
+    shutil.move(tmp_path / "moved", run_dir / "saves" / f"step_{best}")
+
     again = train(str(path))
     assert (again.returncode, f"already at step {last} of 40" in again.stdout) == (0, True)
     assert f"already at step {last} of 0: nothing to do" in train(str(path), "train.steps=0").stdout
