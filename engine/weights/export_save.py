@@ -11,7 +11,7 @@ import torch
 
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
 from megatrain_ray.engine.weights.saved_values import ExportValues, Read, SavedValues, chunks
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightMap
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import FILE_BYTES, ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 

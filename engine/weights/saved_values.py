@@ -21,7 +21,7 @@ from megatrain_ray.engine.layout.expert_names import place_in_whole
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.split_master import join, to_working
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 from megatrain_ray.io.saves.manifest import WIDE_KIND, LayerEntry, Manifest
 from megatrain_ray.io.saves.save_folder import read_pieces

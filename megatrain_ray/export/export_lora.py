@@ -18,7 +18,7 @@ from megatrain_ray.engine.weights.saved_values import SavedValues
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.checkpoints.hub import HUB_ID
 from megatrain_ray.io.checkpoints.peft_adapter import write_adapter_folder
-from megatrain_ray.io.checkpoints.safetensors_folder import WeightMap
+from megatrain_ray.io.checkpoints.weight_map import WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
 

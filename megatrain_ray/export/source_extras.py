@@ -18,7 +18,8 @@ from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.saved_values import chunks
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.leftovers import Leftovers, checksum, find_leftovers, leads_away, leftover_files
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, WeightFolder, WeightMap
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, copied
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import FILE_NAMES, TEMPLATE_NAMES

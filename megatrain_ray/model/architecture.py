@@ -21,13 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatrain_ray.engine.model.routed_experts import use_routed_experts
 from megatrain_ray.engine.model.structure import kept_in_fp32
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.safetensors_folder import (
-    CheckpointTensor,
-    MappedWeights,
-    WeightFolder,
-    WeightMap,
-    is_covered,
-)
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, MappedWeights, WeightMap, is_covered
 from megatrain_ray.model.conversion_trace import ConversionTrace
 from megatrain_ray.model.small_copy import shrink
 from megatrain_ray.read_file import check_folder

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, Within, row_major
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, Within, row_major
 
 
 class _Joined(NamedTuple):

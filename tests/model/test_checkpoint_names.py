@@ -15,7 +15,8 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.weights.export_save import export_save
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.source_extras import export_extras
-from megatrain_ray.io.checkpoints.safetensors_folder import CheckpointTensor, MappedWeights, WeightFolder, is_covered
+from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, MappedWeights, is_covered
 from megatrain_ray.io.saves.save_folder import save_folder
 from megatrain_ray.model.architecture import Architecture
 from tests.engine.weights.test_round_trip import assert_same_bytes, exported, save

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.safetensors_folder import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    CheckpointTensor,
-    MappedWeights,
-    WeightFolder,
-)
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, SINGLE_NAME, WeightFolder
+from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, MappedWeights
 
 
 def random_weights() -> dict[str, Tensor]:
