@@ -102,11 +102,13 @@ class HardwareProfile:
         return dense_s * flops / interpolate(self.grouped, rows) / self.matmul_s("bf16", flops)
 
     @property
-    def h2d_beside_d2h(self) -> float:
+    def busy_h2d_bytes_per_s(self) -> float:
+        """Return the rate of copies to the device while others run from it."""
         return self.h2d_busy_bytes_per_s or self.both_bytes_per_s
 
     @property
-    def d2h_beside_h2d(self) -> float:
+    def busy_d2h_bytes_per_s(self) -> float:
+        """Return the rate of copies from the device while others run to it."""
         return self.d2h_busy_bytes_per_s or self.both_bytes_per_s
 
     def attention_s(self, seq_len: int, flops: float) -> float:

@@ -98,7 +98,7 @@ class _Measurement:
             copies = _Copies(device, memory, effort.copy_bytes)
             h2d_s, d2h_s, both_s = (self._median_s(partial(copies.run, stages)) for stages in _DIRECTIONS)
             count = max(1, int(effort.budget_s / both_s))
-            up_s, down_s = (copies.seconds_beside(stage, count) for stage in (Stage.H2D, Stage.D2H))
+            up_s, down_s = (copies.seconds_against_others(stage, count) for stage in (Stage.H2D, Stage.D2H))
             adamw_s, busy_s = self._updates_s(memory, copies, both_s)
             copy_s = self._median_s(lambda count: copies.run((Stage.H2D,), count, SMALL_BYTES))
             with device.activate():
@@ -186,13 +186,13 @@ class _Measurement:
         with closing(self._make_device(precision)) as device, device.activate():
             traffic = _Traffic(device, effort.device_bytes)
             if is_first:
-                traffic.seconds_beside(_product(effort.widths[-1], precision, device), effort.warm_s)
+                traffic.seconds_among_copies(_product(effort.widths[-1], precision, device), effort.warm_s)
             for width in effort.widths:
                 product = _product(width, precision, device)
                 if width < SUSTAINED_WIDTH:
                     seconds = self._median_s(_repeated(product, device))
                 else:
-                    seconds = traffic.seconds_beside(product, effort.sustained_s / (1 if is_first else 2))
+                    seconds = traffic.seconds_among_copies(product, effort.sustained_s / (1 if is_first else 2))
                 yield RatePoint(2.0 * width**3, 2.0 * width**3 / seconds)
                 if seconds > effort.slow_s:
                     return
@@ -238,7 +238,7 @@ class _Traffic:
         self._copy = partial(target.copy_, source)
         self._copy_s = _median_s(_repeated(self._copy, device), SHORT_S)
 
-    def seconds_beside(self, product: Callable[[], object], budget_s: float) -> float:
+    def seconds_among_copies(self, product: Callable[[], object], budget_s: float) -> float:
         """Return the mean seconds of the product in a mixture with copies, over `budget_s` seconds."""
         once_s = _median_s(_repeated(product, self._device), SHORT_S)
         count = max(1, round((1 / COPIED_SHARE - 1) * self._copy_s / once_s))
@@ -269,7 +269,7 @@ class _Copies:
         for event in [self._submit(stage, num_bytes) for _ in range(count) for stage in stages]:
             event.synchronize()
 
-    def seconds_beside(self, stage: Stage, count: int) -> float:
+    def seconds_against_others(self, stage: Stage, count: int) -> float:
         """Return the seconds of one of `count` copies of a stage while the other direction is busy."""
         other = Stage.D2H if stage is Stage.H2D else Stage.H2D
         beside = [self._submit(other) for _ in range(4 * count)]  # enough to outlast these copies

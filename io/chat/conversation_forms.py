@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 def in_any_form(conversation: Conversation, work: Callable[[Conversation], Result]) -> Result:
     """Return the result of `work` for the first form of a conversation for which it raises no RecordError.
 
-    If it raises for all, what a template leaves out is told rather than what it refuses.
+    If it raises for all, this raises the error that names what the template leaves out, or else the template's refusal.
     """
     problems: list[RecordError] = []
     forms = _forms(conversation)

@@ -202,6 +202,6 @@ def _with_copies(profile: HardwareProfile, factor: float) -> HardwareProfile:
         h2d_bytes_per_s=profile.h2d_bytes_per_s * factor,
         d2h_bytes_per_s=profile.d2h_bytes_per_s * factor,
         both_bytes_per_s=profile.both_bytes_per_s * factor,
-        h2d_busy_bytes_per_s=profile.h2d_beside_d2h * factor,
-        d2h_busy_bytes_per_s=profile.d2h_beside_h2d * factor,
+        h2d_busy_bytes_per_s=profile.busy_h2d_bytes_per_s * factor,
+        d2h_busy_bytes_per_s=profile.busy_d2h_bytes_per_s * factor,
     )

@@ -57,7 +57,7 @@ def test_the_cpu_device_yields_a_profile() -> None:
     assert profile.adamw_busy_per_s <= profile.adamw_per_s
     assert profile.gpu_link_bytes_per_s is None
     assert profile.grouped is None
-    assert profile.h2d_beside_d2h > 0 < profile.d2h_beside_h2d
+    assert profile.busy_h2d_bytes_per_s > 0 < profile.busy_d2h_bytes_per_s
 
 
 def test_a_plan_is_made_with_the_rates_of_a_file(tmp_path: Path) -> None:

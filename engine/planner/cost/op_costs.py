@@ -75,7 +75,7 @@ class Prices:
         if stage in (Stage.H2D, Stage.D2H):
             # The rate with both directions busy: in a backward the other one is, and in a forward the optimizer is.
             profile = self._profile
-            rate = profile.h2d_beside_d2h if stage is Stage.H2D else profile.d2h_beside_h2d
+            rate = profile.busy_h2d_bytes_per_s if stage is Stage.H2D else profile.busy_d2h_bytes_per_s
             return profile.copy_s + op.num_bytes / rate
         if stage is Stage.ALL_GATHER or op.name == SUM_OVER_GPUS:
             return self._exchange_s(op)

@@ -54,14 +54,14 @@ class Bounds:
     def forward_bytes(self) -> float:
         """Return the bytes that the link moves in one direction during the forward of a sweep, without the head."""
         of_forward = (s for v, s in zip(self._basis.one_sweep, self._sweep_s, strict=True) if v.phase is Phase.FORWARD)
-        return self._at_once * sum(of_forward) * self._basis.profile.d2h_beside_h2d
+        return self._at_once * sum(of_forward) * self._basis.profile.busy_d2h_bytes_per_s
 
     @property
     def late_s(self) -> float:
         """Return the seconds that forwards wait for activations to leave: all but the last must have left in time."""
         on_host = [sum(num_bytes(x, k) for k in away(x) if not is_on_disk(x, k)) for x in self._plan.layers]
         late_bytes = self._at_once * sum(on_host) - max(on_host) - self.forward_bytes
-        return self._num_sweeps * max(0.0, late_bytes) / self._basis.profile.d2h_beside_h2d
+        return self._num_sweeps * max(0.0, late_bytes) / self._basis.profile.busy_d2h_bytes_per_s
 
     @property
     def update_s(self) -> float:
@@ -182,4 +182,4 @@ class Bounds:
             summed = sum(layer.trained.size for layer in layers)
             num_bytes += (self._num_sweeps - 1) * summed * plan.gradients.accumulate_dtype.itemsize
         num_bytes += (plan.host_activation_bytes + sum(plan.disk_activations)) * self._num_sweeps
-        return num_bytes / self._basis.profile.h2d_beside_d2h
+        return num_bytes / self._basis.profile.busy_h2d_bytes_per_s
