@@ -13,7 +13,6 @@ from typing import Any
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan
-from megatrain_ray.engine.plan.plan_groups import UpdateOrder
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.units import format_bytes
 
@@ -224,13 +223,16 @@ def _disk(plan: Plan, rows: Rows) -> Iterator[Term]:
     yield Term("on disk", TermKind.HELD, on_disk, rows[-1]["spill_bytes"])
 
 
-def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder, run_dir: object) -> str | None:
-    """Return one line that names each term that is off, by how much, and what to do about it; None if none is off."""
+def warning(found: Comparison, prediction: Prediction, run_dir: object, *, busy_updates: bool) -> str | None:
+    """Return one line that names each term that is off, by how much, and what to do about it; None if none is off.
+
+    busy_updates: of the plan.
+    """
     off = found.off(prediction)
     told = []
     if any(not term.is_of_bytes for term in off):
         profile = prediction.profile
-        cause = _cause(found, profile, update_order) if profile else ""
+        cause = _cause(found, profile, busy_updates=busy_updates) if profile else ""
         told.append(f"{found}{cause}; {_advice(found, prediction, run_dir)}")
     for term in off:
         if term.is_of_bytes:
@@ -242,7 +244,7 @@ def warning(found: Comparison, prediction: Prediction, update_order: UpdateOrder
     return "; ".join(told) or None
 
 
-def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrder) -> str:
+def _cause(found: Comparison, profile: HardwareProfile, *, busy_updates: bool) -> str:
     """Return the likely cause of a wait for the optimizer or for activations on disk, as text; empty if unknown."""
     part = found.worst_part.name
     of_activations = part in ("h2d", "d2h") and found.term("activation traffic")
@@ -256,13 +258,13 @@ def _cause(found: Comparison, profile: HardwareProfile, update_order: UpdateOrde
     if latest.name == "disk":
         moved, planned = (rate / 1e9 for rate in found.disk_rates)
         return f": the disk moved {moved:.2g} GB/s where the plan counts on {planned:.2g}"
-    planned = update_rate(profile, update_order) / 1e9
+    planned = update_rate(profile, busy=busy_updates) / 1e9
     return f": AdamW made {planned * (1 + latest.error):.3g} Gparam/s where the plan counts on {planned:.3g}"
 
 
-def update_rate(profile: HardwareProfile, order: UpdateOrder) -> float:
-    """Return the predicted parameters per second. Updates in forward order have the host nearly to themselves."""
-    return profile.adamw_per_s if order is UpdateOrder.FORWARD else profile.adamw_busy_per_s
+def update_rate(profile: HardwareProfile, *, busy: bool) -> float:
+    """Return the predicted parameters per second. `busy`: as Plan.has_busy_updates."""
+    return profile.adamw_busy_per_s if busy else profile.adamw_per_s
 
 
 def _advice(found: Comparison, prediction: Prediction, run_dir: object) -> str:

@@ -129,12 +129,10 @@ class Prices:
     def update_name(self) -> str:
         """Return the name of updates by the CPU: "busy shards" if copies compete with them for the host's memory.
 
-        During a backward copies run in both directions, and during a forward activations may leave. Else an update
-        during a forward has the host nearly to itself: 2.28 s per step were measured, 2.27 are predicted with the rate
-        of updates alone and 2.7 with the other (docs/hardware_profile.md).
+        Else an update has the host nearly to itself: 2.28 s per step were measured, 2.27 are predicted with the rate of
+        updates alone and 2.7 with the other (docs/hardware_profile.md).
         """
-        alone = self._plan.step.update_order is UpdateOrder.FORWARD and not self._plan.kept_bytes
-        return "shards" if alone else "busy shards"
+        return "busy shards" if self._plan.has_busy_updates else "shards"
 
     def _update_bytes(self, layer: int) -> int:
         """Return the bytes that an update of the layer reads and writes, over all hosts."""
