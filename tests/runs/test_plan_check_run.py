@@ -26,7 +26,8 @@ LIMIT, LOWER, TOO_LOW = "1GB", "160MB", "100MB"
 def far_too_fast() -> HardwareProfile:
     """Return a profile in which all but updates is far too fast, and updates are far too slow."""
     faster = tuple(replace(point, per_s=1e15) for point in TYPICAL_CPU.matmul["fp32"])
-    return replace(TYPICAL_CPU, matmul={"fp32": faster}, device_bytes_per_s=1e15, launch_s=0.0, adamw_per_s=1e7)
+    updates = {"adamw_per_s": 1e7, "adamw_busy_per_s": 1e7}
+    return replace(TYPICAL_CPU, matmul={"fp32": faster}, device_bytes_per_s=1e15, launch_s=0.0, **updates)
 
 
 def settings(folder: Path) -> Mapping[str, Any]:
