@@ -185,7 +185,7 @@ class _Measurement:
         effort, is_first = self._effort, precision is COMPUTED[0]
         with closing(self._make_device(precision)) as device, device.activate():
             traffic = _Traffic(device, effort.device_bytes)
-            if is_first:
+            if is_first and device.torch_device.type == "cuda":  # on a CPU one such product may take minutes
                 traffic.seconds_among_copies(_product(effort.widths[-1], precision, device), effort.warm_s)
             for width in effort.widths:
                 product = _product(width, precision, device)

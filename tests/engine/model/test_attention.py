@@ -28,6 +28,7 @@ from tests.support.family_models import build_family
 from tests.support.reference import Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
 from tests.support.runs import config
+from tests.support.tiny import as_tensors
 
 CPU = Machine(device="cpu", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=None)
 CUDA = Machine(device="cuda", num_cpus=2, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=80 << 30)
@@ -176,5 +177,5 @@ def test_pads_do_not_make_a_row_long(tmp_path: Path, packs: bool) -> None:
     alone = assemble(Rows(*(part[:, :8] for part in rows)), weighted=False)
     recipe = Recipe(steps=1)
     assert train_engine(tmp_path, [padded], recipe, Mode()).losses == pytest.approx(
-        train_reference(tmp_path, [alone], recipe).losses, rel=1e-7
+        train_reference(tmp_path, [as_tensors(alone)], recipe).losses, rel=1e-7
     )

@@ -142,7 +142,8 @@ def test_dropout_differs_between_layers_micro_batches_and_steps(folders: dict[st
     (batch,) = tiny_batches(1, batch_size=1)
     one = train_reference(folders["dropout"], [batch] * 3, replace(RECIPE, lr=0.0, weight_decay=0.0)).losses
     assert len(set(one)) == 3
-    twice = replace(batch, input_ids=batch.input_ids.repeat(2, 1), targets=batch.targets.repeat(2, 1))
+    parts = "input_ids", "targets", "real"
+    twice = replace(batch, **{name: getattr(batch, name).repeat(2, 1) for name in parts})
     both = train_reference(folders["dropout"], [twice], replace(RECIPE, lr=0.0)).losses
     assert both[0] != one[0]
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.files.disk_errors import DiskFullError, UnreadableError
+from megatrain_ray.io.files.disk_errors import DiskError, DiskFullError, UnreadableError
 from megatrain_ray.io.storage.blob_store import aligned_block
 from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay, create_spill_file, held_files
 from megatrain_ray.io.storage.disk_rate import BLOCK_BYTES, measure_mixed
@@ -60,7 +60,7 @@ async def test_a_file_without_a_name_is_updated_past_the_page_cache(fd: int, mon
     ("call", "number", "error", "message"),
     [
         ("pwrite", errno.ENOSPC, DiskFullError, "cannot write .*: kvikio: .*: No space left on device, .* are free"),
-        ("pwrite", errno.EPERM, MegatrainError, "cannot write .*: kvikio: .* on pwrite: Operation not permitted$"),
+        ("pwrite", errno.EPERM, DiskError, "cannot write .*: kvikio: .* on pwrite: Operation not permitted$"),
         ("preadv", errno.EIO, UnreadableError, "cannot read .*: kvikio: .* on pread: Input/output error$"),
     ],
 )
