@@ -251,11 +251,15 @@ class SplitSearch:
         return not self._fewest(on_host, self._residency_order) and not self._builder.spilled(on_host).of_shards
 
     def _spills_needlessly(self, candidate: Candidate) -> bool:
-        """Return whether activations may be spilled although a plan fits without that and sequences are short.
+        """Return whether activations may spill, or take memory that state needs, although a plan fits without that.
 
-        With short sequences a layer's activations take longer to move than the layer takes to compute.
+        Only with short sequences: a layer's activations then take longer to move to disk than the layer takes to
+        compute, and so does state that would spill instead.
         """
-        return candidate.spills_activations and bool(self._found.plans) and not is_long(self._request.seq_len)
+        if not self._found.plans or is_long(self._request.seq_len):
+            return False
+        crowds = candidate.kept is Tier.HOST and self._machine.spill is not None
+        return candidate.spills_activations or (crowds and self._builder.missing_ram(candidate) > 0)
 
     def _fewest(self, candidate: Candidate, residency_order: tuple[int, ...]) -> int:
         """Return how many layers must live on the device.
