@@ -298,7 +298,7 @@ def _describe(
     ):
         say(line)
     if config.data.kind == "sft":
-        for line in describe_template(config.data, config.tokenizer):
+        for line in describe_template(config.data, config.tokenizer, run_spec.structure.vocab_size):
             say(line)
 
 

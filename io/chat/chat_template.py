@@ -13,7 +13,13 @@ import jinja2
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.named_templates import MARKS, PLAIN, check_marks, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
-from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, named_tokens, read_settings, tokenizer_folder
+from megatrain_ray.io.tokens.tokenizer import (
+    ADDITIONAL_TEMPLATES,
+    END_NAME,
+    named_tokens,
+    read_settings,
+    tokenizer_folder,
+)
 from megatrain_ray.read_file import regular_file
 from megatrain_ray.time_limit import OutOfTimeError, time_limit
 
@@ -100,12 +106,13 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    tokenizer: str, name: str | None = None, arguments: Mapping[str, Any] | None = None
+    tokenizer: str, name: str | None = None, arguments: Mapping[str, Any] | None = None, *, ends_bytes: bool = False
 ) -> ChatTemplate:
     """Return the template that `name` means, else that of the tokenizer's folder, else the plain one.
 
     name: an additional template of the tokenizer's folder, one of the named templates, or a file.
     arguments: variables of the template, such as enable_thinking.
+    ends_bytes: give the template an eos_token if the tokenizer is `bytes`, as an export of that has.
 
     Raises ConfigError for broken files, for a named template whose marks the tokenizer lacks, for arguments that a user
     may not set, and as find_on_hub.
@@ -116,7 +123,8 @@ def load_chat_template(
             "your template, such as enable_thinking"
         )
     folder = None if tokenizer == "bytes" else tokenizer_folder(tokenizer)
-    variables = {**(named_tokens(folder) if folder else {}), **(arguments or {})}
+    named = named_tokens(folder) if folder else {"eos_token": END_NAME} if ends_bytes else {}
+    variables = {**named, **(arguments or {})}
     sources = _sources(folder) if folder else {}
     if name is not None:
         return ChatTemplate(name, sources.get(name) or _named(name, folder), variables=variables)

@@ -29,7 +29,7 @@ from megatrain_ray.io.records.read_records import (
 )
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, LossWeights, TokenArray, TokenBlock
-from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
+from megatrain_ray.io.tokens.tokenizer import END_NAME, ByteTokenizer, Tokenizer, load_tokenizer
 
 Truncation = Literal["turn", "drop"]
 
@@ -117,7 +117,7 @@ class ChatEncoder:
     """Encodes a conversation as ids and loss weights, which is the expensive part of reading chats. Holds no state."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, learn_reasoning: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = with_ends_of(template, tokenizer)
         self._marker = TurnMarker(template, learn_reasoning=learn_reasoning)
 
     def encode(self, conversation: Conversation) -> list[EncodedChat]:
@@ -138,6 +138,13 @@ class ChatEncoder:
             loss_weights[learned] = weight
         answer_ends = np.searchsorted(starts, marked.ends)
         return EncodedChat(ids.astype(np.uint32), loss_weights, answer_ends, marked.notes)
+
+
+def with_ends_of(template: ChatTemplate, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer for chats in this template: `bytes` has a mark for the end if the template may write it."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return ByteTokenizer(marked=template.variables.get("eos_token") == END_NAME)
+    return tokenizer
 
 
 class EncodedRecord(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.template_ending import user_mark
 from megatrain_ray.io.records.read_records import RecordError
-from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, named_tokens
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, Tokenizer, named_tokens
 
 _ANSWER = "zqx"  # occurs in no template
 _MESSAGES = ({"role": "user", "content": "What?"}, {"role": "assistant", "content": _ANSWER})
@@ -52,7 +52,7 @@ def text_after_answer(template: ChatTemplate) -> str:
     return after if after.strip() else user_mark(template)
 
 
-def unlearned_mark(tokenizer: FolderTokenizer, template: ChatTemplate) -> int | None:
+def unlearned_mark(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
     """Return the id of the mark after an answer that {% generation %} tags leave out; None if they leave out none."""
     if not template.marks_generation(()):
         return None
@@ -66,7 +66,7 @@ def unlearned_mark(tokenizer: FolderTokenizer, template: ChatTemplate) -> int | 
     return None if mark in tokenizer.encode(learned).tolist() else mark
 
 
-def lacks_bos(tokenizer: FolderTokenizer, template: ChatTemplate) -> bool:
+def lacks_bos(tokenizer: Tokenizer, template: ChatTemplate) -> bool:
     """Return whether Transformers begins a text with a bos token that a chat in this template does not begin with."""
     text = _answered(template)
     return bool(text) and tokenizer.adds_bos and tokenizer.encode(text)[:1].tolist() != [tokenizer.bos]
@@ -79,7 +79,7 @@ def _answered(template: ChatTemplate) -> str:
         return ""
 
 
-def first_mark(tokenizer: FolderTokenizer, text: str) -> int | None:
+def first_mark(tokenizer: Tokenizer, text: str) -> int | None:
     """Return the id of the first mark in a text; None if all of it is ordinary text.
 
     Generation stops by itself at a mark, but not at ordinary text.

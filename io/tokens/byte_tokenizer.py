@@ -8,9 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from megatrain_ray.io.tokens.tokenizer import ByteTokenizer
-
-END_NAME = "<|endoftext|>"
+from megatrain_ray.io.tokens.tokenizer import END_NAME, ByteTokenizer
 
 
 def write_byte_tokenizer(folder: Path, *, vocab_size: int) -> None:

@@ -51,7 +51,7 @@ def show_data(config: TrainConfig) -> None:
         if (held_out := config.data.held_out) is not None:
             with naming_held_out(held_out):
                 opened.append(_open(held_out, config.tokenizer, vocab_size, Path(folder)))
-        _show_records(config, opened[0].windows)
+        _show_records(config, opened[0].windows, vocab_size)
         for part in opened:
             for line in _totals(part, config):
                 show(line)
@@ -75,7 +75,7 @@ def _open(data: DataConfig, tokenizer: str, vocab_size: int, folder: Path) -> Op
 # --- records ---
 
 
-def _show_records(config: TrainConfig, sources: Sequence[Windows]) -> None:
+def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: int) -> None:
     corpora = [source.corpus for source in sources]
     tokenizer = _tokenizer(config)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -93,7 +93,7 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows]) -> None:
     if any(corpus.loss_weights is not None for corpus in corpora):
         show(f"learned   {'green and bold text' if has_colours else f'what stands between {OPEN} and {CLOSE}'}")
     if config.data.kind == "sft":
-        for line in describe_template(config.data, config.tokenizer):
+        for line in describe_template(config.data, config.tokenizer, vocab_size):
             show(line)
 
 

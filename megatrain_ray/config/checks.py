@@ -20,7 +20,7 @@ from megatrain_ray.units import format_ranges, parse_ranges
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "add_bos": ("pretrain",),
-    "add_eos": ("pretrain",),
+    "add_eos": ("pretrain", "sft"),
     "dataset": ("sft",),
     "eval_dataset": ("sft",),
     "chat_format": ("sft",),
@@ -212,7 +212,9 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
         if data.kind not in kinds and getattr(data, key) != type(data).model_fields[key].default:
             expected = " or ".join(kinds)
             yield f"data.{key}: goes with data.kind: {expected}, and data.kind is {data.kind}; leave the key out"
-    if data.add_eos and data.packing:
+    if data.add_eos is not None and data.kind == "sft" and data.tokenizer != "bytes":
+        yield "data.add_eos: the chat template decides how an answer ends, but with data.tokenizer: bytes; leave it out"
+    if data.add_eos and data.kind == "pretrain" and data.packing:
         yield "data.add_eos: data.packing joins texts by the eos token already; leave the key out, or pack nothing"
 
 

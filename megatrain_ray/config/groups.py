@@ -84,8 +84,8 @@ class DataConfig(Group):
     """pretrain: begin each text with the tokenizer's bos token. null: if Transformers does, decided when a run
     begins."""
     add_eos: bool | None = None
-    """pretrain without packing: end each text with the tokenizer's eos token, as packing does. null: if the model has
-    one, decided when a run begins."""
+    """pretrain without packing: end each text with the tokenizer's eos token, as packing does; sft with `bytes`: end
+    each answer with id 256. null: if the model has that id, decided when a run begins."""
     bad_records: Literal["error", "skip"] = "error"
     """error: the first bad record ends the start; skip: bad records are counted."""
     tokenizer: Text | None = None
@@ -98,6 +98,12 @@ class DataConfig(Group):
     """Order the windows anew each epoch."""
     seed: Seed = 0
     """Seed of the order."""
+
+    def decided_marks(self, tokenizer: str) -> tuple[str, ...]:
+        """Return the keys that are decided when a run begins: of texts, and of chats with the tokenizer `bytes`."""
+        if self.kind == "pretrain":
+            return "add_bos", "add_eos"
+        return ("add_eos",) if self.kind == "sft" and tokenizer == "bytes" else ()
 
     @property
     def held_out(self) -> HeldOutConfig | None:

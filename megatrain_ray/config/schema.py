@@ -13,8 +13,6 @@ from megatrain_ray.config.groups import DataConfig, Settings
 from megatrain_ray.config.values import epochs_of, exact, with_commits
 from megatrain_ray.errors import ConfigError
 
-TEXT_MARKS = ("add_bos", "add_eos")  # keys of `data` that are decided when a run begins
-
 
 class TrainConfig(Settings):
     """Holds a whole configuration. Its construction raises ConfigError, with one line for every problem."""
@@ -69,10 +67,10 @@ class TrainConfig(Settings):
         """Return the configuration of a run that has begun, in which what its release did not know is as it was then.
 
         Earlier releases never began texts with the bos token, and ended them with the eos token only in packed rows.
+        With the tokenizer `bytes` they ended answers with ordinary text.
         """
-        if self.data.kind != "pretrain":
-            return self
-        update = {key: False for key in TEXT_MARKS if getattr(self.data, key) is None}
+        marks = self.data.decided_marks(self.tokenizer)
+        update = {key: False for key in marks if getattr(self.data, key) is None}
         return self.model_copy(update={"data": self.data.model_copy(update=update)})
 
     def resolve(self, earlier: TrainConfig | None = None) -> TrainConfig:
@@ -96,7 +94,8 @@ class TrainConfig(Settings):
     def _resolved_data(self, earlier: DataConfig | None) -> DataConfig:
         update: dict[str, Any] = {"tokenizer": self.tokenizer}
         if earlier is not None:
-            update |= {key: getattr(earlier, key) for key in TEXT_MARKS if getattr(self.data, key) is None}
+            marks = self.data.decided_marks(self.tokenizer)
+            update |= {key: getattr(earlier, key) for key in marks if getattr(self.data, key) is None}
             update["path"] = with_commits(self.data.path, earlier.path)
             if self.data.eval_path is not None and earlier.eval_path is not None:
                 update["eval_path"] = with_commits(self.data.eval_path, earlier.eval_path)

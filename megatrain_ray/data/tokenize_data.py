@@ -18,8 +18,8 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.encode_chats import ChatRecipe
+from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
+from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
 from megatrain_ray.io.chat.end_marks import first_mark, lacks_bos, text_after_answer, unlearned_mark
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.named_templates import fitting_templates
@@ -33,6 +33,7 @@ from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus
 from megatrain_ray.io.tokens.tokenizer import (
+    ByteTokenizer,
     FolderTokenizer,
     Tokenizer,
     holds_tokenizer,
@@ -106,11 +107,10 @@ def decide_marks(config: TrainConfig, vocab_size: int | None) -> TrainConfig:
 
     vocab_size: of the model; None: not known yet.
     """
-    data = config.data
-    if data.kind != "pretrain" or None not in (data.add_bos, data.add_eos):
+    if not open_marks(config.data, config.tokenizer):
         return config
     tokenizer = load_tokenizer(config.tokenizer)
-    data = with_marks(data, tokenizer, vocab_size or ALL_IDS)
+    data = with_marks(config.data, config.tokenizer, vocab_size or ALL_IDS, tokenizer)
     if isinstance(tokenizer, FolderTokenizer):
         if data.add_bos and config.data.add_bos is None and tokenizer.bos is not None:
             say(f"each text begins with {tokenizer.token_of(tokenizer.bos)}, as in Transformers (data.add_bos)")
@@ -134,35 +134,40 @@ def other_tokenizer(config: TrainConfig) -> str | None:
     )
 
 
-def with_marks(data: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> DataConfig:
-    """Return the data with what is left open decided: which marks texts begin and end with."""
-    end = tokenizer.end_of_document
-    ends = not data.packing and end is not None and end < vocab_size
-    decided = {"add_bos": tokenizer.adds_bos, "add_eos": ends}
-    return data.model_copy(update={key: value for key, value in decided.items() if getattr(data, key) is None})
+def open_marks(data: DataConfig, tokenizer: str) -> tuple[str, ...]:
+    """Return those of add_bos and add_eos that are decided when a run begins, and are not yet."""
+    return tuple(key for key in data.decided_marks(tokenizer) if getattr(data, key) is None)
 
 
-def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
+def with_marks(data: DataConfig, name: str, vocab_size: int, tokenizer: Tokenizer | None = None) -> DataConfig:
+    """Return the data with what is left open decided: which marks texts, and chats of bytes, begin and end with.
+
+    tokenizer: that of the `name`; None: it is loaded if it is needed.
+    """
+    if not (keys := open_marks(data, name)):
+        return data
+    tokenizer = tokenizer or load_tokenizer(name)
+    end, packs_texts = tokenizer.end_of_document, data.kind == "pretrain" and data.packing
+    decided = {"add_bos": tokenizer.adds_bos, "add_eos": end is not None and end < vocab_size and not packs_texts}
+    return data.model_copy(update={key: decided[key] for key in keys})
+
+
+def describe_template(data: DataConfig, tokenizer: str, vocab_size: int) -> Iterator[str]:
     """Yield a line that names the chat template, and warnings of what a model would not learn from it.
 
     Raises ConfigError as load_chat_template.
     """
-    template = load_chat_template(tokenizer, data.chat_template, data.chat_template_args)
+    data, is_bytes = with_marks(data, tokenizer, vocab_size), tokenizer == "bytes"
+    template = _template(data, tokenizer)
     yield f"template  {template.name}"
-    if tokenizer == "bytes":
-        yield (
-            "warning: with the tokenizer bytes an answer ends with ordinary text, at which megatrain generate stops "
-            "and other programs do not; megatrain tokenizer train makes one with marks"
-        )
-        return
-    folder = tokenizer_folder(tokenizer)
-    own = FolderTokenizer(folder)
-    fitting = ", ".join(fitting_templates(folder)) or "none of the named ones"
+    own = with_ends_of(template, load_tokenizer(tokenizer))
+    fitting = ", ".join(fitting_templates(None if is_bytes else tokenizer_folder(tokenizer)))
+    having = f"(this tokenizer has the marks of {fitting or 'none of the named ones'})"
     if first_mark(own, text_after_answer(template)) is None:
+        marked = f"set data.chat_template to one that ends answers with a special token {having}"
         yield (
-            "warning: this template ends an answer with ordinary text, at which generation does not stop by itself; "
-            "set data.chat_template to one that ends answers with a special token (this tokenizer has the marks of "
-            f"{fitting})"
+            "warning: this template ends an answer with ordinary text, at which megatrain generate stops and other "
+            f"programs do not; {_end_of_bytes(data, vocab_size) if is_bytes else marked}"
         )
     if (mark := unlearned_mark(own, template)) is not None:
         yield (
@@ -172,8 +177,21 @@ def describe_template(data: DataConfig, tokenizer: str) -> Iterator[str]:
     if lacks_bos(own, template):
         yield (
             f"warning: this tokenizer begins every text with {own.token_of(own.bos or 0)}, and the template does not "
-            f"write it; set data.chat_template to one that does (this tokenizer has the marks of {fitting})"
+            f"write it; set data.chat_template to one that does {having}"
         )
+
+
+def _end_of_bytes(data: DataConfig, vocab_size: int) -> str:
+    """Return what lets a model of bytes stop that learns an ordinary text after an answer."""
+    if data.add_eos:
+        return "write {{ eos_token }} there, or leave data.chat_template out"
+    if vocab_size <= ByteTokenizer.end_of_document:
+        return f"give the model a vocab_size of {ByteTokenizer.end_of_document + 1} or more, with an id for the end"
+    return "in a new run data.add_eos: true ends answers with an id of its own"
+
+
+def _template(data: DataConfig, tokenizer: str) -> ChatTemplate:
+    return load_chat_template(tokenizer, data.chat_template, data.chat_template_args, ends_bytes=bool(data.add_eos))
 
 
 def _find(data: DataConfig, *, may_fetch: bool = True) -> set[Path]:
@@ -192,11 +210,11 @@ def _find(data: DataConfig, *, may_fetch: bool = True) -> set[Path]:
 
 def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: int) -> Recipe:
     choice = RecordChoice(data.max_records, data.hash_range)
+    data = with_marks(data, tokenizer, vocab_size)
     if data.kind == "pretrain":
-        marks = with_marks(data, load_tokenizer(tokenizer), vocab_size)
         return TextRecipe(
-            find_files(path), tokenizer, data.text_field, data.bad_records, choice, bool(marks.add_bos),
-            bool(marks.add_eos),
+            find_files(path), tokenizer, data.text_field, data.bad_records, choice, bool(data.add_bos),
+            bool(data.add_eos),
         )  # fmt: skip
     _check_filled(path)
     if data.kind == "tokens":
@@ -205,7 +223,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
     return ChatRecipe(
         find_chats(path, data.dataset, data.chat_format),
         tokenizer,
-        load_chat_template(tokenizer, data.chat_template, data.chat_template_args),
+        _template(data, tokenizer),
         data.truncation,
         data.seq_len,
         data.bad_records,

@@ -166,8 +166,9 @@ def _tokenizer_files(files: RunFiles, config: TrainConfig, manifest: Manifest) -
         return
     texts = manifest.model.get("text_config") or manifest.model
     with TemporaryDirectory(prefix="megatrain-tokenizer-") as name:
-        for file in kept:  # chats were rendered without an eos token, which bytes cannot write
-            (Path(name) / file.name).write_text(NO_EOS_TOKEN + file.read_text(encoding="utf-8"), encoding="utf-8")
+        head = "" if config.data.add_eos else NO_EOS_TOKEN  # chats were rendered with or without an eos token
+        for file in kept:
+            (Path(name) / file.name).write_text(head + file.read_text(encoding="utf-8"), encoding="utf-8")
         write_byte_tokenizer(Path(name), vocab_size=texts["vocab_size"])
         yield sorted(Path(name).iterdir())
 

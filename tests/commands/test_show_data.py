@@ -47,7 +47,7 @@ def test_chats_are_shown_with_their_answers_marked(
     text = shown(folder, capsys, **sft, data__bad_records="skip", data__eval_path=held)
     first, second, third, totals = text.split("── sequence ")[1:3] + text.split("── sequence ")[3].split("\n\n", 1)
     assert first == (
-        "1 of 3: 65 tokens, 11 learned ──\n<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n«4<|im_end|>»\n\n\n"
+        "1 of 3: 56 tokens, 2 learned ──\n<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n«4<|endoftext|>»\n\n\n"
     )
     assert "\\x1b[2J?" in second
     assert "\x1b" not in text
@@ -55,21 +55,19 @@ def test_chats_are_shown_with_their_answers_marked(
     assert third.endswith("xx»")
     lines = [line.strip() for line in totals.splitlines()]
     assert lines[:2] == ["learned   what stands between « and »", "template  the plain template"]
-    assert lines[2].startswith("warning: with the tokenizer bytes an answer ends with ordinary text")
-    assert lines[3] == f"data.path: {sft['data__path']}"
-    del lines[2]
-    assert lines[3].startswith("4 records: 3 sequences, 1633 tokens, ")
+    assert lines[2] == f"data.path: {sft['data__path']}"
+    assert lines[3].startswith("4 records: 3 sequences, 1615 tokens, ")
     assert lines[4].startswith("1 bad, skipped (")
     assert lines[5].startswith("1 too long, cut inside an answer (")
-    assert "tokens each: 65 to 1501, mean 544" in lines
-    assert f"65–127  {'█' * 40} 2" in lines
+    assert "tokens each: 56 to 1501, mean 538" in lines
+    assert f"56–63   {'█' * 40} 2" in lines
     assert "2 rows of 1500 inputs, 54% filled" in lines
     assert "an epoch is 2 rows, 0.5 steps of 4 rows" in lines
     assert f"data.eval_path: {held}" in lines
     assert lines[-1] == "1 row of 1500 inputs, 4% filled"
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    assert "\n\x1b[1;32m4<|im_end|>\x1b[0m\n" in shown(folder, capsys, **sft, data__bad_records="skip")
+    assert "\n\x1b[1;32m4<|endoftext|>\x1b[0m\n" in shown(folder, capsys, **sft, data__bad_records="skip")
 
 
 def test_weights_of_tokens_and_texts_of_several_sources_are_shown(

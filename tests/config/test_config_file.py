@@ -205,6 +205,18 @@ def test_texts_of_a_run_begin_and_end_as_they_did(key: str) -> None:
     assert added(config(data__kind="sft").as_begun()) is None
 
 
+def test_answers_of_bytes_end_as_they_did() -> None:
+    """A run of a release that had no id for the end of an answer goes on without; others have a template for it."""
+    given = config(data__kind="sft", data__tokenizer="bytes")
+    old, new = given.as_begun(), config(data__kind="sft", data__tokenizer="bytes", data__add_eos=True)
+    assert (old.data.add_bos, old.data.add_eos, given.resolve(old).data.add_eos) == (None, False, False)
+    assert (resume_diff(old, given), resume_diff(old, new)) == ([], ["data.add_eos: false -> true"])
+    assert given.resolve(new).data.add_eos is new.as_begun().data.add_eos is True
+    assert TrainConfig.model_validate(old.model_dump()) == old
+    with pytest.raises(ConfigError, match=r"^data\.add_eos: the chat template decides"):
+        config(data__kind="sft", data__add_eos=False)
+
+
 def test_rates_of_groups_may_change_on_a_resume_and_what_is_in_them_may_not() -> None:
     def of(*groups: dict[str, Any]) -> TrainConfig:
         return config(train__groups=list(groups))

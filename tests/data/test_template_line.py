@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,27 +35,45 @@ def test_a_template_without_an_end_mark_is_warned_of(tmp_path: Path) -> None:
     tokenizer, file = str(build(tmp_path / "tokenizer", FAMILIES["qwen2.5"])), tmp_path / "plain.jinja"
     file.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
     data = {"kind": "sft", "path": "x.jsonl", "seq_len": 8}
-    assert list(describe_template(DataConfig(**data), tokenizer)) == [f"template  of {tokenizer}"]  # type: ignore[arg-type]
+    assert list(describe_template(DataConfig(**data), tokenizer, 999)) == [f"template  of {tokenizer}"]  # type: ignore[arg-type]
     named = DataConfig(**data, chat_template=str(file))  # type: ignore[arg-type]
-    name, warning = describe_template(named, tokenizer)
+    name, warning = describe_template(named, tokenizer, 999)
     assert name == f"template  {file}"
     assert warning.startswith("warning: this template ends an answer with ordinary text")
     assert warning.endswith("(this tokenizer has the marks of chatml, qwen, mistral)")
-    _, warning = describe_template(named, "bytes")
-    assert warning.startswith("warning: with the tokenizer bytes an answer ends with ordinary text")
     tagged = FAMILIES["generation_tags"].source
     file.write_text(tagged)
-    assert list(describe_template(named, tokenizer)) == [f"template  {file}"]
+    assert list(describe_template(named, tokenizer, 999)) == [f"template  {file}"]
     file.write_text(tagged.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"))
-    _, warning = describe_template(named, tokenizer)
+    _, warning = describe_template(named, tokenizer, 999)
     assert warning.startswith(
         "warning: the {% generation %} tags of this template leave out <|im_end|>, which ends answers"
     )
     base = build(tmp_path / "base", FAMILIES["gemma"])
     (base / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
-    name, warning = describe_template(DataConfig(**data), str(base))  # type: ignore[arg-type]
+    name, warning = describe_template(DataConfig(**data), str(base), 999)  # type: ignore[arg-type]
     assert name == "template  the plain template"
     assert warning.startswith("warning: this tokenizer begins every text with <bos>, and the template does not")
     assert warning.endswith("(this tokenizer has the marks of gemma, mistral)")
     gemma = DataConfig(**data, chat_template="gemma")  # type: ignore[arg-type]
-    assert list(describe_template(gemma, str(base))) == ["template  gemma"]
+    assert list(describe_template(gemma, str(base), 999)) == ["template  gemma"]
+
+
+def test_an_answer_of_bytes_ends_with_an_id_that_the_model_has(tmp_path: Path) -> None:
+    def described(vocab_size: int, **data: Any) -> list[str]:
+        tree = {"kind": "sft", "path": "x.jsonl", "seq_len": 8, **data}
+        return list(describe_template(DataConfig(**tree), "bytes", vocab_size))
+
+    ordinary = (
+        "warning: this template ends an answer with ordinary text, at which megatrain generate stops and other "
+        "programs do not; "
+    )
+    assert described(257) == described(257, add_eos=True) == ["template  the plain template"]
+    assert described(256)[1:] == [f"{ordinary}give the model a vocab_size of 257 or more, with an id for the end"]
+    assert described(257, add_eos=False)[1:] == [
+        f"{ordinary}in a new run data.add_eos: true ends answers with an id of its own"
+    ]
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    assert described(257, chat_template=str(tmp_path / "own.jinja"))[1:] == [
+        f"{ordinary}write {{{{ eos_token }}}} there, or leave data.chat_template out"
+    ]

@@ -109,19 +109,23 @@ def test_a_run_on_chats_side_by_side_equals_the_reference(tmp_path: Path, train:
     assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
 
 
-@pytest.mark.parametrize("eos", ["<|endoftext|>", "<|im_end|>"])
-def test_an_exported_model_stops_after_its_answer(tmp_path: Path, train: Train, eos: str) -> None:
+@pytest.mark.parametrize("tokenizer", ["its own", "bytes"])
+def test_an_exported_model_stops_after_its_answer(tmp_path: Path, train: Train, tokenizer: str) -> None:
     """Also where the answer's end is not the tokenizer's eos token, and the model's configuration names neither."""
     question, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is 4. Yes."}
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
     tree = settings(tmp_path, train__steps=40, train__lr=3e-3, train__batch_size=1, save_every=0)
-    tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "seq_len": 60}
+    tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "seq_len": 80}
     file = tmp_path / "tokenizer" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": eos, "pad_token": "<|endoftext|>"}))
+    names = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | names))
+    if tokenizer == "bytes":
+        tree["data"]["tokenizer"] = tokenizer
     done = train(str(write_config(tmp_path / "config.yaml", tree)))
     assert done.returncode == 0, done.stderr
+    assert "warning: this template" not in done.stderr
     done = cli_here("export", tree["run_dir"], str(tmp_path / "export"))
-    expected = ["<|im_end|>"] if eos == "<|im_end|>" else ["<|im_end|>", "<|endoftext|>"]
+    expected = ["<|endoftext|>"] if tokenizer == "bytes" else ["<|im_end|>", "<|endoftext|>"]
     assert f"generation stops at {', '.join(expected)}\n" in done.stdout
     generate = transformers.pipeline("text-generation", str(tmp_path / "export"))
     [found] = generate([question], max_new_tokens=100, do_sample=False)
@@ -130,10 +134,23 @@ def test_an_exported_model_stops_after_its_answer(tmp_path: Path, train: Train, 
     assert (done.returncode, done.stdout) == (0, f"{answer['content']}\n")
     assert not list(Path(tree["run_dir"]).glob(".export-*"))
     of_export = json.loads((tmp_path / "export" / "generation_config.json").read_text())
-    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json")).token_to_id
+    ids = tokenizers.Tokenizer.from_file(str(tmp_path / "export" / "tokenizer.json")).token_to_id
     ends = [ids(name) for name in expected]
     assert of_export["eos_token_id"] == (ends[0] if len(ends) == 1 else ends)
     assert of_export["pad_token_id"] == ids("<|endoftext|>")
+    if tokenizer == "bytes":
+        assert_an_export_of_an_earlier_release_has_its_template(tree, tmp_path / "old", [question, answer])
+
+
+def assert_an_export_of_an_earlier_release_has_its_template(tree: Tree, out: Path, chat: list[Any]) -> None:
+    """Its run knew no data.add_eos, and answers of bytes ended with ordinary text."""
+    file = Path(tree["run_dir"]) / "config.yaml"
+    written = file.read_text()
+    assert "  add_eos: true\n" in written
+    file.write_text(written.replace("  add_eos: true\n", ""))
+    assert cli_here("export", tree["run_dir"], str(out)).returncode == 0
+    text = transformers.AutoTokenizer.from_pretrained(out).apply_chat_template(chat, tokenize=False)
+    assert text.endswith("Yes.<|im_end|>\n")
 
 
 def line(file: Path, record: Any) -> str:

@@ -273,8 +273,11 @@ def cached_encoder(folder: Path, learn_reasoning: bool = True) -> ChatEncoder:
 
 @given(system=st.none() | TEXTS, pairs=PAIRS)
 def test_random_chats_as_bytes(system: str | None, pairs: list[tuple[str, str]]) -> None:
-    encoder = ChatEncoder(load_tokenizer("bytes"), load_chat_template("bytes"))
-    (chat,) = encoder.encode(Conversation(tuple(as_messages(system, pairs))))
+    tokenizer, conversation = load_tokenizer("bytes"), Conversation(tuple(as_messages(system, pairs)))
+    (marked,) = ChatEncoder(tokenizer, load_chat_template("bytes", ends_bytes=True)).encode(conversation)
+    learned = marked.ids[marked.loss_weights > 0].tolist()
+    assert learned == [token for _, answer in pairs for token in (*answer.encode(), 256)]
+    (chat,) = ChatEncoder(tokenizer, load_chat_template("bytes")).encode(conversation)
     learned = bytes(chat.ids[chat.loss_weights > 0].astype(np.uint8)).decode()
     assert learned == "".join(answer + "<|im_end|>" for _, answer in pairs)
     head = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
-from megatrain_ray.io.tokens.tokenizer import ByteTokenizer, FolderTokenizer
+from megatrain_ray.io.tokens.tokenizer import END_NAME, ByteTokenizer, FolderTokenizer
 
 
 def test_ids_are_bytes_and_decode_to_the_text(tmp_path: Path) -> None:
@@ -21,6 +21,17 @@ def test_ids_are_bytes_and_decode_to_the_text(tmp_path: Path) -> None:
     assert theirs.decode(ids) == text
     assert theirs.eos_token_id == theirs.pad_token_id == ByteTokenizer.end_of_document
     assert theirs.decode([104, 105, 256, 300], skip_special_tokens=True) == "hi"
+
+
+def test_the_end_of_an_answer_is_one_id_where_chats_are_encoded(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, vocab_size=257)
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = f"é{END_NAME}漢😀<|{END_NAME}{END_NAME} <|endoftext"
+    expected, placed = theirs.encode(text), ByteTokenizer(marked=True).encode_placed(text)
+    assert placed.ids.tolist() == expected.ids == ByteTokenizer(marked=True).encode(text).tolist()
+    assert list(zip(placed.starts.tolist(), placed.ends.tolist(), strict=True)) == expected.offsets
+    assert ByteTokenizer(marked=True).decode(placed.ids) == text
+    assert ByteTokenizer().encode_placed(text).ids.tolist() == list(text.encode())
 
 
 def test_every_byte_has_its_id_and_a_small_vocabulary_no_end(tmp_path: Path) -> None:
