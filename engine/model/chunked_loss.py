@@ -157,10 +157,14 @@ def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torc
     return [next(found) if source.requires_grad else None for source in sources]
 
 
-def cross_entropy_sums(
-    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: Targets, *, chunk_tokens: int
-) -> list[torch.Tensor]:
-    """Return the cross-entropy of each chunk, the weighted sum over its supervised tokens, without gradients.
+OfChunk = Callable[[torch.Tensor, Targets], torch.Tensor]  # FP32 scores [1, t, V] and t targets → 1-D, FP32
+
+
+def score_chunks(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: Targets, of_chunk: OfChunk, *,
+    chunk_tokens: int,
+) -> torch.Tensor:  # fmt: skip
+    """Return what `of_chunk` makes of each chunk's scores, joined in the order of the chunks, without gradients.
 
     logits: [1, t, D] → [1, t, V].
     hidden, targets, chunk_tokens: as for chunked_loss.
@@ -168,7 +172,17 @@ def cross_entropy_sums(
     tokens = hidden.reshape(1, -1, hidden.shape[-1])
     chunks = zip(torch.split(tokens, chunk_tokens, 1), targets.chunks(chunk_tokens), strict=True)
     with torch.no_grad():
-        return [_cross_entropy(logits(chunk).float(), of_chunk) for chunk, of_chunk in chunks]
+        return torch.cat([of_chunk(logits(chunk).float(), of_targets) for chunk, of_targets in chunks])
+
+
+def cross_entropy_sum(scores: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return the weighted sum of the cross-entropy over the supervised tokens of a chunk, [1]."""
+    return _cross_entropy(scores, targets)[None]
+
+
+def target_logprobs(scores: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return the log-probability of each target of a chunk, [t]; 0 where a token is not supervised."""
+    return 0.0 - F.cross_entropy(scores[0], targets.ids, reduction="none", ignore_index=IGNORED)
 
 
 def _cross_entropy(scores: torch.Tensor, targets: Targets, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatrain_ray.engine.device.device import Device, MemoryStatistics
 from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.host.interfaces import Host
+from megatrain_ray.engine.model.chunked_loss import OfChunk, cross_entropy_sum, target_logprobs
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
@@ -152,21 +153,38 @@ class Engine:
     async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
         """Return the cross-entropy of this generation's weights, summed over the supervised tokens of all ranks.
 
+        Each chunk is summed in FP32 on the device. The sums of chunks are added in double precision on the host.
+
         The model runs in evaluation mode, in the plan's loop order; nothing else changes. Call between steps. Waits
         first until every layer has its update.
         """
+
+        def add(sums: torch.Tensor) -> float:
+            own = torch.tensor([sum(sums.tolist())], dtype=torch.float64, device=sums.device)
+            return float(sum(self.ranks.gather(own).tolist()))
+
+        return await self._evaluate(micro_batches, generation, cross_entropy_sum, add)
+
+    async def logprobs(self, micro_batches: Sequence[MicroBatch], generation: int) -> torch.Tensor:
+        """Return the log-probability of every target of all ranks' micro-batches, in the order of tokens.
+
+        It is FP32, 1-D and on the host, and 0 where a token is not supervised. Call it as `evaluate`.
+        """
+        return await self._evaluate(
+            micro_batches, generation, target_logprobs, lambda values: self.ranks.gather(values).cpu()
+        )
+
+    async def _evaluate(
+        self, micro_batches: Sequence[MicroBatch], generation: int, of_chunk: OfChunk,
+        gather: Callable[[torch.Tensor], T],
+    ) -> T:  # fmt: skip
+        """Return what `gather` makes of this rank's scores, on the compute thread."""
         await self.drain(generation)
         order = forward_visits(len(self.plan.layers), len(micro_batches), self.plan.step.order)
-
-        def run() -> float:
-            own = self.evaluator.run(micro_batches, order)
-            found = torch.tensor([own], dtype=torch.float64, device=self.device.torch_device)
-            return float(sum(self.ranks.gather(found).tolist()))
-
         async with self._streaming(self._residency_of(order), generation):
-            total = await self.on_compute_thread(run)
+            found = await self.on_compute_thread(lambda: gather(self.evaluator.run(micro_batches, order, of_chunk)))
         await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited in an evaluation
-        return total
+        return found
 
     def _residency_of(self, visits: Sequence[Visit]) -> Residency:
         return residency_of(visits, self.model.structure, self.model.layout, self.plan)

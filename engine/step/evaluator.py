@@ -1,4 +1,4 @@
-"""Evaluates on the compute thread: runs only the forward and the cross-entropy of a step."""
+"""Evaluates on the compute thread: runs only the forward of a step, and scores its targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
-from megatrain_ray.engine.model.chunked_loss import Targets, cross_entropy_sums
+from megatrain_ray.engine.model.chunked_loss import OfChunk, Targets, score_chunks
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
@@ -27,14 +27,11 @@ class Evaluator:
         self._chunk_tokens = chunk_tokens
         self.current_phase = ""  # empty while nothing is evaluated; read by other threads
 
-    def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit]) -> float:
-        """Return the weighted sum of the cross-entropy over the supervised tokens of all micro-batches.
-
-        Each chunk is summed in FP32 on the device. The sums of chunks are added in double precision on the host.
-        """
+    def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit], of_chunk: OfChunk) -> torch.Tensor:
+        """Return what `of_chunk` makes of the scores of every chunk, joined in the order of tokens, on the device."""
         passes = self._model.forward_passes(micro_batches)
         targets = [micro_batch.uploaded_targets(self._device.upload) for micro_batch in micro_batches]
-        sums: list[torch.Tensor] = []
+        found: dict[int, torch.Tensor] = {}  # by micro-batch
         with self._model.proxied.evaluating(), torch.no_grad():
             for visit in visits:
                 self.current_phase = (
@@ -46,10 +43,9 @@ class Evaluator:
                             passes[j].start()
                         self._forward(visit.layer, j, passes[j])
                         if visit.phase is Phase.HEAD:
-                            sums += self._loss(j, passes[j], targets[j])
+                            found[j] = self._score(j, passes[j], targets[j], of_chunk)
         self.current_phase = ""
-        of_chunks: list[float] = torch.stack(sums).tolist()
-        return sum(of_chunks)
+        return torch.cat([found[j] for j in sorted(found)])
 
     def _forward(self, layer: int, j: int, forward_pass: ForwardPass) -> None:
         while (call := forward_pass.pending) is not None and self._model.structure.layer_of[call.path] == layer:
@@ -58,11 +54,12 @@ class Evaluator:
                 result = call.infer(function)
             forward_pass.answer(result)
 
-    def _loss(self, j: int, forward_pass: ForwardPass, targets: Targets) -> list[torch.Tensor]:
+    def _score(self, j: int, forward_pass: ForwardPass, targets: Targets, of_chunk: OfChunk) -> torch.Tensor:
         hidden = forward_pass.final_hidden
         forward_pass.free()
         with ExitStack() as stack:
             for path in sorted(self._model.structure.loss_modules):
                 stack.enter_context(self._model.bound(path))
             stack.enter_context(self._device.compute(Op("evaluate loss", len(self._model.structure.layers) - 1, j)))
-            return cross_entropy_sums(self._model.proxied.logits, hidden, targets, chunk_tokens=self._chunk_tokens)
+            logits = self._model.proxied.logits
+            return score_chunks(logits, hidden, targets, of_chunk, chunk_tokens=self._chunk_tokens)

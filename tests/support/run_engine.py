@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megatrain_ray.config.groups import ModelConfig
@@ -93,6 +94,7 @@ class EngineResult:
     records: list[tuple[Record, ...]] = field(default_factory=list)
     device_bytes: int = 0
     evaluations: list[float] = field(default_factory=list)  # mean of the held-out batches, before and after every step
+    logprobs: list[Tensor] = field(default_factory=list)  # of all targets of the held-out batches, just as often
 
     @property
     def losses(self) -> list[float]:
@@ -315,5 +317,8 @@ class Training:
         cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in batches]
         parts = [await self.engine.evaluate(micro_batches, generation) for micro_batches in cut]
         self.result.evaluations.append(sum(parts) / sum(batch.total_weight for batch in batches))
+        self.result.logprobs.append(
+            torch.cat([await self.engine.logprobs(micro_batches, generation) for micro_batches in cut])
+        )
         assert self.engine.device.take_exposed() == {}, "no step waited for what an evaluation waited for"
         self.timeline.clear()

@@ -1,4 +1,4 @@
-"""Evaluation by the engine: the plain model's number, and nothing of the training changed."""
+"""Evaluation by the engine: the plain model's numbers, and nothing of the training changed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, Visit, forward_visits
 from megatrain_ray.io.batching.batch_stream import Batch
 from tests.support.family_models import build_family, family_batches
-from tests.support.held_out_loss import held_out_loss
+from tests.support.held_out_loss import held_out_loss, plain_logprobs
 from tests.support.reference import Recipe, load_model, torch_threads, train_reference
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, text_batches, tiny_batches, weigh
 
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
+ON_DISK = Mode(num_shards=2, num_fragments=3, spilled=frozenset({1, 2, 3}), on_disk=frozenset({2, 3}))
 OUTER = Mode(sums=Tier.HOST, activations=ActivationPolicy.RECOMPUTE)
 
 
@@ -33,8 +34,11 @@ def held_out() -> list[Batch]:
     return [weigh(whole), replace(short, input_ids=short.input_ids[:2], targets=targets, num_supervised=32)]
 
 
-@pytest.mark.parametrize("mode", [Mode(), LAYERS, OUTER], ids=["plain", "layers", "sums on the host"])
-@pytest.mark.parametrize(("precision", "tied"), [("fp32", False), ("fp32", True), ("bf16", True)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("mode", "tied"), [(Mode(), False), (LAYERS, True), (OUTER, False), (ON_DISK, True)],
+    ids=["plain", "layers", "sums on the host", "weights on disk"],
+)  # fmt: skip
 def test_it_is_the_plain_models_number_before_and_after_training(
     tmp_path: Path, mode: Mode, precision: str, tied: bool
 ) -> None:
@@ -45,6 +49,8 @@ def test_it_is_the_plain_models_number_before_and_after_training(
     assert ours.evaluations[0] == held_out_loss(tmp_path, held_out(), recipe)
     assert ours.evaluations[3] == held_out_loss(tmp_path, held_out(), recipe, ours.masters)
     assert len(set(ours.evaluations)) == 4
+    assert torch.equal(ours.logprobs[0], plain_logprobs(tmp_path, held_out(), recipe))
+    assert torch.equal(ours.logprobs[3], plain_logprobs(tmp_path, held_out(), recipe, ours.masters))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -99,6 +105,7 @@ def test_families(tmp_path: Path, name: str) -> None:
         held_out_loss(tmp_path, [held], recipe),
         held_out_loss(tmp_path, [held], recipe, ours.masters),
     ]
+    assert torch.equal(ours.logprobs[1], plain_logprobs(tmp_path, [held], recipe, ours.masters))
 
 
 @pytest.mark.parametrize("chunk", [7, 32])
