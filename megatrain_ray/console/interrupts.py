@@ -17,7 +17,7 @@ from typing import Any
 STDERR = 2
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ray leaves SIGINT to the driver, and not these
 SIGNALS = (signal.SIGINT, *ENDINGS)
-AGAIN_S = 0.02  # seconds after which a signal is sent again that came where no exception can be raised
+AGAIN_S = 0.02  # seconds after which a signal is sent again that came where no exception should be raised
 MESSAGE = "interrupted: {} (once more: stop at once{})\n"
 
 
@@ -64,7 +64,7 @@ class Interrupts:
             with suppress(OSError):  # nobody reads it. Not `print`, which must not be called within itself
                 os.write(STDERR, self._message)
             return
-        if _in_finalizer(frame):
+        if _is_unsafe(frame):
             again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
             again.daemon = True
             again.start()
@@ -73,11 +73,15 @@ class Interrupts:
         raise KeyboardInterrupt
 
 
-def _in_finalizer(frame: FrameType | None) -> bool:
-    """Return whether the frame is in a `__del__` method, where Python drops what is raised.
+def _is_unsafe(frame: FrameType | None) -> bool:
+    """Return whether an exception raised in the frame may be dropped, or abort the process.
 
-    A signal during a garbage collection, which takes up to a second, is delivered to the first finalizer.
+    Python drops what is raised in a `__del__` method. A signal during a garbage collection, which takes up to a second,
+    is delivered to the first of them. Torch's C++ code drops some exceptions of the Python code that it calls, and
+    aborts at others.
     """
-    while frame is not None and frame.f_code.co_name != "__del__":
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__", "").startswith("torch."):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False

@@ -10,8 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_ray.console.interrupts import ENDINGS, SIGNALS, Interrupts
 from megatrain_ray.crew.ray_cluster import _init
@@ -29,6 +32,13 @@ def heard() -> Iterator[None]:
 
 def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
+
+
+def wait() -> None:
+    """Wait for a signal, in Python code."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        pass
 
 
 def handlers() -> list[object]:
@@ -74,12 +84,44 @@ def test_one_in_a_finalizer_is_not_lost(number: signal.Signals) -> None:
             ended.append(True)
 
     ended: list[bool] = []
-    deadline = time.monotonic() + 20
     with pytest.raises(KeyboardInterrupt), Interrupts():
         Finalized()
-        assert ended
-        while time.monotonic() < deadline:
-            pass
+        wait()
+    assert ended
+
+
+class Interrupted(TorchDispatchMode):
+    """Sends a signal in each call that torch's C++ code makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        send(signal.SIGINT)
+        self.ended = True
+        return func(*args, **kwargs or {})
+
+
+def test_one_in_code_that_torch_calls_comes_after_it() -> None:
+    """Torch's C++ code aborts at some exceptions of what it calls, and drops others."""
+    mode = Interrupted()
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        with mode:
+            torch.zeros(2)
+        wait()
+    assert mode.ended
+
+
+def test_one_in_code_of_torch_comes_after_it() -> None:
+    module = torch.nn.Identity()
+    ended: list[bool] = []
+    module.register_forward_hook(lambda *_: send(signal.SIGINT))
+    module.register_forward_hook(lambda *_: ended.append(True))
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        module(torch.zeros(2))
+        wait()
+    assert ended
 
 
 def test_what_is_cleaned_up_is_not_broken_off() -> None:
