@@ -184,9 +184,15 @@ class StructureFinder:
 
     def _is_reached(self, name: str) -> bool:
         """Return whether a gradient reaches the parameter. Of experts in a list the trial reads arbitrary ones."""
-        if name in self._trial.reads:
-            return name in self._trial.reached
-        return self._kind(name) in self._reached_kinds
+        first = self._first_names[id(self._model.get_parameter(name))]
+        if first in self._trial.reads:
+            return first in self._trial.reached
+        return self._kind(first) in self._reached_kinds
+
+    @cached_property
+    def _first_names(self) -> dict[int, str]:
+        """Return the first name of each parameter by identity. A trial knows parameters by these."""
+        return {id(parameter): name for name, parameter in self._model.named_parameters()}
 
     @cached_property
     def _reached_kinds(self) -> frozenset[str]:
@@ -200,7 +206,7 @@ class StructureFinder:
 
     def _unreached(self, module: nn.Module, path: str) -> Iterator[str]:
         """Yield the largest modules, and else parameters, that would be trained if a gradient reached them."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = self._first_names
         of_module = [names[id(p)] for p in module.parameters()]
         idle = [name for name in of_module if self._groups[name].trained and not self._is_reached(name)]
         if path and idle == of_module:
@@ -213,9 +219,8 @@ class StructureFinder:
 
     def _outside_reads(self, layers: Sequence[LayerSpec]) -> Iterator[tuple[str, str]]:
         """Yield each parameter that is read while no module of the schedule that holds it runs, and its reader."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
         held = {
-            path: {names[id(p)] for p in self._model.get_submodule(path).parameters()}
+            path: {self._first_names[id(p)] for p in self._model.get_submodule(path).parameters()}
             for layer in layers
             for path in layer.modules
         }

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatrain_ray.engine.layer_calls.layer_call import CallArguments, Key, leaves_behind
 from megatrain_ray.engine.model.attention import attention_width, packed_arguments
+from megatrain_ray.engine.model.output_recorder import UNNEEDED
 
 # Largest tensor whose true values are followed. Larger ones are not positions but intermediates of masks; for a long
 # sequence they would fill the memory of the process that makes the plan.
@@ -83,9 +84,10 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
     with saving, recorder, _MaskWatch(recorder):
         output = model(input_ids=input_ids, use_cache=False, **packed_arguments(model, positions))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    # A loss may be computed from everything that a base model returns.
+    # A loss may be computed from side outputs that a base model returns.
     bases = [c.output for c in recorder.trial.calls if hasattr(c.output, "last_hidden_state")]
-    behind = leaves_behind(tensors_in([vars(result) for result in (output, *bases)]))
+    needed = [value for result in (output, *bases) for key, value in vars(result).items() if key not in UNNEEDED]
+    behind = leaves_behind(tensors_in(needed))
     recorder.trial.reached |= {names[id(leaf)] for leaf in behind if id(leaf) in names}
     for module in model.modules():  # remove the trial's hooks, and those by which Transformers collects outputs
         module._forward_pre_hooks.clear()

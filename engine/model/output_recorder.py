@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-UNNEEDED = frozenset({"hidden_states", "attentions", "cross_attentions"})  # no objective is computed from these
+# No objective is computed from these.
+UNNEEDED = frozenset({"hidden_states", "attentions", "cross_attentions", "pooler_output"})
 
 
 class Wanted(NamedTuple):

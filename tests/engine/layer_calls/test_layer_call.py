@@ -59,6 +59,7 @@ class ToyBase(nn.Module):
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(ToyLayer() for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
+        self.pooler = nn.Linear(WIDTH, WIDTH)  # what it returns is in no loss
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
         hidden = self.embed(input_ids) * 4.0  # glue, as Gemma's embedding scale
@@ -70,7 +71,8 @@ class ToyBase(nn.Module):
             scores.append(routed)
         auxiliary = torch.stack([s.float().logsumexp(-1).square().mean() for s in scores]).mean()
         hidden = self.norm(hidden + stream + 0.1 * first)  # an earlier output comes back
-        return SimpleNamespace(last_hidden_state=hidden, aux_loss=0.01 * auxiliary)
+        pooled = self.pooler(hidden[:, 0])
+        return SimpleNamespace(last_hidden_state=hidden, aux_loss=0.01 * auxiliary, pooler_output=pooled)
 
 
 class ToyModel(PreTrainedModel):
@@ -173,7 +175,7 @@ def test_every_output_gets_its_gradient(order: LoopOrder, activations: Activatio
     with torch_threads(1):  # sums of a LayerNorm's gradient depend on their number
         expected_loss, expected = plain_gradients(model, batches)
     assert loss == pytest.approx(expected_loss, rel=1e-7)
-    assert gradients.keys() == {name for name in expected if ".idle." not in name}
+    assert gradients.keys() == {name for name in expected if ".idle." not in name and ".pooler." not in name}
     assert [name for name, gradient in gradients.items() if not torch.equal(gradient, expected[name])] == []
     assert not gradients["model.layers.1.experts.1.weight"].any(), "no gradient means zeros, not what was there"
 
@@ -188,10 +190,11 @@ def test_router_gets_gradient_only_through_the_auxiliary_loss() -> None:
 def test_structure_of_the_toy() -> None:
     structure, activations = discover(make, torch.float32, 2, 8)
     assert [layer.modules for layer in structure.layers] == [
-        ("model.embed",), ("model.layers.0",), ("model.layers.1",), ("model.layers.2",), ("model.norm", "lm_head"),
+        ("model.embed",), ("model.layers.0",), ("model.layers.1",), ("model.layers.2",),
+        ("model.norm", "model.pooler", "lm_head"),
     ]  # fmt: skip
     assert structure.loss_modules == {"lm_head"}
-    assert structure.unreached == ("model.layers.*.idle",)
+    assert structure.unreached == ("model.layers.*.idle", "model.pooler")
     assert activations.boundary[2] == 2 * 8 * (WIDTH + 1) * 4
 
 
