@@ -164,7 +164,10 @@ def test_a_template_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_conversation_of_too_many_turns_is_refused() -> None:
-    marker = TurnMarker(ChatTemplate("plain", read_named_template(PLAIN)))
+    """The template writes the last answer otherwise, so that each has a text of its own."""
+    last = "else '<|im_end|>' if loop.last or message.role == 'user' else '<|end|>'"
+    source = read_named_template(PLAIN).replace("else '<|im_end|>'", last)
+    marker = TurnMarker(ChatTemplate("plain", source))
     turns = [{"role": role, "content": "x"} for _ in range(4000) for role in ("user", "assistant")]
     with pytest.raises(RecordError, match="8000 turns are too many for one conversation"):
         marker.mark(read_conversation({"messages": turns}, MESSAGES))

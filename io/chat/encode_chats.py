@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain_ray.io.chat.answer_texts import MarkedText, Notes
 from megatrain_ray.io.chat.chat_template import ChatTemplate
 from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, Learn, read_conversation
 from megatrain_ray.io.chat.find_chats import ChatSource
-from megatrain_ray.io.chat.mark_turns import MarkedText, Notes, TurnMarker
-from megatrain_ray.io.chat.process_map import map_in_order
+from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
+from megatrain_ray.io.records.process_map import map_in_order
 from megatrain_ray.io.records.read_records import (
     BadRecords,
     RecordError,
@@ -130,12 +131,14 @@ class ChatEncoder:
     def _encode(self, marked: MarkedText) -> EncodedChat:
         ids, starts, ends = self._tokenizer.encode_placed(check_unicode(marked.text, "the conversation"))
         loss_weights = np.zeros(ids.size, WEIGHT_TYPE)
+        reach = np.maximum.accumulate(ends)
         for start, end, weight in marked.spans:
-            learned = (starts < end) & (ends > start)
-            for token in np.flatnonzero(learned & (starts < start)):
+            near = slice(np.searchsorted(reach, start, "right"), np.searchsorted(starts, end))
+            learned = ends[near] > start
+            for token in np.flatnonzero(learned & (starts[near] < start)):
                 # The prompt's last token reaches into the answer. It is supervised unless it takes only blanks of it.
-                learned[token] = not marked.text[start : ends[token]].isspace()
-            loss_weights[learned] = weight
+                learned[token] = not marked.text[start : ends[near][token]].isspace()
+            loss_weights[near][learned] = weight
         answer_ends = np.searchsorted(starts, marked.ends)
         return EncodedChat(ids.astype(np.uint32), loss_weights, answer_ends, marked.notes)
 

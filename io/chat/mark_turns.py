@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import compress
-from typing import NamedTuple
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.answer_texts import (
+    AnsweredTurn,
+    LearnedRange,
+    MarkedText,
+    Notes,
+    Range,
+    common_length,
+    join_touching,
+    merge_turns,
+    turns_in_windows,
+    without,
+)
 from megatrain_ray.io.chat.chat_template import ChatTemplate, Message, TemplateRefusalError
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.conversation_forms import in_any_form
 from megatrain_ray.io.chat.messages import (
     PROBE,
     THOUGHT,
+    Written,
     empty_thought,
     is_written,
     missing_parts,
@@ -27,44 +38,9 @@ from megatrain_ray.io.chat.messages import (
 from megatrain_ray.io.chat.template_ending import QUESTION, Surroundings, find_surroundings
 from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
 
-MANY_ANSWERS = 500
+MANY_ANSWERS = 32  # of a conversation that is rendered in windows, if its template allows that
 TURN_CHARS = 200  # of text take about as long to render as what a template does in each turn
 MOST_RENDERED = 1 << 31  # characters, twice those that are rendered: some minutes, for 4,000 short turns
-
-Range = tuple[int, int]
-Notes = tuple[RecordOutcome, ...]
-
-
-class LearnedRange(NamedTuple):
-    """Holds a supervised range of characters [start, end) and its loss weight."""
-
-    start: int
-    end: int
-    weight: float = 1.0
-
-
-class MarkedText(NamedTuple):
-    """Holds a rendered conversation and what is supervised of it.
-
-    ends: the end of each supervised answer, in characters.
-    notes: what the template does otherwise than one may expect.
-    """
-
-    text: str
-    spans: tuple[LearnedRange, ...]
-    ends: tuple[int, ...]
-    notes: Notes = ()
-
-
-class _Turn(NamedTuple):
-    text: str  # the conversation up to and including this turn
-    spans: tuple[LearnedRange, ...]
-    end: int  # end of the end mark, in characters
-    notes: Notes = ()
-
-    @property
-    def answered(self) -> str:
-        return self.text[: self.end]
 
 
 class TurnMarker:
@@ -110,16 +86,23 @@ class TurnMarker:
         if last < 0:
             return []
         whole = replace(conversation, messages=conversation.messages[: last + 1])
-        _check_length(whole)
         return in_any_form(whole, self._mark)
 
     def _mark(self, conversation: Conversation) -> list[MarkedText]:
         if self._template.marks_generation(conversation.tools):
+            _check_length(conversation)
             texts = [self._mark_by_tags(conversation)]
         else:
-            texts = _merge_turns([self._turn(conversation, *answer) for answer in conversation.answers])
+            texts = merge_turns(self._turns(conversation))
         self._check_context(conversation, texts[-1].text)
         return texts
+
+    def _turns(self, conversation: Conversation) -> list[AnsweredTurn]:
+        answers = conversation.answers
+        if len(answers) > MANY_ANSWERS and (turns := turns_in_windows(conversation, self._turn)):
+            return turns
+        _check_length(conversation)
+        return [self._turn(conversation, *answer) for answer in answers]
 
     def _check_context(self, conversation: Conversation, text: str) -> None:
         """Raise RecordError if the text lacks the tools or a turn that no assistant wrote."""
@@ -127,8 +110,14 @@ class TurnMarker:
         names = [squeeze(str(tool["function"].get("name", ""))) for tool in conversation.tools]
         if names and not any(name in written for name in names):
             raise _leaves_out(self._template, "the tools")
+        place = 0  # of the turn before: turns mostly follow one another
         for index, message in enumerate(messages):
-            if message["role"] == "assistant" or is_written(message["content"], written):
+            if message["role"] == "assistant":
+                continue
+            if (found := written.find(squeeze(message["content"]), place)) >= 0:
+                place = found
+                continue
+            if is_written(message["content"], written):
                 continue
             if self._is_left_out(conversation, index):
                 raise _leaves_out(self._template, f"this turn of {message['role']}", index)
@@ -142,12 +131,13 @@ class TurnMarker:
         except TemplateRefusalError:
             return False
 
-    def _turn(self, conversation: Conversation, index: int, weight: float) -> _Turn:
+    def _turn(self, conversation: Conversation, index: int, weight: float) -> AnsweredTurn:
         messages, tools = conversation.messages[: index + 1], conversation.tools
         prompt, text, notes = self._prompt_and_whole(messages, tools)
         answered = self._around(tools).cut(text)
         learned = answered.removeprefix(prompt)
-        if answered.startswith(prompt) and (missing := ", ".join(missing_parts(messages[-1], learned, learned))):
+        written = Written(learned)
+        if answered.startswith(prompt) and (missing := ", ".join(missing_parts(messages[-1], written, written))):
             raise _leaves_out(self._template, missing, index)
         if not answered.startswith(prompt) or not learned:
             raise RecordError(
@@ -163,7 +153,7 @@ class TurnMarker:
         holes = []
         if not self._learn_reasoning:
             holes = self._thoughts(text, lambda m: self._prompt_and_whole(m, tools)[1], messages, [index], [whole])
-        return _Turn(text, tuple(_without(whole, holes)), whole.end, notes)
+        return AnsweredTurn(text, tuple(without(whole, holes)), whole.end, notes)
 
     def _forgets_the_end(self, messages: Sequence[Message], tools: Sequence[Message], learned: str) -> bool:
         """Return whether the end mark is missing after one call that is there after two, as in DeepSeek-R1's template.
@@ -218,19 +208,19 @@ class TurnMarker:
         if len(set(answers.values())) > 1 or len(answers) < len(conversation.assistant_turns):
             turns = self._turns_of(conversation, text, places)
         weights = [next(iter(answers.values()))] * len(places) if turns is None else [answers.get(i, 0) for i in turns]
-        spans = _join_touching([LearnedRange(*place, w) for place, w in zip(places, weights, strict=True) if w])
+        spans = join_touching([LearnedRange(*place, w) for place, w in zip(places, weights, strict=True) if w])
         notes = (RecordOutcome.NO_THOUGHTS,) if self._check_tags(conversation, text, spans) else ()
         holes = []
         if not self._learn_reasoning:
             holes = self._thoughts(text, lambda m: self._template.render(m, tools), messages, answers, spans)
-        pieces = tuple(piece for span in spans for piece in _without(span, holes))
+        pieces = tuple(piece for span in spans for piece in without(span, holes))
         return MarkedText(text, pieces, tuple(span.end for span in spans), notes)
 
     def _turns_of(self, conversation: Conversation, text: str, places: Sequence[Range]) -> list[int]:
         """Return the index of the assistant turn that each range of the text belongs to."""
         turns = conversation.assistant_turns
         rendered = (self._template.render(conversation.messages[:i], conversation.tools) if i else "" for i in turns)
-        begins = [_common_length(text, before) for before in rendered]
+        begins = [common_length(text, before) for before in rendered]
         return [turns[max(bisect_right(begins, start) - 1, 0)] for start, _ in places]
 
     def _check_tags(self, conversation: Conversation, text: str, spans: Sequence[LearnedRange]) -> bool:
@@ -241,12 +231,12 @@ class TurnMarker:
         """
         messages = conversation.messages
         last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-        learned = "".join(text[span.start : span.end] for span in spans)
+        learned, whole = Written("".join(text[span.start : span.end] for span in spans)), Written(text)
         omits_thoughts = False
         for index, _ in conversation.answers if spans else ():
-            missing = list(missing_parts(messages[index], learned, text))
+            missing = list(missing_parts(messages[index], learned, whole))
             if missing and index not in self._turns_of(conversation, text, [(span.start, span.end) for span in spans]):
-                missing = list(missing_parts(messages[index], text, text))
+                missing = list(missing_parts(messages[index], whole, whole))
             if index < last_question and THOUGHT in missing:
                 omits_thoughts = True
                 missing.remove(THOUGHT)
@@ -278,27 +268,23 @@ def render_prompt(template: ChatTemplate, conversation: Conversation) -> str:
     """
 
     def rendered(form: Conversation) -> str:
-        text = template.render(form.messages, form.tools, prompt=True)
+        text = Written(template.render(form.messages, form.tools, prompt=True))
         for index in form.assistant_turns:
             if missing := [part for part in missing_parts(form.messages[index], text, text) if part != THOUGHT]:
                 raise _leaves_out(template, ", ".join(missing), index)
-        return text
+        return text.text
 
     return in_any_form(conversation, rendered)
 
 
 def _check_length(conversation: Conversation) -> None:
-    """Raise RecordError for a conversation of so many turns that it would be rendered for hours.
-
-    It is rendered once for each answer, up to that answer, so the work grows with the square of its length.
-    """
-    if len(conversation.answers) > MANY_ANSWERS:
-        chars = sum(TURN_CHARS + len(str(message)) for message in conversation.messages)
-        if chars * len(conversation.answers) > MOST_RENDERED:
-            raise RecordError(
-                f"{len(conversation.messages)} turns are too many for one conversation, which is rendered for each "
-                "of its answers; divide it into several"
-            )
+    """Raise RecordError for a conversation that would be rendered for hours, up to each of its answers."""
+    chars = sum(TURN_CHARS + len(str(message)) for message in conversation.messages)
+    if chars * len(conversation.answers) > MOST_RENDERED:
+        raise RecordError(
+            f"{len(conversation.messages)} turns are too many for one conversation, which is rendered for each "
+            "of its answers with this chat template; divide it into several"
+        )
 
 
 def _leaves_out(template: ChatTemplate, what: str, index: int | None = None) -> RecordError:
@@ -310,46 +296,3 @@ def _leaves_out(template: ChatTemplate, what: str, index: int | None = None) -> 
         f"{turn}the chat template ({template.name}) leaves out {what}; set data.chat_template to one that writes it"
         f"{hint}, or take it out of the record"
     )
-
-
-def _merge_turns(turns: Sequence[_Turn]) -> list[MarkedText]:
-    """Merge turns into as few texts as possible: the last turn's stands for all turns that it holds as answered."""
-    texts: list[MarkedText] = []
-    left = list(turns)
-    while left:
-        whole = left[-1].text
-        is_held = [whole.startswith(turn.answered) for turn in left]
-        held = list(compress(left, is_held))
-        spans = tuple(span for turn in held for span in turn.spans)
-        notes = tuple(dict.fromkeys(note for turn in held for note in turn.notes))
-        texts.append(MarkedText(whole, spans, tuple(turn.end for turn in held), notes))
-        left = [turn for turn, holds in zip(left, is_held, strict=True) if not holds]
-    return texts[::-1]
-
-
-def _common_length(a: str, b: str) -> int:
-    """Return how many characters two texts have in common at their beginning."""
-    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differing, min(len(a), len(b)))
-
-
-def _join_touching(spans: Sequence[LearnedRange]) -> list[LearnedRange]:
-    """Join ranges that touch: tags may enclose the thought, content and end mark of one answer separately."""
-    joined: list[LearnedRange] = []
-    for span in spans:
-        if joined and (joined[-1].end, joined[-1].weight) == (span.start, span.weight):
-            span = span._replace(start=joined.pop().start)
-        joined.append(span)
-    return joined
-
-
-def _without(span: LearnedRange, holes: Iterable[Range]) -> Iterator[LearnedRange]:
-    """Yield the parts of a span that lie outside of the holes, which are sorted."""
-    start = span.start
-    for hole_start, hole_end in holes:
-        if start < hole_start < span.end:
-            yield span._replace(start=start, end=hole_start)
-        if hole_start < span.end:
-            start = max(start, hole_end)
-    if start < span.end:
-        yield span._replace(start=start)

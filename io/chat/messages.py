@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatrain_ray.io.records.read_records import RecordError
@@ -172,24 +174,34 @@ def is_written(text: str, squeezed: str) -> bool:
     return any(squeeze(json.dumps(text, ensure_ascii=ascii)[1:-1]) in squeezed for ascii in (False, True))
 
 
-def missing_parts(answer: Message, learned: str, text: str) -> Iterator[str]:
-    """Yield in words what an answer holds and a template leaves out.
+@dataclass(frozen=True)
+class Written:
+    """Holds what a template writes, also without blanks: these do not count, since templates trim texts."""
 
-    Blanks do not count, since templates trim texts.
+    text: str
+
+    @cached_property
+    def squeezed(self) -> str:
+        return squeeze(self.text)
+
+
+def missing_parts(answer: Message, learned: Written, text: Written) -> Iterator[str]:
+    """Yield in words what an answer holds and a template leaves out.
 
     learned: the supervised part of the rendered text.
     text: all of the text that may hold the thought.
     """
     parts = parts_of(answer)
-    squeezed = squeeze(learned)
-    if squeeze(parts.text) not in squeezed:
+    if squeeze(parts.text) not in learned.squeezed:
         yield "its text"
-    if answer.get("content") is None and learned.count("None") > json.dumps(dict(answer), default=str).count("None"):
+    if answer.get("content") is None and learned.text.count("None") > json.dumps(dict(answer), default=str).count(
+        "None"
+    ):
         yield "that it has no text, which becomes None,"
     for name in parts.calls:
-        if squeeze(name) not in squeezed:
+        if squeeze(name) not in learned.squeezed:
             yield f"its call of {name}"
-    if squeeze(parts.thought) not in squeeze(text):
+    if squeeze(parts.thought) not in text.squeezed:
         yield THOUGHT
 
 

@@ -6,6 +6,7 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from megatrain_ray.io.chat import mark_turns
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, ChatFormat, Conversation, read_conversation
-from megatrain_ray.io.chat.encode_chats import ChatEncoder
+from megatrain_ray.io.chat.encode_chats import ChatEncoder, EncodedChat
 from megatrain_ray.io.chat.messages import squeeze
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, Family, build
@@ -209,7 +211,10 @@ def test_random_chats(
     record, own = RECORDS[chat_format](system if family.system else None, pairs, weights)
     conversation = read_conversation(record, LAYOUTS["auto"])
     assert conversation == read_conversation(record, LAYOUTS[chat_format])
-    chats = cached_encoder(folder).encode(conversation.with_last_only() if only_last else conversation)
+    conversation = conversation.with_last_only() if only_last else conversation
+    chats = cached_encoder(folder).encode(conversation)
+    with patch.object(mark_turns, "MANY_ANSWERS", 1):  # as of long conversations
+        assert as_lists(cached_encoder(folder).encode(conversation)) == as_lists(chats)
     messages = as_messages(system if family.system else None, pairs)
     ends = [i for i, message in enumerate(messages, 1) if message["role"] == "assistant"]
     answers = list(zip(ends, [answer for _, answer in pairs], own[: len(pairs)], strict=True))
@@ -229,6 +234,10 @@ def test_random_chats(
         # Blanks at the start of an answer may be in one token with the line end of the prompt.
         whole = family.answer(answer)
         assert part == whole or (answer[0].isspace() and part.lstrip() == whole.lstrip())
+
+
+def as_lists(chats: list[EncodedChat]) -> Any:
+    return [[part.tolist() if isinstance(part, np.ndarray) else part for part in chat] for chat in chats]
 
 
 def weights_of_parts(loss_weights: Any) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat import mark_turns
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder
@@ -67,6 +68,26 @@ def learned(name: str, messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
     template = without_tokenizer(name)
     (text,) = TurnMarker(template).mark(Conversation(tuple(messages), TOOLS))
     return text.text, [text.text[start:end] for start, end, _ in text.spans]
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama3"])
+def test_the_work_for_a_long_conversation_grows_with_its_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many questions, and of many calls after one question. What is learned is what each answer alone has."""
+    rendered: list[int] = []
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, messages: Any, *args: Any, **kwargs: Any) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, *args, **kwargs)
+
+    turns = [*AGENT, *AGENT[1:4] * 20, *AGENT[2:4] * 30, AGENT[4]]
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    in_windows, num_turns = learned(name, turns), sum(rendered)
+    monkeypatch.setattr(mark_turns, "MANY_ANSWERS", 1000)
+    rendered.clear()
+    assert learned(name, turns) == in_windows
+    assert len(in_windows[1]) == 53
+    assert num_turns < 20 * len(turns) < sum(rendered) / 2
 
 
 def without_tokenizer(name: str) -> ChatTemplate:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.errors import ConfigError, MegatrainError
-from megatrain_ray.io.chat import process_map
-from megatrain_ray.io.chat.process_map import ALONE_BYTES, BATCH_BYTES, BATCHES_EACH, map_in_order
 from megatrain_ray.io.files.process_identity import start_ticks
+from megatrain_ray.io.records import process_map
+from megatrain_ray.io.records.process_map import ALONE_BYTES, BATCH_BYTES, BATCHES_EACH, map_in_order
 
 FEW = ALONE_BYTES // 1000  # items of 1000 bytes: for this process
 MANY = FEW + 20 * (BATCH_BYTES // 1000)  # and many batches for others
@@ -128,8 +128,8 @@ def test_what_is_printed_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None
 def test_a_program_without_a_guard_may_use_it(tmp_path: Path) -> None:
     """multiprocessing would run the program again in each of its children."""
     (tmp_path / "program.py").write_text(
-        "from tests.io.chat.test_process_map import MANY, described, items\n"
-        "from megatrain_ray.io.chat.process_map import map_in_order\n"
+        "from tests.io.records.test_process_map import MANY, described, items\n"
+        "from megatrain_ray.io.records.process_map import map_in_order\n"
         "print('begun')\n"
         "assert len(list(map_in_order(described, items(), 2))) == MANY\n"
     )
@@ -145,8 +145,8 @@ def test_a_program_without_a_guard_may_use_it(tmp_path: Path) -> None:
 def test_a_program_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, signal\n"
-        "from tests.io.chat.test_process_map import MANY, described, items\n"
-        "from megatrain_ray.io.chat.process_map import map_in_order\n"
+        "from tests.io.records.test_process_map import MANY, described, items\n"
+        "from megatrain_ray.io.records.process_map import map_in_order\n"
         "results = map_in_order(described, items(), 2)\n"
         "print(*{pid for _, (pid, _) in (next(results) for _ in range(MANY - 100))} - {os.getpid()}, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
