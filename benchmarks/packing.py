@@ -83,7 +83,8 @@ def documents(seq_len: int, num_rows: int, *, apart: bool) -> Batch:
         for i, (row, columns) in enumerate(spans):
             alone[i, : len(columns)], marks[i, : len(columns)] = ids[row, columns], 0
         ids, numbers = alone, marks
-    return assemble(Rows(ids.numpy(), numbers.numpy(), (numbers >= 0).float().numpy()), weighted=False)
+    rows = Rows(ids.numpy(), numbers.numpy(), (numbers >= 0).float().numpy(), torch.zeros(ids.shape).numpy())
+    return assemble(rows, weighted=False)
 
 
 async def steps(ready: RunSpec, batch: Batch, num_steps: int, recorder: Recorder) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Batch:
     # [batch, seq_len], how much each target counts in the loss, 0 if it is -100; None: each counts 1, unless -100
     loss_weights: NDArray[np.float32] | None = None
     real: NDArray[np.bool_] | None = None  # [batch, seq_len], which inputs are no pads; None: all
+    # [batch, seq_len], log-probabilities of the targets in a reference model, 0 if a target is -100; None: no reference
+    reference_logprobs: NDArray[np.float32] | None = None
 
     @property
     def total_weight(self) -> float:
@@ -72,6 +74,11 @@ class BatchStream:
         return self._windows.corpus.weighted
 
     @property
+    def referenced(self) -> bool:
+        """Return whether batches have log-probabilities of a reference."""
+        return self._windows.logprobs is not None
+
+    @property
     def num_drawn(self) -> int:
         """Return how many windows have been drawn since the start of the first epoch."""
         return self._epoch * self._windows.num_windows + self._cursor
@@ -102,7 +109,7 @@ class BatchStream:
         self._begin(position["epoch"], position["cursor"])
 
     def next_batch(self) -> Batch:
-        return assemble(self.draw(self._batch_size), weighted=self.weighted)
+        return assemble(self.draw(self._batch_size), weighted=self.weighted, referenced=self.referenced)
 
     def draw(self, count: int) -> Rows:
         """Return the next `count` windows."""
@@ -161,21 +168,39 @@ class HeldOut:
 
     def batch(self, index: int) -> Batch:
         """Return batch `index`, from 0 to num_batches - 1. Its number of rows is a multiple of the micro-batch size."""
+        source, windows = self._windows_of(index)
+        rows = source.rows(windows)
+        pads = Rows.of_pads(-len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1)
+        whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
+        return assemble(whole, weighted=source.corpus.weighted, referenced=source.logprobs is not None)
+
+    def places(self, index: int) -> NDArray[np.int64]:
+        """Return the index of each target of a batch among the tokens of its source, [rows, seq_len]; -1 for a pad.
+
+        Rows that fill the last micro-batch are left out.
+        """
+        source, windows = self._windows_of(index)
+        return source.places(windows)[:, 1:]
+
+    def num_places(self, number: int) -> int:
+        """Return how many tokens the windows of a source are cut from."""
+        return self._sources[number].num_places
+
+    def _windows_of(self, index: int) -> tuple[Windows, NDArray[np.int64]]:
+        """Return the source of a batch, and the indices of its windows."""
         number = self.source_of(index)
         source, before = self._sources[number], self._ends[number - 1] if number else 0
         first = (index - before) * self._batch_size
-        rows = source.rows(np.arange(first, min(first + self._batch_size, source.num_windows)))
-        pads = Rows.of_pads(-len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1)
-        whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
-        return assemble(whole, weighted=source.corpus.weighted)
+        return source, np.arange(first, min(first + self._batch_size, source.num_windows))
 
 
-def assemble(rows: Rows, *, weighted: bool) -> Batch:
+def assemble(rows: Rows, *, weighted: bool, referenced: bool = False) -> Batch:
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
 
     weighted: whether tokens may weigh other than 0 and 1, so that the batch has loss weights.
+    referenced: whether the windows have log-probabilities of a reference.
     """
-    ids, documents, loss_weights = rows
+    ids, documents, loss_weights, logprobs = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
     weights = np.where(real & (inputs == documents[:, 1:]), loss_weights[:, 1:], WEIGHT_TYPE.type(0))
     supervised = weights != 0
@@ -190,6 +215,7 @@ def assemble(rows: Rows, *, weighted: bool) -> Batch:
         sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
         loss_weights=weights if weighted else None,
         real=real,
+        reference_logprobs=np.where(supervised, logprobs[:, 1:], WEIGHT_TYPE.type(0)) if referenced else None,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Corpus, LossWeights
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Corpus, Logprobs, LossWeights
 
 PAD = 0  # any id would do: no supervised token attends to a pad
 
@@ -20,16 +20,19 @@ class Rows(NamedTuple):
 
     documents: a number that tells the documents of a row apart; -1 for a pad.
     loss_weights: how much a token counts in the loss when it is a target.
+    logprobs: of each token as a target; 0 where it is none, or if the windows have none.
     """
 
     ids: NDArray[np.int64]  # [rows, seq_len + 1]
     documents: NDArray[np.int64]  # [rows, seq_len + 1]
     loss_weights: LossWeights  # [rows, seq_len + 1]
+    logprobs: Logprobs  # [rows, seq_len + 1]
 
     @staticmethod
     def of_pads(num_rows: int, seq_len: int) -> Rows:
         shape = (num_rows, seq_len + 1)
-        return Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, WEIGHT_TYPE))
+        zeros = np.zeros(shape, WEIGHT_TYPE)
+        return Rows(np.full(shape, PAD), np.full(shape, -1), zeros, zeros)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +48,7 @@ class SpanWindows:
     firsts: NDArray[np.int64]  # [num_windows + 1], index of each window's first span
     seq_len: int
     joins_documents: bool
+    logprobs: Logprobs | None = None  # [num_places]
 
     @staticmethod
     def of_documents(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SpanWindows:
@@ -81,19 +85,37 @@ class SpanWindows:
     def num_windows(self) -> int:
         return self.firsts.size - 1
 
+    @property
+    def num_places(self) -> int:
+        """Return how many tokens the windows are cut from."""
+        return self.corpus.tokens.size
+
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of each window's tokens among those that windows are cut from; -1 for a pad."""
+        return self._spread(indices)[0]
+
     def rows(self, indices: NDArray[np.int64]) -> Rows:
         """Return the windows of these indices; short ones are padded."""
-        rows, weights = Rows.of_pads(indices.size, self.seq_len), self.corpus.loss_weights
+        places, documents = self._spread(indices)
+        real, at, weights = places >= 0, np.maximum(places, 0), self.corpus.loss_weights
+        return Rows(
+            np.where(real, self.corpus.tokens[at].astype(np.int64), PAD),
+            documents,
+            (real if weights is None else np.where(real, weights[at], 0)).astype(WEIGHT_TYPE),
+            _logprobs_at(places, self.logprobs),
+        )
+
+    def _spread(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return places and documents of the windows' tokens."""
+        places, documents = (np.full((indices.size, self.seq_len + 1), -1) for _ in range(2))
         for row, window in enumerate(indices):
             end = 0
             for document, span in enumerate(range(self.firsts[window], self.firsts[window + 1])):
                 start, length = self.starts[span], self.lengths[span]
-                there, here = slice(start, start + length), slice(end, end + length)
-                rows.ids[row, here] = self.corpus.tokens[there]
-                rows.documents[row, here] = document
-                rows.loss_weights[row, here] = 1 if weights is None else weights[there]
+                places[row, end : end + length] = np.arange(start, start + length)
+                documents[row, end : end + length] = document
                 end += length
-        return rows
+        return places, documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +130,7 @@ class PackedWindows:
     seq_len: int
     end_of_document: int
     whole: bool = False
+    logprobs: Logprobs | None = None  # [num_places]
     joins_documents: ClassVar[bool] = True
 
     @cached_property
@@ -117,24 +140,40 @@ class PackedWindows:
         return np.cumsum(lengths) - lengths + np.arange(lengths.size)
 
     @property
-    def num_joined(self) -> int:
+    def num_places(self) -> int:
+        """Return how many tokens the windows are cut from, with the ids between documents."""
         return self.corpus.tokens.size + self.corpus.num_documents - 1
 
     @property
     def num_windows(self) -> int:
-        full, rest = divmod(self.num_joined, self.seq_len + 1)
+        full, rest = divmod(self.num_places, self.seq_len + 1)
         return full + int(rest > 1 and (self.whole or full == 0)) if self.corpus.tokens.size else 0
 
-    def rows(self, indices: NDArray[np.int64]) -> Rows:
+    def places(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of each window's tokens among those that windows are cut from; -1 for a pad."""
         at = indices[:, None] * (self.seq_len + 1) + np.arange(self.seq_len + 1)
-        real = at < self.num_joined
-        at = np.minimum(at, self.num_joined - 1)
+        return np.where(at < self.num_places, at, -1)
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        places = self.places(indices)
+        real, at = places >= 0, np.maximum(places, 0)
         documents = np.searchsorted(self.starts, at, side="right") - 1
         is_end = at - self.starts[documents] == self.corpus.document_lengths[documents]
         # Every earlier document has added one end-of-document id to the joined tokens.
         ids = self.corpus.tokens[np.minimum(at - documents, self.corpus.tokens.size - 1)].astype(np.int64)
         ids = np.where(is_end, self.end_of_document, ids)
-        return Rows(np.where(real, ids, PAD), np.where(real, documents, -1), real.astype(WEIGHT_TYPE))
+        return Rows(
+            np.where(real, ids, PAD),
+            np.where(real, documents, -1),
+            real.astype(WEIGHT_TYPE),
+            _logprobs_at(places, self.logprobs),
+        )
+
+
+def _logprobs_at(places: NDArray[np.int64], logprobs: Logprobs | None) -> Logprobs:
+    if logprobs is None:
+        return np.zeros(places.shape, WEIGHT_TYPE)
+    return np.where(places >= 0, logprobs[np.maximum(places, 0)], WEIGHT_TYPE.type(0))
 
 
 Windows = SpanWindows | PackedWindows

@@ -18,8 +18,8 @@ from typing import Any
 
 from megatrain_ray.io.files.atomic_file import POLL_S
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned, why_not_owned
-from megatrain_ray.io.tokens.token_cache import VERSION, file_identity
-from megatrain_ray.io.tokens.token_files import META_NAME
+from megatrain_ray.io.tokens.token_cache import file_identity
+from megatrain_ray.io.tokens.token_files import META_NAME, VERSION
 
 UNUSED_DAYS = 30
 HELD_S = 10.0  # a pruning process holds the lock of one folder for less time than this

@@ -26,10 +26,16 @@ from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, R
 from megatrain_ray.io.records.read_records import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.records.read_texts import TextBlock, read_texts
 from megatrain_ray.io.records.record_location import RecordLocation
-from megatrain_ray.io.tokens.token_files import META_NAME, TokenBlock, TokenMeta, TokenWriter, id_bytes, is_whole
+from megatrain_ray.io.tokens.token_files import (
+    META_NAME,
+    VERSION,
+    TokenBlock,
+    TokenMeta,
+    TokenWriter,
+    id_bytes,
+    is_whole,
+)
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
-
-VERSION = 1
 
 
 class Watcher(Protocol):

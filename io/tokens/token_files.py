@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ from megatrain_ray.io.records.record_location import RecordLocation
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 LossWeights = NDArray[np.float32]
+Logprobs = NDArray[np.float32]  # of tokens as targets; 0 where a token is no target that counts
 
 IGNORED = -100  # a target, or a label of a record, that is not supervised
+VERSION = 1  # of the folders in the cache
 META_NAME = "meta.json"
 TOKENS_NAME = "tokens.bin"
 LENGTHS_NAME = "lengths.bin"
@@ -228,12 +230,17 @@ def is_whole(folder: Path) -> bool:
     meta = read_meta(folder)
     if meta is None:
         return False
+    return checksum(folder / name for name in meta.sizes()) == meta.crc32[meta.itemsize]
+
+
+def checksum(files: Iterable[Path]) -> int:
+    """Return zlib's CRC-32 of the bytes of all files, one after the other. Raises DiskError."""
     crc = 0
-    for name in meta.sizes():
-        with explained("read", folder / name), (folder / name).open("rb") as file:
+    for path in files:
+        with explained("read", path), path.open("rb") as file:
             while data := file.read(READ_BYTES):
                 crc = zlib.crc32(data, crc)
-    return crc == meta.crc32[meta.itemsize]
+    return crc
 
 
 @dataclass(frozen=True)

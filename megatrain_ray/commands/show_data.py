@@ -221,7 +221,7 @@ def _lengths(corpus: Corpus) -> Iterator[str]:
 
 def _rows(windows: Windows, seq_len: int) -> Iterator[str]:
     room = windows.num_windows * (seq_len + 1)
-    used = int(windows.lengths.sum()) if isinstance(windows, SpanWindows) else min(room, windows.num_joined)
+    used = int(windows.lengths.sum()) if isinstance(windows, SpanWindows) else min(room, windows.num_places)
     yield f"{format_quantity(windows.num_windows, 'row')} of {seq_len} inputs, {used / room:.0%} filled"
     left = windows.corpus.tokens.size - used
     if isinstance(windows, SpanWindows) and left > 0:

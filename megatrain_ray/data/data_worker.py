@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import Windows, cut
+from megatrain_ray.io.tokens.logprob_files import open_logprobs
 from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
@@ -43,10 +44,13 @@ def weights_of(data: DataConfig) -> list[float]:
 
 
 def open_stream(
-    data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int
+    data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, logprobs: Sequence[Path] = ()
 ) -> BatchStream | MixedStream:
-    """Open the batches of data.path from the token folder of each source. Raises ConfigError if one is wrong."""
-    sources = open_windows(data, tokens, vocab_size, whole=False)
+    """Open the batches of data.path from the token folder of each source. Raises ConfigError if one is wrong.
+
+    logprobs: as for open_windows.
+    """
+    sources = open_windows(data, tokens, vocab_size, logprobs, whole=False)
     if weights := weights_of(data):
         return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
     return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
@@ -65,6 +69,7 @@ class HeldOutData:
     tokens: one folder of tokens for each source.
     batch_size: rows of a batch.
     micro_batch_size: rows of a micro-batch over all GPUs together, since each GPU computes as many rows.
+    logprobs: as for open_windows.
     """
 
     data: HeldOutConfig
@@ -72,6 +77,7 @@ class HeldOutData:
     vocab_size: int
     batch_size: int
     micro_batch_size: int
+    logprobs: tuple[Path, ...] = ()
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -80,7 +86,7 @@ class HeldOutData:
 
     def open(self) -> HeldOut:
         with naming_held_out(self.data):
-            sources = open_windows(self.data, self.tokens, self.vocab_size, whole=True)
+            sources = open_windows(self.data, self.tokens, self.vocab_size, self.logprobs, whole=True)
         return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
 
 
@@ -95,14 +101,18 @@ def naming_held_out(data: DataConfig) -> Iterator[None]:
         raise ConfigError(re.sub(r"\bdata\.(path|dataset)\b", r"data.eval_\1", str(error))) from None
 
 
-def open_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, whole: bool) -> list[Windows]:
+def open_windows(
+    data: DataConfig, tokens: Sequence[Path], vocab_size: int, logprobs: Sequence[Path] = (), *, whole: bool
+) -> list[Windows]:
     """Open the windows of each source from its folder of tokens.
 
+    logprobs: a folder of each source with log-probabilities of a reference; none if there is no reference.
     whole: as for `cut`.
 
-    Raises ConfigError as open_corpus and cut.
+    Raises ConfigError as open_corpus, open_logprobs and cut.
     """
-    return [
+    sources = sources_of(data)
+    windows = [
         cut(
             open_corpus(name, folder, vocab_size),
             seq_len=data.seq_len,
@@ -110,7 +120,13 @@ def open_windows(data: DataConfig, tokens: Sequence[Path], vocab_size: int, *, w
             vocab_size=vocab_size,
             whole=whole,
         )
-        for name, folder in zip(sources_of(data), tokens, strict=True)
+        for name, folder in zip(sources, tokens, strict=True)
+    ]
+    if not logprobs:
+        return windows
+    return [
+        replace(source, logprobs=open_logprobs(name, folder, source.num_places))
+        for name, folder, source in zip(sources, logprobs, windows, strict=True)
     ]
 
 
@@ -120,15 +136,15 @@ class DataWorker:
     def __init__(
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
         position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
-        num_readers: int = 1,
+        num_readers: int = 1, logprobs: Sequence[Path] = (),
     ) -> None:  # fmt: skip
         """Start from `position`, which is that after `step` updates; without a position, from the start.
 
-        tokens: as for open_stream.
+        tokens, logprobs: as for open_stream.
         traced: steps whose spans are recorded.
         num_readers: number of GPU workers, each of which asks for every batch at its own time.
         """
-        self._stream = open_stream(data, tokens, vocab_size, batch_size)
+        self._stream = open_stream(data, tokens, vocab_size, batch_size, logprobs)
         self._held_out = held_out.open() if held_out else None
         if position is not None:
             self._stream.seek(position)

@@ -145,7 +145,10 @@ def test_positions_begin_again_with_every_document(rows: list[list[int]]) -> Non
         documents.append([s for s, n in enumerate(lengths) for _ in range(n)] + [-1] * (pads + 1))
         expected.append([at for n in [*lengths, pads] for at in range(n)])
     shape = len(rows), width + 1
-    batch = assemble(Rows(np.zeros(shape, np.int64), np.array(documents), np.ones(shape, np.float32)), weighted=False)
+    batch = assemble(
+        Rows(np.zeros(shape, np.int64), np.array(documents), np.ones(shape, np.float32), np.zeros(shape, np.float32)),
+        weighted=False,
+    )
     assert batch.sum_squared_lengths == sum(n * n for lengths in rows for n in lengths)
     assert (batch.positions is None) == all(len(lengths) == 1 for lengths in rows)
     if batch.positions is not None:

@@ -1,0 +1,113 @@
+"""Writes and reads a folder of log-probabilities: one FP32 number for each token that windows are cut from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum
+
+LOGPROBS_NAME = "logprobs.bin"
+
+
+@dataclass(frozen=True)
+class LogprobMeta:
+    """Describes the file of a folder, as its meta.json records it.
+
+    num_values: numbers in the file. Tokens that are no supervised targets have 0.
+    num_targets: how many are of supervised targets.
+    mean: over the supervised targets.
+    """
+
+    num_values: int
+    num_targets: int
+    mean: float
+    crc32: int
+
+
+class LogprobWriter:
+    """Writes the log-probabilities of one source into a new folder, batch by batch, in any order."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / LOGPROBS_NAME
+        self._values: Logprobs | None = None
+        self._num_targets: dict[int, int] = {}  # by batch, each of which may be written again
+
+    def write(self, index: int, places: NDArray[np.int64], values: Logprobs, num_targets: int, num_values: int) -> None:
+        """Write batch `index`. Raises OSError, and MegatrainError if a value is not a number.
+
+        places: where the values are written, [rows, seq_len]; -1 for a pad.
+        values: of the same shape, with more rows perhaps.
+        num_targets: supervised ones in the batch.
+        num_values: of the whole source.
+        """
+        real = places >= 0
+        if np.isnan(values).any():
+            raise MegatrainError(
+                f"batch {index}: the model gives some targets no probability: a logit is not a number; its weights or "
+                "the data are damaged, or bf16 is too narrow for it: try train.precision: fp32"
+            )
+        if self._values is None:
+            with self._file.open("wb") as file:  # else a full disk would kill the process as it writes to memory
+                os.posix_fallocate(file.fileno(), 0, num_values * WEIGHT_TYPE.itemsize)
+            self._values = np.memmap(self._file, WEIGHT_TYPE, "r+", shape=(num_values,))
+        self._values[places[real]] = values[: len(places)][real]
+        self._num_targets[index] = num_targets
+        os.utime(self._file)  # another process that waits for the folder sees by this that the pass goes on
+
+    def finish(self, provenance: Mapping[str, Any]) -> LogprobMeta:
+        """Write the description of the folder, which completes it, and return it. Raises OSError."""
+        assert self._values is not None  # every source has a batch
+        self._values.flush()  # type: ignore[attr-defined]  # of a memmap
+        num_targets = sum(self._num_targets.values())
+        mean = float(self._values.sum(dtype=np.float64)) / max(num_targets, 1)
+        meta = LogprobMeta(self._values.size, num_targets, mean, checksum([self._file]))
+        tree = {"provenance": provenance, "logprobs": asdict(meta)}
+        self._file.with_name(META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        return meta
+
+
+def logprob_provenance(tokens: Path, settings: Mapping[str, Any], files: list[Any]) -> dict[str, Any]:
+    """Return everything that decides the log-probabilities of a folder of tokens, as data for JSON.
+
+    settings: how the tokens are cut into windows, and the model.
+    files: identities of the model's files. If one of these changes, or one that the tokens were made of, the folder is
+        deleted.
+    """
+    made_of = json.loads((tokens / META_NAME).read_text(encoding="utf-8"))["provenance"]["files"]
+    return {"version": VERSION, "files": [*made_of, *files], "tokens": tokens.name, **settings}
+
+
+def read_logprob_meta(folder: Path) -> LogprobMeta | None:
+    """Return the description of a folder of log-probabilities; None if it is missing, strange or truncated."""
+    try:
+        meta = LogprobMeta(**json.loads((folder / META_NAME).read_text(encoding="utf-8"))["logprobs"])
+        size = (folder / LOGPROBS_NAME).stat().st_size
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return meta if size == meta.num_values * WEIGHT_TYPE.itemsize else None
+
+
+def holds_logprobs(folder: Path) -> bool:
+    """Return whether the folder holds what was written, byte for byte. Reads and checksums all of it."""
+    meta = read_logprob_meta(folder)
+    return meta is not None and checksum([folder / LOGPROBS_NAME]) == meta.crc32
+
+
+def open_logprobs(name: str, folder: Path, num_values: int) -> Logprobs:
+    """Memory-map the numbers of a source. Raises ConfigError if they are gone, or are of other data."""
+    meta = read_logprob_meta(folder)
+    if meta is None or meta.num_values != num_values:
+        raise ConfigError(
+            f"data.path: the log-probabilities of {name} are not in {folder}, where they were when the run started; "
+            "start again"
+        )
+    return np.memmap(folder / LOGPROBS_NAME, WEIGHT_TYPE, "r", shape=(num_values,))

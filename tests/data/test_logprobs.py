@@ -1,0 +1,136 @@
+"""Log-probabilities of a reference: their files, and how they come with batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.data.data_worker import DataWorker, HeldOutData, open_windows
+from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.batching.batch_stream import Batch, HeldOut
+from megatrain_ray.io.tokens.logprob_files import (
+    LOGPROBS_NAME,
+    LogprobWriter,
+    holds_logprobs,
+    logprob_provenance,
+    open_logprobs,
+    read_logprob_meta,
+)
+from megatrain_ray.io.tokens.token_files import IGNORED
+from tests.support.texts import tokens_of, write
+from tests.support.tiny import VOCAB_SIZE
+
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": "ab" * (k % 3 + 1)},
+            {"role": "assistant", "content": "xyz" * (k % 4 + 1)},
+        ]
+    }
+    for k in range(1, 30)
+]
+
+
+def data_of(folder: Path, kind: str) -> DataConfig:
+    """Return data of one kind, with short last windows, held-out records, and two sources if they are mixed."""
+    write(folder, a="".join(chr(97 + k % 26) for k in range(150)), b="0123456789" * 5, c="held out text")
+    write(folder, chats_jsonl="".join(json.dumps(chat) + "\n" for chat in CHATS))
+    texts: list[Any] = [str(folder / "a.txt"), str(folder / "b.txt")]
+    tree: dict[str, Any] = {"path": texts, "tokenizer": "bytes", "seq_len": 8, "seed": 3}
+    tree |= {"eval_path": str(folder / "c.txt")}
+    if kind == "chats":
+        tree |= {"kind": "sft", "path": str(folder / "chats.jsonl"), "seq_len": 140, "eval_path": None}
+        tree |= {"eval_fraction": 0.2}
+    if kind == "mixed":
+        tree |= {"path": [{"path": path, "weight": weight} for path, weight in zip(texts, (3, 1), strict=True)]}
+    if kind == "apart":
+        tree |= {"packing": False}
+    return DataConfig.model_validate(tree)
+
+
+def made_up(batch: Batch) -> NDArray[np.float32]:
+    """Return a number for each target that depends on all of its row before it, and 0 for those that do not count."""
+    sums = np.cumsum(batch.input_ids, axis=1) + 1000 * batch.targets
+    return np.where(batch.targets == IGNORED, 0, -sums / 1024).astype(np.float32)
+
+
+def written(data: DataConfig, tokens: tuple[Path, ...], root: Path) -> tuple[Path, ...]:
+    """Write made-up numbers as a pass does, the last batch first."""
+    batches = HeldOut(open_windows(data, tokens, VOCAB_SIZE, whole=True), batch_size=4, micro_batch_size=2)
+    folders = tuple(root / f"logprobs {k}" for k in range(len(tokens)))
+    for folder in folders:
+        folder.mkdir()
+    writers = list(map(LogprobWriter, folders))
+    for index in reversed(range(batches.num_batches)):
+        batch, source = batches.batch(index), batches.source_of(index)
+        writers[source].write(
+            index, batches.places(index), made_up(batch), batch.num_supervised, batches.num_places(source)
+        )
+    for folder, writer in zip(tokens, writers, strict=True):
+        writer.finish(logprob_provenance(folder, {}, []))
+    return folders
+
+
+@pytest.mark.parametrize("kind", ["packed", "apart", "chats", "mixed"])
+def test_each_batch_has_the_numbers_of_its_targets(tmp_path: Path, kind: str) -> None:
+    data = data_of(tmp_path, kind)
+    tokens, held_out = tokens_of(data, tmp_path), data.held_out
+    logprobs = written(data, tokens, tmp_path)
+    ours = DataWorker(data, tokens, VOCAB_SIZE, 3, 0, None, logprobs=logprobs)
+    without = DataWorker(data, tokens, VOCAB_SIZE, 3, 0, None)
+    for step in (1, 2, 30, 7):  # several epochs, each in another order
+        batch = ours.batch(step)
+        assert batch.reference_logprobs is not None
+        assert batch.reference_logprobs.dtype == np.float32
+        assert np.array_equal(batch.reference_logprobs, made_up(batch))
+        assert np.count_nonzero(batch.reference_logprobs) == batch.num_supervised > 0
+        assert np.array_equal(batch.input_ids, without.batch(step).input_ids)
+    resumed = DataWorker(data, tokens, VOCAB_SIZE, 3, 2, without.position_after(2), logprobs=logprobs)
+    assert np.array_equal(resumed.batch(9).reference_logprobs, ours.batch(9).reference_logprobs)
+    assert without.batch(1).reference_logprobs is None
+
+    assert held_out is not None
+    evaluated = HeldOutData(held_out, tokens_of(held_out, tmp_path), VOCAB_SIZE, 4, 2)
+    (tmp_path / "held").mkdir()
+    folders = written(held_out, evaluated.tokens, tmp_path / "held")
+    worker = DataWorker(
+        data, tokens, VOCAB_SIZE, 3, 0, None, HeldOutData(held_out, evaluated.tokens, VOCAB_SIZE, 4, 2, folders)
+    )
+    for index in range(evaluated.open().num_batches):
+        batch = worker.held_out_batch(index)
+        assert np.array_equal(batch.reference_logprobs, made_up(batch))
+
+
+def test_a_folder_says_what_it_holds_and_whether_it_is_whole(tmp_path: Path) -> None:
+    data = data_of(tmp_path, "packed")
+    tokens = tokens_of(data, tmp_path)
+    (folder,) = written(data, tokens, tmp_path)
+    meta = read_logprob_meta(folder)
+    assert meta is not None
+    values = np.fromfile(folder / LOGPROBS_NAME, "<f4")
+    assert (meta.num_values, meta.num_targets) == (201, np.count_nonzero(values))
+    assert meta.mean == pytest.approx(values[values != 0].mean(), rel=1e-6)
+    assert holds_logprobs(folder)
+    provenance = json.loads((folder / "meta.json").read_text())["provenance"]
+    assert provenance["tokens"] == tokens[0].name
+    assert [Path(file[0]).name for file in provenance["files"]] == ["a.txt", "b.txt"]
+    with pytest.raises(ConfigError, match=r"the log-probabilities of a are not in .*, where they were"):
+        open_logprobs("a", folder, 200)
+    with (folder / LOGPROBS_NAME).open("r+b") as file:
+        file.write(b"x")
+    assert not holds_logprobs(folder)
+    with (folder / LOGPROBS_NAME).open("ab") as file:
+        file.write(b"x")
+    assert read_logprob_meta(folder) is None
+
+
+def test_what_is_not_a_number_is_no_reference(tmp_path: Path) -> None:
+    writer, places = LogprobWriter(tmp_path), np.array([[0, 1]])
+    with pytest.raises(MegatrainError, match=r"batch 3: the model gives some targets no probability"):
+        writer.write(3, places, np.array([[-1.0, np.nan]], np.float32), 2, 2)
