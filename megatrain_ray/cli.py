@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from megatrain_ray import __version__
 from megatrain_ray.commands.run_command import COMMANDS
+from megatrain_ray.console.interrupts import ERASE_LINE
 from megatrain_ray.console.logs import SafeFormatter, cannot_flush, is_unread, show, silence
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
 from megatrain_ray.escapes import escaped
@@ -92,6 +93,8 @@ def _answer(argv: Sequence[str] | None) -> int:
         show(f"error: {str(error.filename)[:64]}…: too long for the name of a file", stream=sys.stderr)
         return ConfigError.exit_code
     except KeyboardInterrupt:
+        if sys.stderr and sys.stderr.isatty():
+            sys.stderr.write(ERASE_LINE)
         goes_on = ": nothing more was saved; the same command starts again" if options.command == "train" else ""
         show(f"interrupted{goes_on}", stream=sys.stderr)
         return InterruptedRunError.exit_code
@@ -106,6 +109,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser, commands = _parsers()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        parser.exit(ConfigError.exit_code)
     options, rest = parser.parse_known_args(argv)
     # argparse does not recognize the overrides of `plan CONFIG --json key=value`, nor the prompt of
     # `generate RUN --chat PROMPT`.

@@ -27,7 +27,7 @@ from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
-from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, read_data
+from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, check_position, read_data
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
@@ -43,9 +43,9 @@ from megatrain_ray.io.tokens.token_files import is_weighted
 from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
-from megatrain_ray.model.positions import written_positions
+from megatrain_ray.model.positions import check_length, written_positions
 from megatrain_ray.planning.plan_diff import changes, is_same_placement
-from megatrain_ray.planning.run_spec import RunSpec, check_length, prepare
+from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.profiling.profiles import measured
 from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.report.html_report import report_at_end
@@ -121,7 +121,7 @@ class Trainer:
                 return output
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
-            check_length(run.config, written_positions(source.config))
+            check_length(run.config.data, written_positions(source.config))
             run.config = decide_marks(fix_commits(run.config), source.written_vocab_size)
             check_there(run.config)
             data = read_data(run.config, source.written_vocab_size, run.path, startup)
@@ -129,6 +129,7 @@ class Trainer:
             # Known only now if the configuration counts epochs.
             if output := _output_if_done(run, manifest, self.config):
                 return output
+            check_position(run.config, data, source.written_vocab_size, manifest)
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):

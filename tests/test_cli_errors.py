@@ -116,6 +116,13 @@ def test_what_is_missing_is_the_configuration_alone(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
 
 
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2
+    assert "train, or resume the run in run_dir" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_a_wrong_key_is_reported_without_torch_or_ray(command: str, file: str) -> None:
     code = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -20,6 +20,7 @@ REFUSED_KEYS = ("chosen", "rejected", "kto_tag", "image", "images", "video", "vi
 # Keys that a turn may have in addition to role and content; templates read these names.
 MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", *THOUGHT_KEYS})
 LEARN_KEYS = ("train", "weight")  # that say how much a turn is learned
+FORMAT_KEYS = ("messages", "conversations", "instruction", "output", "prompt", "completion")  # tell formats apart
 LARGEST_WEIGHT = 3.4e38  # of FP32, about
 MESSAGE_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES = {
@@ -79,7 +80,8 @@ class AlpacaLayout:
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
         """Return the conversation of a record. Raises RecordError naming the key or turn that is wrong."""
-        _check_keys(frozenset(record), (self.input, self.system, self.history, self.tools))
+        names = (self.instruction, self.input, self.output, self.system, self.history, self.tools)
+        _check_keys(frozenset(record), names)
         if missing := [key for key in (self.instruction, self.output) if key and key not in record]:
             raise missing_key(record, missing[0])
         parts = [text_of(_get(record, key), str(key)) for key in (self.instruction, self.input)]
@@ -114,7 +116,7 @@ class TurnsLayout:
     tools: str | None = "tools"
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
-        _check_keys(frozenset(record), (self.system, self.tools))
+        _check_keys(frozenset(record), (self.turns, self.system, self.tools))
         turns = record.get(self.turns)
         if not isinstance(turns, list) or not turns:
             found = f"{turns!r:.60}" if self.turns in record else f"none (keys: {', '.join(map(str, record))})"
@@ -125,15 +127,17 @@ class TurnsLayout:
         return [self._turn(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
 
     def _turn(self, turn: Any, where: str) -> _ReadTurn:
+        known = (self.role, self.content, *sorted(self.extras), *LEARN_KEYS)
+        _check_keys(frozenset(turn) if isinstance(turn, dict) else frozenset(), known, f"{where}: ")
         if not isinstance(turn, dict) or not isinstance(role := turn.get(self.role), str):
             raise RecordError(f"{where}: expected a mapping with {self.role} and {self.content}, got {turn!r:.60}")
         if role not in self.roles:
-            raise RecordError(f"{where}: unknown role {role!r}; expected one of {', '.join(self.roles)}")
+            near = _meant(role, self.roles) or f"expected one of {', '.join(self.roles)}"
+            raise RecordError(f"{where}: unknown role {role!r}; {near}")
         given = {key: value for key, value in turn.items() if value is not None and (key, value) != ("tool_calls", [])}
         extras = {key: given[key] for key in sorted(given.keys() - {self.role, self.content, *LEARN_KEYS}, key=str)}
         if unknown := sorted(extras.keys() - self.extras):
-            known = ", ".join([self.role, self.content, *sorted(self.extras), *LEARN_KEYS])
-            raise RecordError(f"{where}: unknown key {unknown[0]!r}; expected {known}")
+            raise RecordError(f"{where}: unknown key {unknown[0]!r}; expected {', '.join(known)}")
         try:
             message = new_message(self.roles[role], text_of(turn.get(self.content), self.content), extras)
             if message.get("tool_calls") and turn.get(self.content) is None:
@@ -156,7 +160,7 @@ class PromptLayout:
     tools: str | None = "tools"
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
-        _check_keys(frozenset(record), (self.system, self.tools))
+        _check_keys(frozenset(record), (self.prompt, self.completion, self.system, self.tools))
         asked = [turn._replace(loss_weight=0.0) for turn in self._turns(record, self.prompt, "user")]
         answered = self._turns(record, self.completion, "assistant")
         return _conversation(record, [*asked, *answered], self.system, self.tools)
@@ -193,6 +197,8 @@ class AutoLayout:
             found.append(PROMPT_COMPLETION)
         if len(found) == 1:
             return found[0].read(record)
+        if not found:
+            _check_keys(frozenset(record), FORMAT_KEYS)
         fits = "several formats at once" if found else "no known format"
         raise RecordError(
             f"its keys ({', '.join(map(str, record)) or 'none'}) fit {fits}; expected messages, conversations, "
@@ -255,10 +261,16 @@ def _get(record: Mapping[str, Any], key: str | None) -> Any:
     return None if key is None else record.get(key)
 
 
-@lru_cache(maxsize=64)  # the records of a file have few distinct sets of keys
-def _check_keys(keys: frozenset[str], optional: tuple[str | None, ...]) -> None:
-    """Raise RecordError for a key that is nearly the name of a missing optional one, which would be silently lost."""
-    absent = [key for key in optional if key and key not in keys]
-    for key in sorted(keys - set(optional), key=str):
-        if close := get_close_matches(str(key), absent, n=1, cutoff=0.8):
-            raise RecordError(f"unknown key {key!r}; did you mean {close[0]!r}?")
+def _meant(word: str, known: Iterable[str]) -> str:
+    """Return a question that names what a word nearly is; empty if it is near to nothing."""
+    close = get_close_matches(word.lower(), known, n=1, cutoff=0.8)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+@lru_cache(maxsize=256)  # the records and turns of a file have few distinct sets of keys
+def _check_keys(keys: frozenset[str], known: tuple[str | None, ...], where: str = "") -> None:
+    """Raise RecordError for a key that is nearly the name of a missing known one, which would be silently lost."""
+    absent = [key for key in known if key and key not in keys]
+    for key in sorted(keys - set(known), key=str):
+        if near := _meant(str(key), absent):
+            raise RecordError(f"{where}unknown key {key!r}; {near}")

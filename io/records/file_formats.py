@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow
 
@@ -41,8 +41,10 @@ def _format_of(file: Path) -> tuple[str | None, str]:
 
 
 @contextmanager
-def open_bytes(file: Path) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Yield the file as it is on disk, whose `tell` gives the bytes read, and its content, decompressed.
+def open_bytes(file: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield the file as it is on disk, whose `tell` gives the bytes read, and a buffered reader of its content.
+
+    The content is decompressed.
 
     Raises OSError and ArrowException for what cannot be read, also for a compressed file that ends too early.
     """

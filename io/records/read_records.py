@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import pyarrow
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.file_formats import JSON, open_bytes, suffix_of
+from megatrain_ray.io.records.file_formats import open_bytes, suffix_of
 from megatrain_ray.io.records.read_tables import DELIMITERS, TABLES, read_rows
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.units import format_quantity
@@ -41,7 +40,7 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
     Raises ConfigError, naming file and location, for a file that cannot be read, is cut off or is damaged.
     """
     suffix = suffix_of(file)
-    records = _rows(file, columns) if suffix in TABLES else _json(file) if suffix == JSON else _json_lines(file)
+    records = _rows(file, columns) if suffix in TABLES else _json(file)
     location = None
     try:
         for location, record in records:
@@ -110,21 +109,17 @@ def check_unicode(text: str, what: str) -> str:
     return text
 
 
-def _json_lines(file: Path) -> Iterator[tuple[RecordLocation, Any]]:
-    with open_bytes(file) as (raw, lines):
-        yield from _decoded_lines(file, lines, raw)
-
-
 def _json(file: Path) -> Iterator[tuple[RecordLocation, Any]]:
-    """Yield the records of a .json file: a list, or JSON lines, which many tools write under this suffix."""
-    size = file.stat().st_size
-    with open_bytes(file) as (_, stream):
-        content = stream.read().removeprefix(BOM)
-    if not content.lstrip().startswith(b"["):
-        lines = io.BytesIO(content)
-        yield from _decoded_lines(file, lines, lines)
-        return
-    records = _decoded(content)
+    """Yield the records of a list or of lines: many tools write lines as .json, and some a list as .jsonl."""
+    with open_bytes(file) as (raw, stream):
+        if stream.peek(1).removeprefix(BOM).lstrip().startswith(b"["):
+            yield from _listed(file, stream.read().removeprefix(BOM))
+        else:
+            yield from _decoded_lines(file, stream, raw)
+
+
+def _listed(file: Path, content: bytes) -> Iterator[tuple[RecordLocation, Any]]:
+    records, size = _decoded(content), file.stat().st_size
     if isinstance(records, RecordError):
         raise ConfigError(f"data.path: {file} is {records}; expected a list of records")
     for number, record in enumerate(records, 1):
@@ -135,7 +130,9 @@ def _decoded_lines(file: Path, lines: Iterable[bytes], raw: Any) -> Iterator[tup
     for number, line in enumerate(lines, 1):
         text = (line.removeprefix(BOM) if number == 1 else line).rstrip()
         if text:
-            yield RecordLocation(file, "line", number, raw.tell()), _decoded(text)
+            several = text == b"{"
+            record = RecordError("expected a whole record on a line, got '{' alone") if several else _decoded(text)
+            yield RecordLocation(file, "line", number, raw.tell()), record
 
 
 def _decoded(text: bytes) -> Any:

@@ -12,7 +12,7 @@ from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.progress import describe_evaluation, describe_held_out_loss
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import choose_save
-from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.run.run_files import RunFiles, no_run
 from megatrain_ray.trainer import evaluate_model
 
 
@@ -20,6 +20,8 @@ def evaluate(options: Namespace) -> str:
     """Return the line about the evaluation. Raises ConfigError, and as Trainer.train."""
     source, file = options.source, options.config
     files = RunFiles(Path(source).absolute())
+    if files.path.is_file():
+        raise ConfigError(no_run(files.path))
     if file is None and not files.holds_run:
         if not Path(source).exists():
             raise ConfigError(f"{source}: there is no such folder; name a run directory, or give --config FILE")

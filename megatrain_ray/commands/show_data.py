@@ -26,6 +26,7 @@ from megatrain_ray.io.batching.windows import SpanWindows, Windows
 from megatrain_ray.io.tokens.token_files import Corpus, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 from megatrain_ray.model.open_model import read_model
+from megatrain_ray.model.positions import check_length
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.units import format_quantity
 
@@ -45,7 +46,9 @@ def show_data(config: TrainConfig) -> None:
     earlier = files.read_config() if files.holds_run and files.has_begun else None
     config = fix_commits(config.resolve(earlier))
     with spinner("reading the model's configuration"):
-        vocab_size = read_model(config.model).setting("vocab_size")
+        source = read_model(config.model)
+        vocab_size, num_positions = source.setting("vocab_size"), source.num_positions
+    check_length(config.data, num_positions)
     with tempfile.TemporaryDirectory() as folder:  # used only if the machine has no token cache
         opened = [_open(config.data, config.tokenizer, vocab_size, Path(folder))]
         if (held_out := config.data.held_out) is not None:
@@ -53,7 +56,7 @@ def show_data(config: TrainConfig) -> None:
                 opened.append(_open(held_out, config.tokenizer, vocab_size, Path(folder)))
         _show_records(config, opened[0].windows, vocab_size)
         for part in opened:
-            for line in _totals(part, config):
+            for line in _totals(part, config, num_positions):
                 show(line)
 
 
@@ -169,14 +172,13 @@ def _runs(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any]) -
 # --- totals ---
 
 
-def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
+def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) -> Iterator[str]:
     names = list(sources_of(part.data))
     for name, windows, folder in zip(names, part.windows, part.folders, strict=True):
         yield name if name.startswith(part.data.key) else f"{part.data.key}: {name}"
-        yield from (
-            f"  {line}" for line in [*_records(folder, windows.corpus, part.data.seq_len), *_lengths(windows.corpus)]
-        )
-        yield from (f"  {line}" for line in _rows(windows, part.data.seq_len))
+        corpus, seq_len = windows.corpus, part.data.seq_len
+        lines = [*_records(folder, corpus, seq_len, num_positions), *_lengths(corpus), *_rows(windows, seq_len)]
+        yield from (f"  {line}" for line in lines)
     if not isinstance(part.data, HeldOutConfig):
         num_rows = sum(windows.num_windows for windows in part.windows)
         batch_size = config.train.batch_size or config.hardware.num_gpus
@@ -184,13 +186,16 @@ def _totals(part: OpenedData, config: TrainConfig) -> Iterator[str]:
         yield f"an epoch is {format_quantity(num_rows, 'row')}, {steps}"
 
 
-def _records(folder: Path, corpus: Corpus, seq_len: int) -> Iterator[str]:
+def _records(folder: Path, corpus: Corpus, seq_len: int, num_positions: int | None) -> Iterator[str]:
     """Yield what became of the records: the lines of the tally, or the counts of texts."""
     meta = read_meta(folder)
     assert meta is not None  # it was just opened
     yield from meta.report
     if meta.longest > seq_len + 1:
-        yield f"data.seq_len={meta.longest - 1} would hold the longest record"
+        needed = meta.longest - 1
+        too_long = num_positions is not None and needed > num_positions
+        limit = f", and the model has {num_positions} positions: divide it" if too_long else ""
+        yield f"data.seq_len={needed} would hold the longest record{limit}"
     if not meta.report:
         skipped = [(meta.num_empty, "empty"), (meta.num_bad, "bad")]
         more = "".join(f", {count} {what} ones skipped" for count, what in skipped if count)

@@ -205,8 +205,10 @@ def _read(path: Path) -> str:
     try:
         return regular_file(path).read_text(encoding="utf-8")
     except OSError as error:
+        inside = path / "config.yaml"
+        hint = f"; that of the run there is {inside}" if inside.is_file() else ""
         raise ConfigError(
-            f"cannot read the configuration {path}: {error.strerror} (relative paths start at {Path.cwd()})"
+            f"cannot read the configuration {path}: {error.strerror} (relative paths start at {Path.cwd()}){hint}"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; expected YAML text") from None

@@ -18,6 +18,7 @@ STDERR = 2
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ray leaves SIGINT to the driver, and not these
 SIGNALS = (signal.SIGINT, *ENDINGS)
 AGAIN_S = 0.02  # seconds after which a signal is sent again that came where no exception should be raised
+ERASE_LINE = "\r\x1b[2K"  # of a terminal: what is drawn there, such as a bar, and the ^C that it shows
 MESSAGE = "interrupted: {} (once more: stop at once{})\n"
 
 
@@ -31,7 +32,7 @@ class Interrupts:
     def __init__(self, *, saves: bool = True) -> None:
         """Prepare the handlers. `saves`: the message about a deferred signal says that the run saves first."""
         self.requested = False  # set by a deferred signal
-        self._message = MESSAGE.format(
+        self._message = (ERASE_LINE if os.isatty(STDERR) else "").encode() + MESSAGE.format(
             *(("saving, then stopping, after the steps under way", ", without a save") if saves else ("stopping", ""))
         ).encode()
         self._puts_off = self._raised = False

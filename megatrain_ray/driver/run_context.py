@@ -86,6 +86,15 @@ def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startu
         return DataTokens(counts, training, tokenize(held_out, config.tokenizer, limit, run_dir))
 
 
+def check_position(config: TrainConfig, tokens: DataTokens, vocab_size: int | None, manifest: Manifest | None) -> None:
+    """Raise ConfigError, before a process is started, if a save was made with other data than these.
+
+    vocab_size: of the model; None: not known yet, so that check_inputs does this.
+    """
+    if manifest is not None and vocab_size is not None:
+        open_stream(config.data, tokens.training, vocab_size, batch_size=1).seek(manifest.data)
+
+
 def check_inputs(
     run_spec: RunSpec, tokens: DataTokens, manifest: Manifest | None, startup: Startup
 ) -> HeldOutData | None:
@@ -98,6 +107,7 @@ def check_inputs(
         run_spec.source.check_weights(run_spec.structure)
         if manifest is None:
             run_spec.source.check_adapter(run_spec.structure)
+    check_position(config, tokens, vocab_size, manifest)
     stream = open_stream(config.data, tokens.training, vocab_size, batch_size=1)
     held_out = None
     if tokens.held_out is not None and config.data.held_out is not None:
@@ -105,6 +115,4 @@ def check_inputs(
         held_out = HeldOutData(config.data.held_out, tokens.held_out, vocab_size, plan.batch_size, micro_batch_size)
     if stream.joins_documents or (held_out and held_out.open().joins_documents):
         check_packing(run_spec.source.architecture)
-    if manifest is not None:
-        stream.seek(manifest.data)
     return held_out

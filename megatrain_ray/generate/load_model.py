@@ -26,7 +26,7 @@ from megatrain_ray.io.tokens.tokenizer import holds_tokenizer, tokenizer_folder
 from megatrain_ray.machine.machine import unused_gpu
 from megatrain_ray.model.open_model import GENERATION_NAME
 from megatrain_ray.read_file import check_folder
-from megatrain_ray.run.run_files import RunFiles
+from megatrain_ray.run.run_files import RunFiles, no_run
 from megatrain_ray.units import format_count
 
 
@@ -60,6 +60,8 @@ def loaded(name: str, *, chat: bool, step: SaveChoice = None) -> Iterator[Loaded
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it names what it moves, as `_device_of` does
     files = RunFiles(Path(name).absolute())
     if not files.holds_run:
+        if files.path.is_file():
+            raise ConfigError(no_run(files.path))
         if step is not None:
             raise ConfigError(f"--step and --best name a save of a run, and {name} is no run directory")
         yield _load(_model_folder(name), name, {}, chat=chat)

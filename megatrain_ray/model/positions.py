@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.errors import ConfigError
+
 NAME = "max_position_embeddings"
 
 
@@ -24,6 +27,18 @@ def positions_of(config: Any) -> int | None:
     positions = getattr(texts, NAME, None)
     names = "rope_parameters", "rope_scaling"
     return None if positions is None else stretched(positions, {name: getattr(texts, name, None) for name in names})
+
+
+def check_length(data: DataConfig, positions: int | None) -> None:
+    """Raise ConfigError if rows are longer than the model allows.
+
+    positions: number of positions of the model; None if it is unlimited.
+    """
+    if positions is not None and data.seq_len > positions:
+        raise ConfigError(
+            f"data.seq_len: {data.seq_len} is more than the model's {positions} positions "
+            "(max_position_embeddings); lower it, or stretch them by YaRN (rope_scaling) in the model's config.json"
+        )
 
 
 def stretched(positions: int, texts: Mapping[str, Any]) -> int:

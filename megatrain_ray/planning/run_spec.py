@@ -28,6 +28,7 @@ from megatrain_ray.model.discover_model import compiles, discover_with_attention
 from megatrain_ray.model.flop_count import active_experts, windows
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import checked, read_model
+from megatrain_ray.model.positions import check_length
 from megatrain_ray.profiling.profiles import check_profile, with_profile
 from megatrain_ray.profiling.spill_disk import with_spill
 
@@ -158,7 +159,7 @@ def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
 
 def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:
     source = checked(found or read_model(config.model)).with_lora(config.lora)
-    check_length(config, source.num_positions)
+    check_length(config.data, source.num_positions)
     return source
 
 
@@ -282,18 +283,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
-
-
-def check_length(config: TrainConfig, positions: int | None) -> None:
-    """Raise ConfigError if rows are longer than the model allows.
-
-    positions: number of positions of the model; None if it is unlimited.
-    """
-    if positions is not None and config.data.seq_len > positions:
-        raise ConfigError(
-            f"data.seq_len: {config.data.seq_len} is more than the model's {positions} positions "
-            "(max_position_embeddings); lower it, or stretch them by YaRN (rope_scaling) in the model's config.json"
-        )
 
 
 def _log_uncompiled(structure: ModelStructure, activations: ActivationBytes) -> None:

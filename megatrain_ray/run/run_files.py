@@ -24,13 +24,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.yaml_file import load_config, resume_diff
+from megatrain_ray.config.yaml_file import load_config, read_settings, resume_diff
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import UnreadableError, explained
@@ -109,7 +110,7 @@ class RunFiles:
         if self.is_starting:
             raise ConfigError(f"{self.path}: the run is starting and holds nothing yet; look again in some seconds")
         if not self.holds_run:
-            raise ConfigError(f"{self.path} holds no run: {self.config_file.name} is missing; name the run_dir of one")
+            raise ConfigError(no_run(self.path))
         return load_config(self.config_file).as_begun()
 
     def read_token(self) -> str | None:
@@ -143,6 +144,17 @@ class RunFiles:
     def evaluations(self) -> list[Row]:
         """Return the rows of evaluations, read in the same way as `rows`."""
         return read_steps(self.evaluations_file)
+
+
+def no_run(path: Path) -> str:
+    """Return the message about a path that is no run directory, with the directory that is meant if it is a YAML."""
+    if path.is_file():
+        with suppress(ConfigError):
+            named = read_settings(path).get("run_dir")
+            if isinstance(named, str) and named:
+                return f"{path} is a configuration, not the directory of its run; name that: {named}"
+        return f"{path} is a file; expected the directory of a run, which holds a config.yaml"
+    return f"{path} holds no run: config.yaml is missing; name the run_dir of one"
 
 
 def read_steps(file: Path) -> list[Row]:

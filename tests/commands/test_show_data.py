@@ -33,7 +33,9 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    build_tiny(tmp_path / "model", vocab_size=257)
+    model = build_tiny(tmp_path / "model", vocab_size=257)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1500}))
     return tmp_path
 
 
@@ -44,6 +46,7 @@ def test_chats_are_shown_with_their_answers_marked(
     sft = {"data__kind": "sft", "data__seq_len": 1500, "data__path": write(folder, "chats.jsonl", *records)}
     held = write(folder, "held.jsonl", chat("q", "a"))
     assert "chats.jsonl, line 4: messages: expected a list of turns" in shown(folder, capsys, expected=2, **sft)
+    assert "data.seq_len: 1501 is more than" in shown(folder, capsys, expected=2, **sft | {"data__seq_len": 1501})
     text = shown(folder, capsys, **sft, data__bad_records="skip", data__eval_path=held)
     first, second, third, totals = text.split("── sequence ")[1:3] + text.split("── sequence ")[3].split("\n\n", 1)
     assert first == (
@@ -59,6 +62,7 @@ def test_chats_are_shown_with_their_answers_marked(
     assert lines[3].startswith("4 records: 3 sequences, 1615 tokens, ")
     assert lines[4].startswith("1 bad, skipped (")
     assert lines[5].startswith("1 too long, cut inside an answer (")
+    assert "data.seq_len=2056 would hold the longest record, and the model has 1500 positions: divide it" in lines
     assert "tokens each: 56 to 1501, mean 538" in lines
     assert f"56–63   {'█' * 40} 2" in lines
     assert "2 rows of 1500 inputs, 54% filled" in lines

@@ -116,6 +116,8 @@ def test_a_broken_file_is_one_message_with_its_place(tmp_path: Path, content: by
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert f"cannot read the configuration {tmp_path / 'none.yaml'}: No such file" in refusal(tmp_path / "none.yaml")
+    (tmp_path / "config.yaml").touch()
+    assert refusal(tmp_path).endswith(f"; that of the run there is {tmp_path / 'config.yaml'}")
     assert "Is a directory" in refusal(tmp_path)
 
 

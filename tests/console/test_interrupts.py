@@ -51,6 +51,20 @@ def test_what_saves_nothing_does_not_say_that_it_saves(capfd: pytest.CaptureFixt
     assert capfd.readouterr().err == "interrupted: stopping (once more: stop at once)\n"
 
 
+def test_on_a_terminal_it_replaces_the_bar_that_is_drawn_there() -> None:
+    before, (terminal, drawn) = os.dup(2), os.openpty()
+    os.dup2(drawn, 2)
+    try:
+        with Interrupts() as interrupts, interrupts.put_off():
+            os.write(2, b"step 3/9")
+            send(signal.SIGINT)
+    finally:
+        os.dup2(before, 2)
+    assert os.read(terminal, 999).startswith(b"step 3/9\r\x1b[2Kinterrupted: saving, then stopping")
+    for number in (before, terminal, drawn):
+        os.close(number)
+
+
 @pytest.mark.parametrize("second", SIGNALS)
 @pytest.mark.parametrize("first", SIGNALS)
 def test_the_first_asks_and_the_second_ends(

@@ -167,6 +167,10 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(model: str, monkeypatch: pytest.
         (["{model}", ""], "the prompt is empty"),
         (["{model}", "p" * 64], "the prompt has 64 tokens, and the model 64 positions: shorten it"),
         (["{here}", "p"], "is neither a run directory nor a model's folder: it has no config.json"),
+        (
+            ["{model}/config.json", "p"],
+            "config.json is a file; expected the directory of a run, which holds a config.yaml",
+        ),
         ([HUB_ID, "p"], f"RUN_OR_FOLDER: {HUB_ID}: no such folder"),
         (["{bare}", "p"], "has no tokenizer.json, so texts cannot be turned into its token ids"),
         (["{plain}", "p", "--chat"], "has no chat template: leave --chat out"),

@@ -79,6 +79,10 @@ def test_a_run_without_saves(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_that_holds_nothing_yet_is_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+    (tmp_path / "chats.yaml").write_text("run_dir: runs/chats\n")
+    assert main(["inspect", str(tmp_path / "chats.yaml")]) == 2
+    told = f"{tmp_path / 'chats.yaml'} is a configuration, not the directory of its run; name that: runs/chats\n"
+    assert capsys.readouterr().err == f"error: {told}"
     with hold_lock(tmp_path):
         assert main(["inspect", str(tmp_path)]) == 0
         assert capsys.readouterr().out.startswith("state\n  starting: ")

@@ -64,4 +64,5 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(
     refused = train(str(path), "train.steps=7")
     assert refused.returncode == 2
     assert "belongs to other data" in refused.stderr
+    assert "starting Ray" not in refused.stderr
     assert f"(data.path[1], {tmp_path / 'data' / '*.jsonl'})" in refused.stderr

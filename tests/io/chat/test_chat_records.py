@@ -162,6 +162,28 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
         "auto",
         "turn 2: unknown role 'model'; expected one of system,",
     ),
+    "role, typed wrong": (
+        turns({"role": "Usr", "content": "Q"}),
+        "auto",
+        "turn 1: unknown role 'Usr'; did you mean 'user'?",
+    ),
+    "key of roles, typed wrong": (
+        turns({"rol": "user", "content": "Q"}),
+        "auto",
+        "turn 1: unknown key 'rol'; did you mean 'role'?",
+    ),
+    "key of a turn, typed wrong": (
+        turns(USER, {"role": "assistant", "contents": "A"}),
+        "auto",
+        "turn 2: unknown key 'contents'; did you mean 'content'?",
+    ),
+    "key of turns, typed wrong": ({"mesages": [USER]}, "auto", "unknown key 'mesages'; did you mean 'messages'?"),
+    "the same, stated": ({"mesages": [USER]}, "messages", "unknown key 'mesages'; did you mean 'messages'?"),
+    "key of an answer, typed wrong": (
+        {"prompt": "Q", "completions": "A"},
+        "auto",
+        "unknown key 'completions'; did you mean 'completion'?",
+    ),
     "sharegpt role": (
         {"conversations": [{"from": "bing", "value": "A"}]},
         "auto",

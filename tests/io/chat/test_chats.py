@@ -262,7 +262,8 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path) -> None:
         results.append(([(s.ids.tolist(), s.loss_weights.tolist(), s.location) for s in sequences], tally.lines()))
     assert results[0] == results[1]
     assert len(results[0][0]) > 300
-    assert f"{tmp_path / 'b.jsonl'}, line 2: not valid JSON" in "\n".join(results[1][1])
+    place = f"{tmp_path / 'b.jsonl'}, line 2: "
+    assert place + "expected a whole record on a line, got '{' alone" in "\n".join(results[1][1])
 
 
 def test_a_bad_record_in_another_process_is_named(tmp_path: Path) -> None:

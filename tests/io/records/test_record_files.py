@@ -49,9 +49,10 @@ def test_blank_lines_count_and_are_passed_over(tmp_path: Path) -> None:
     assert read(tmp_path / "b.jsonl", b"") == []
 
 
-def test_a_list(tmp_path: Path) -> None:
-    content = b"\xef\xbb\xbf \n" + json.dumps(RECORDS, indent=1).encode()
-    assert read(tmp_path / "a.json", content) == [(f"record {i}", record) for i, record in enumerate(RECORDS, 1)]
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.gz"])
+def test_a_list(tmp_path: Path, name: str) -> None:
+    content = packed(name, b"\xef\xbb\xbf \n" + json.dumps(RECORDS, indent=1).encode())
+    assert read(tmp_path / name, content) == [(f"record {i}", record) for i, record in enumerate(RECORDS, 1)]
 
 
 def test_parquet_rows_of_several_batches(tmp_path: Path) -> None:
