@@ -83,15 +83,24 @@ def leftover_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if _is_kept(file))
 
 
-def leads_away(file: Path) -> bool:
-    """Return whether a file is a link to a place outside of its folder and of the hub's cache.
+def without_links(files: Iterable[Path], folder: Path) -> tuple[list[Path], str]:
+    """Return those of a folder's files that may be published, and a note on the links among them that lead away."""
+    there = list(files)
+    away = [file.name for file in there if leads_away(file, folder)]
+    note = f"note: links that lead out of {folder} are not exported: {', '.join(away)}; copy what they lead to"
+    return [file for file in there if file.name not in away], note if away else ""
+
+
+def leads_away(file: Path, folder: Path) -> bool:
+    """Return whether a file of a folder is a link to a place outside of the folder and of the hub's cache.
 
     Snapshots of the cache, and folders that were downloaded with links, consist of links to blobs of the cache.
     """
     from huggingface_hub.constants import HF_HUB_CACHE  # reads the environment when it is imported
 
     target = file.resolve()
-    places = (file.parent.resolve(), Path(HF_HUB_CACHE).resolve(), *_repository(file.parent.resolve()))
+    home = folder.resolve()
+    places = (home, Path(HF_HUB_CACHE).resolve(), *_repository(home))
     return not any(target.is_relative_to(place) for place in places)
 
 

@@ -25,6 +25,7 @@ from megatrain_ray.export.source_extras import (
     SourceRest,
     empty_model,
     export_extras,
+    published,
     source_rest,
     with_own_code,
 )
@@ -183,9 +184,10 @@ def _write(
         return export_adapter(folder, manifest, out_dir, dtype, lora, empty, model, tokenizer)
     chosen = dtype or (ExportDtype.BF16 if "residual" in manifest.itemsize else ExportDtype.FP32)
     needed = export_extras(model, manifest, chosen)
-    copies = [*tokenizer, *needed.code]
-    source = source_rest(files, config, needed, chosen, {f.name for f in copies}) if extras else SourceRest()
-    copies, rest = [*copies, *source.files], [*needed.rest, *source.tensors]
+    code = published(needed.code, needed.code[0].parent) if needed.code else []
+    written = {file.name for file in (*tokenizer, *needed.code)}
+    source = source_rest(files, config, needed, chosen, written) if extras else SourceRest()
+    copies, rest = [*tokenizer, *code, *source.files], [*needed.rest, *source.tensors]
     # Inference servers read the class here. A run that began with only model.config has no entry for it.
     settings = {
         **without_quantisation(manifest.model),

@@ -17,7 +17,7 @@ from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.weights.saved_values import chunks
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.checkpoints.leftovers import Leftovers, checksum, find_leftovers, leads_away, leftover_files
+from megatrain_ray.io.checkpoints.leftovers import Leftovers, checksum, find_leftovers, leftover_files, without_links
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, copied
@@ -155,15 +155,21 @@ def source_rest(
     if recorded is not None and changed:
         raise _unlike(model.path, recorded, f"has {found if found.tensors else 'none'} now")
     wanted = [file for file in leftover_files(folder.path) if _is_wanted(file.name, config, written)]
-    copies = [file for file in wanted if not leads_away(file)]
-    if away := [file.name for file in wanted if leads_away(file)]:
-        say(f"note: links that lead out of {model.path} are not exported: {', '.join(away)}; copy what they lead to")
+    copies = published(wanted, folder.path)
     if found.left_out:
         say(f"note: tensors of types that torch lacks are not exported: {', '.join(found.left_out)}")
     kept = [str(found)] * bool(found.tensors) + [file.name for file in copies]
     if kept:
         say(f"kept as they were in {model.path}: {', '.join(kept)}")
     return SourceRest([copied(folder, name, dtype) for name in found.tensors], copies)
+
+
+def published(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Return the files without links that lead out of their folder; say which are left out."""
+    copies, note = without_links(files, folder)
+    if note:
+        say(note)
+    return copies
 
 
 def _folder(config: ModelConfig) -> Path:

@@ -17,7 +17,7 @@ from megatrain_ray.config.yaml_file import dump_config, resume_diff, shown, trai
 from megatrain_ray.console.logs import say
 from megatrain_ray.errors import ConfigError, DamagedSaveError, MegatrainError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME, load_chat_template
-from megatrain_ray.io.checkpoints.leftovers import leads_away
+from megatrain_ray.io.checkpoints.leftovers import leads_away, without_links
 from megatrain_ray.io.files.atomic_file import left_by_kills, sync, write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder, has_mark, is_free, remove_owned
@@ -220,7 +220,7 @@ class RunDir(RunFiles):
         files, template = tokenizer_files(self.config.tokenizer), self._chat_template()
         if not is_free(self.tokenizer):  # of a start with other settings
             remove_owned(self.tokenizer, FolderKind.RUN_PART)
-        for link in filter(leads_away, files):
+        for link in (file for file in files if leads_away(file, file.parent)):
             say(f"note: {link} is a link to {link.resolve()}, which is copied into the run and its exports")
         if files or template is not None:
             with complete_or_absent(self.tokenizer, FolderKind.RUN_PART) as folder:
@@ -230,8 +230,8 @@ class RunDir(RunFiles):
                     write_whole(files[0].parent, folder)
                 if template is not None:
                     (folder / TEMPLATE_NAME).write_text(template, encoding="utf-8")
-                elif (additional := files[0].parent / ADDITIONAL_TEMPLATES).is_dir():
-                    shutil.copytree(additional, folder / ADDITIONAL_TEMPLATES)
+                else:
+                    _copy_templates(files[0].parent, folder / ADDITIONAL_TEMPLATES)
 
     def _chat_template(self) -> str | None:
         """Return the chat template unless it is the tokenizer's own: an exported model must be prompted with it."""
@@ -265,6 +265,16 @@ class RunDir(RunFiles):
             if file.exists():
                 kept = [json.dumps(row) + "\n" for row in read_steps(file) if row["step"] <= last]
                 write_atomically(file, "".join(kept))
+
+
+def _copy_templates(source: Path, folder: Path) -> None:
+    """Copy the additional chat templates of a tokenizer's folder, unless they are links to places outside of it."""
+    copies, note = without_links(sorted((source / ADDITIONAL_TEMPLATES).glob("*.jinja")), source)
+    if note:
+        say(note)
+    for file in copies:
+        folder.mkdir(exist_ok=True)
+        shutil.copy(file, folder)
 
 
 def _check_free(path: Path) -> None:

@@ -115,8 +115,8 @@ def test_links_lead_away_unless_they_stay_in_the_folder_or_a_cache(
     for name, target in links.items():
         (own / name).symlink_to(target)
     (snapshot / "of_the_repository").symlink_to("../../blobs/blob")
-    assert {link.name for link in own.iterdir() if leads_away(link)} == {"secret", "beside"}
-    assert not leads_away(snapshot / "of_the_repository")
+    assert {link.name for link in own.iterdir() if leads_away(link, own)} == {"secret", "beside"}
+    assert not leads_away(snapshot / "of_the_repository", snapshot)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_the_tokenizer_is_kept_with_the_template_that_chats_were_written_with(tm
     assert kept(tmp_path / "6", tokenizer="bytes") == {}
     (own / "additional_chat_templates").mkdir()
     (own / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (own / "additional_chat_templates" / "secret.jinja").symlink_to(file)  # leads out of the folder
     more = its_own | {"additional_chat_templates": "", "additional_chat_templates/tool_use.jinja": "tools"}
     assert kept(tmp_path / "7", kind="sft", tokenizer=str(own)) == more
     assert kept(tmp_path / "8", kind="sft", tokenizer=str(own), chat_template=str(file)).keys() == its_own.keys()

@@ -32,7 +32,11 @@ def test_an_export_holds_code_and_buffers(tmp_path: Path, train: Train) -> None:
     build = load_file(folder / SINGLE_NAME)
     trained = train(str(write_config(tmp_path / "config.yaml", config(run, folder, **settings))))
     assert trained.returncode == 0, trained.stderr
-    assert cli_here("export", str(run), str(out), "--dtype", "fp32").returncode == 0
+    (folder / "secret.py").symlink_to(tmp_path / "config.yaml")
+    done = cli_here("export", str(run), str(out), "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"links that lead out of {folder} are not exported: secret.py; copy") == 1
+    assert not (out / "secret.py").exists()
     exported = load_file(out / SINGLE_NAME)
     assert exported.keys() == build.keys()
     buffers = [name for name in build if name.endswith((".scale", ".order"))]
