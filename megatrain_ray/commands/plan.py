@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.start_summary import memory_of_limits
 from megatrain_ray.console.startup import spinner
@@ -33,7 +34,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     raised. Raises ConfigError if the configuration is invalid.
     """
     config = _with_known_steps(config)
-    with spinner("planning"):
+    with Interrupts(), spinner("planning"):
         question = planning_problem(config)
         try:
             plan, capacity_error = question.plan(), None
