@@ -73,23 +73,31 @@ def find_surroundings(template: ChatTemplate, tools: Tools = ()) -> Surroundings
         raise _unusable(template, f"its prompt for an answer, {prompt[-40:]!r}, is no beginning of an answer it writes")
     whole, start = fitting[0]
     heading, _, ending = whole[len(start) :].partition(PROBE)
-    asks_always = _what_asks(template, bare, ending) if prompt == bare else ""
+    asks_always = _what_asks(template, tools, bare, ending) if prompt.startswith(bare) else ""
     if prompt == bare and heading.strip() and not asks_always:
         raise _unusable(template, f"it ignores add_generation_prompt and begins an answer with {heading!r}")
     if not ending or (ending.isspace() and user_mark(template, tools)):
         return _without_mark(template, tools, heading_of(prompt, bare))
     if asks_always:
-        return Surroundings(asks_always, "", asks_always)
+        return Surroundings(asks_always + prompt.removeprefix(bare), "", asks_always)
     return _split_ending(template, tools, heading_of(prompt, bare), whole, ending)
 
 
-def _what_asks(template: ChatTemplate, bare: str, ending: str) -> str:
+def _what_asks(template: ChatTemplate, tools: Tools, bare: str, ending: str) -> str:
     """Return what asks for the next answer after `ending`, as Command R's templates do always; empty if nothing does.
 
-    An answer then ends with the eos token.
+    An answer then ends with the eos token, or with the first mark if the template does not write the eos token.
     """
-    asking = ending.partition(template.variables.get("eos_token") or "\0")[2]
-    return asking if asking.strip() and bare.endswith(asking) else ""
+    eos, first = template.variables.get("eos_token") or "\0", _MARK.match(ending)
+    asking = ending.partition(eos)[2] if eos in ending else ending[first.end() :] if first else ""
+    if not asking.strip() or not bare.endswith(asking):
+        return ""
+    try:
+        followed = template.render([QUESTION, {"role": "assistant", "content": PROBE}, QUESTION], tools)
+    except RecordError:
+        return asking
+    # What stands before a question, too, asks for nothing.
+    return "" if followed.rpartition(PROBE)[2].startswith(ending) else asking
 
 
 def heading_of(prompt: str, bare: str) -> str:

@@ -163,11 +163,13 @@ def describe_template(data: DataConfig, tokenizer: str, vocab_size: int) -> Iter
     own = with_ends_of(template, load_tokenizer(tokenizer))
     fitting = ", ".join(fitting_templates(None if is_bytes else tokenizer_folder(tokenizer)))
     having = f"(this tokenizer has the marks of {fitting or 'none of the named ones'})"
-    if first_mark(own, text_after_answer(template)) is None:
+    if first_mark(own, after := text_after_answer(template)) is None:
         marked = f"set data.chat_template to one that ends answers with a special token {having}"
+        text = "ends an answer with ordinary text, at which megatrain generate stops and other programs do not"
+        blanks = "writes only blanks after an answer, so a model would not learn to stop"
         yield (
-            "warning: this template ends an answer with ordinary text, at which megatrain generate stops and other "
-            f"programs do not; {_end_of_bytes(data, vocab_size) if is_bytes else marked}"
+            f"warning: this template {text if after.strip() else blanks}; "
+            f"{_end_of_bytes(data, vocab_size) if is_bytes else marked}"
         )
     if (mark := unlearned_mark(own, template)) is not None:
         yield (

@@ -39,7 +39,7 @@ def test_a_template_without_an_end_mark_is_warned_of(tmp_path: Path) -> None:
     named = DataConfig(**data, chat_template=str(file))  # type: ignore[arg-type]
     name, warning = describe_template(named, tokenizer, 999)
     assert name == f"template  {file}"
-    assert warning.startswith("warning: this template ends an answer with ordinary text")
+    assert warning.startswith("warning: this template writes only blanks after an answer")
     assert warning.endswith("(this tokenizer has the marks of chatml, qwen, mistral)")
     tagged = FAMILIES["generation_tags"].source
     file.write_text(tagged)
@@ -73,7 +73,7 @@ def test_an_answer_of_bytes_ends_with_an_id_that_the_model_has(tmp_path: Path) -
     assert described(257, add_eos=False)[1:] == [
         f"{ordinary}in a new run data.add_eos: true ends answers with an id of its own"
     ]
-    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '.\n' }}{% endfor %}")
     assert described(257, chat_template=str(tmp_path / "own.jinja"))[1:] == [
         f"{ordinary}write {{{{ eos_token }}}} there, or leave data.chat_template out"
     ]

@@ -134,22 +134,29 @@ def test_a_thought_that_is_never_written_is_refused() -> None:
 
 CLOSED = turns("<a>{{ a }}<e>", "<a>").replace("{% if add", "{{ '<end>' if not add_generation_prompt }}{% if add")
 ALWAYS = turns("<a><r>{{ a }}</r><e>", "").replace("{% if add_generation_prompt %}{% endif %}", "<a>")
+WITH_REPLY = ALWAYS + "{{ '<r>' if add_generation_prompt }}"
+OTHER_MARK = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<t>{% endfor %}<a>"
+ROLE_AS_TEXT = "{% for m in messages %}<x>{{ m.role[0] }}\n{{ m.content }}\n{% endfor %}{{ '<x>a\n' }}"
 GLM_51 = turns("<a>{{ '' if loop.last else '</think>' }}{% if loop.last %}<think></think>{% endif %}{{ a }}", "<a>")
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("source", "heading", "expected"),
     [
-        (CLOSED, "<u>Q<a>«A<e>»<u>R<a>«B<e>»<end>"),  # Hunyuan closes the conversation with a mark
-        (ALWAYS, "<u>Q<a>«<r>A</r><e>»<u>R<a>«<r>B</r><e>»<a>"),  # Command R asks for an answer always
-        (GLM_51, "<u>Q<a></think>A<u>R<a>«<think></think>B<u>»"),  # and has no mark of its own after an answer
+        (CLOSED, "<a>", "<u>Q<a>«A<e>»<u>R<a>«B<e>»<end>"),  # Hunyuan closes the conversation with a mark
+        # Those from Command R on always ask for an answer. Dolphin's eos token is another one than its end mark.
+        (ALWAYS, "<a>", "<u>Q<a>«<r>A</r><e>»<u>R<a>«<r>B</r><e>»<a>"),
+        (WITH_REPLY, "<a><r>", "<u>Q<a><r>«A</r><e>»<u>R<a><r>«B</r><e>»<a>"),
+        (OTHER_MARK, "<a>", "<u>Q<t><a>«A<t>»<u>R<t><a>«B<t>»<a>"),
+        (ROLE_AS_TEXT, "<x>a\n", "<x>u\nQ\n<x>a\n«A\n<x>»u\nR\n<x>a\n«B\n<x>»a\n"),
+        (GLM_51, "<a>", "<u>Q<a></think>A<u>R<a>«<think></think>B<u>»"),  # and has no mark of its own after an answer
     ],
-    ids=["Hunyuan", "Command R", "GLM-5.1"],
+    ids=["Hunyuan", "Command R", "Command A", "Dolphin", "Nemotron Mini", "GLM-5.1"],
 )
-def test_an_answer_ends_where_the_model_is_to_stop(source: str, expected: str) -> None:
+def test_an_answer_ends_where_the_model_is_to_stop(source: str, heading: str, expected: str) -> None:
     assert shown(mark(source, Q, A, R, B)[-1]) == expected
     (text,) = mark(source, B)
-    assert shown(text) == expected[expected.rindex("<a>«") :]
+    assert shown(text) == expected[expected.rindex(f"{heading}«") :]
 
 
 # --- tools ---
