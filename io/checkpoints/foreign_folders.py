@@ -7,10 +7,15 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+PICKLED = (
+    "of pickled weights, those under the names of Transformers are read: pytorch_model.bin, or the files that "
+    "pytorch_model.bin.index.json names"
+)
 ADVICE = (  # by file names that such folders hold, first the surest sign
     ("adapter_config.json", "it holds an adapter: name its base as model.path, and this folder as lora.path"),
     ("*.gguf", "its weights are in GGUF, which is not read: use the repository that they were converted from"),
     ("model-*-of-*.safetensors", "the index of its files is missing: fetch model.safetensors.index.json as well"),
+    ("pytorch_model-*-of-*.bin", "the index of its files is missing: fetch pytorch_model.bin.index.json as well"),
     (
         "model.*.safetensors*",
         "its weights are a variant, as the middle of their names says: rename them to model.safetensors, or use the "
@@ -23,8 +28,8 @@ ADVICE = (  # by file names that such folders hold, first the surest sign
     ),
     ("*/config.json", "a folder within it has one: name that"),
     ("*/*.safetensors", "a folder within it holds weights: move them beside config.json"),
-    ("*.bin", "its weights are pickled, which is not read: load them with Transformers and save_pretrained(FOLDER)"),
-    ("*.pt", "its weights are pickled, which is not read: load them with Transformers and save_pretrained(FOLDER)"),
+    ("*.bin", PICKLED),
+    ("*.pt", PICKLED),
 )
 
 

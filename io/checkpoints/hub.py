@@ -161,7 +161,7 @@ def _reason(repository: str, file: str, error: Exception, repo_type: str) -> str
         ),
         (
             errors.EntryNotFoundError,
-            f"the repository on the hub has no {file}{'; pickled weights are not read' * (repo_type == 'model')}",
+            f"the repository on the hub has no {file}{'; pickled weights are not fetched' * (repo_type == 'model')}",
         ),
     ]
     for kind, reason in reasons:

@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face safetensors folder in parts: never a whole file or a whole parameter."""
+"""Reads the weights of a Hugging Face folder in parts: never a whole file or a whole parameter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.foreign_folders import advice_on, names_in
+from megatrain_ray.io.checkpoints.pickled_weights import read_pickled
 from megatrain_ray.io.checkpoints.quantisation import FP8_DTYPES, SCALE_ENDS, quantisation_of, with_dequantised
 from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES, DTYPES, StoredTensor, TensorLocation
 from megatrain_ray.read_file import parse_json, regular_file
@@ -22,6 +23,8 @@ from megatrain_ray.read_file import parse_json, regular_file
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
+PICKLED_NAME = "pytorch_model.bin"
+FORMS = ((SINGLE_NAME, INDEX_NAME), (PICKLED_NAME, f"{PICKLED_NAME}.index.json"))
 READ_ELEMENTS = 8 << 20  # elements compared at a time: 32 MiB
 
 
@@ -39,9 +42,9 @@ class WeightFolder:
 
     @staticmethod
     def open(path: Path | str, prefix: str = "") -> WeightFolder:
-        """Read the headers of model.safetensors, or else of the files that its index names.
+        """Read the headers of model.safetensors, or else of the files that its index names; or else of pickled ones.
 
-        Of the two, Transformers takes the former as well: the index may be left from an older model in the folder.
+        Transformers takes them in this order as well: an index may be left from an older model in the folder.
 
         Raises ConfigError for a folder without them, and for files that are missing or damaged.
         """
@@ -52,10 +55,11 @@ class WeightFolder:
             raise ConfigError(f"{folder} is no folder; expected one with {SINGLE_NAME} or {INDEX_NAME}") from None
         except OSError as error:
             raise ConfigError(f"cannot read {folder}: {error.strerror}") from None
-        if SINGLE_NAME in present:
-            return WeightFolder(folder, _dequantised(folder, _read_header(folder / SINGLE_NAME)), prefix)
-        if INDEX_NAME in present:
-            return WeightFolder(folder, _dequantised(folder, _read_indexed(folder / INDEX_NAME, present)), prefix)
+        for single, index in FORMS:
+            if single in present:
+                return WeightFolder(folder, _dequantised(folder, _read_header(folder / single)), prefix)
+            if index in present:
+                return WeightFolder(folder, _dequantised(folder, _read_indexed(folder / index, present)), prefix)
         advice = advice_on(names_in(folder)) or "is it a model?"
         raise ConfigError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}: {advice}")
 
@@ -140,9 +144,11 @@ def equal_values(read: Callable[[str, int, int], torch.Tensor], one: str, other:
 
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return the names of a folder's weight files, existing or not. Raises ConfigError for a broken index."""
-    index = folder / INDEX_NAME
-    if index.exists() and not (folder / SINGLE_NAME).exists():
-        return tuple(sorted(set(_read_index(index).values())))
+    for single, index in FORMS:
+        if (folder / single).exists():
+            return (single,)
+        if (folder / index).exists():
+            return tuple(sorted(set(_read_index(folder / index).values())))
     return (SINGLE_NAME,)
 
 
@@ -188,6 +194,8 @@ def _dequantised(folder: Path, stored: Mapping[str, TensorLocation]) -> Mapping[
 
 def _read_header(path: Path) -> dict[str, TensorLocation]:
     """Locate the tensors of a file. The library checks the file, but does not say where the bytes lie."""
+    if path.suffix == ".bin":
+        return read_pickled(path)
     try:
         with regular_file(path).open("rb") as file, safetensors.safe_open(path, framework="pt"):
             (length,) = struct.unpack("<Q", file.read(8))

@@ -115,14 +115,6 @@ def test_a_models_own_code_runs_only_where_the_configuration_says_so(tmp_path: P
     check_packing(open_model(ModelConfig(path=str(own), trust_remote_code=True)).architecture)
 
 
-def test_pickled_weights_are_refused_whoever_is_trusted(tmp_path: Path) -> None:
-    folder = with_own_code(tmp_path)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    source = open_model(ModelConfig(path=str(folder), trust_remote_code=True))
-    with pytest.raises(ConfigError, match="its weights are pickled, which is not read"):
-        source.weights()
-
-
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
 def test_what_a_model_computes_and_nobody_stores_is_that_of_from_pretrained(tmp_path: Path, model_type: str) -> None:
     """It is so in bf16 too, where both compute angles of 2048 positions in the type that is the default meanwhile."""

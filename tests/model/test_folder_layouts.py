@@ -127,9 +127,28 @@ def beside_other_formats(folder: Path, held: dict[str, torch.Tensor]) -> None:
     (folder / "generation_config.json").write_text("{")
 
 
+def pickled(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    """As older folders are, with tensors that share a storage, beside the index of a larger model."""
+    torch.save(held | {"lm_head.weight": held["model.embed_tokens.weight"]}, folder / "pytorch_model.bin")
+    index = {"weight_map": dict.fromkeys(held, "pytorch_model-00001-of-00001.bin")}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / WEIGHTS).unlink()
+
+
+def pickled_in_two_files(folder: Path, held: dict[str, torch.Tensor]) -> None:
+    names = list(held)
+    files = {name: f"pytorch_model-0000{1 + (name in names[5:])}-of-00002.bin" for name in names}
+    for file in set(files.values()):
+        torch.save({name: held[name].bfloat16() for name in names if files[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / WEIGHTS).unlink()
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
+        ("Llama, tied", pickled),
+        ("Llama", pickled_in_two_files),
         ("Llama", beside_other_formats),
         ("GPT-2", without_prefix),
         ("Llama, tied", without_prefix),
@@ -163,7 +182,8 @@ def test_a_folder_is_read_as_transformers_reads_it(
         ("config.json params.json consolidated.safetensors", "the maker's own format"),
         ("sub/config.json sub/model.safetensors", "a folder within it has one"),
         ("config.json unet/model.safetensors", "a folder within it holds weights"),
-        ("config.json pytorch_model-00001-of-00002.bin", "pickled, which is not read"),
+        ("config.json pytorch_model-00001-of-00002.bin", "fetch pytorch_model.bin.index.json"),
+        ("config.json training_args.bin", "of pickled weights, those under the names of Transformers are read"),
         ("config.json README.md", "is it a model?"),
     ],
 )

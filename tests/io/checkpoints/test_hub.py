@@ -125,8 +125,10 @@ for name in ("o/none", "o/model@dev", "o/text", "o/model"):
     assert len(told) == 4, done.stderr
     assert "no such repository on the hub, or a private one" in told[0]
     assert "but not in this revision" in told[1]
-    assert told[2] == "model.path: o/text: the repository on the hub has no config.json; pickled weights are not read"
-    assert "has no model.safetensors; pickled weights are not read" in told[3]
+    assert (
+        told[2] == "model.path: o/text: the repository on the hub has no config.json; pickled weights are not fetched"
+    )
+    assert "has no model.safetensors; pickled weights are not fetched" in told[3]
 
 
 @pytest.mark.long

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -105,8 +107,46 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         WeightFolder.open(tmp_path / "none")
     with pytest.raises(ConfigError, match=f"{tmp_path} holds neither {SINGLE_NAME} nor {INDEX_NAME}: is it a model"):
         WeightFolder.open(str(tmp_path))
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match="pickled, which is not read: load them with Transformers"):
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        (None, {}, "is damaged, or not of torch.save"),
+        ({"x": Runs()}, {}, "is damaged, or not of torch.save since torch 1.6: Weights only load failed"),
+        ({"x": torch.ones(2)}, {"_use_new_zipfile_serialization": False}, "is damaged, or not of torch.save"),
+        ({"x": torch.ones(2, 3).t()}, {}, "holds not only tensors that lie in it as they are; load it with Transf"),
+        ({"x": {"y": torch.ones(2)}}, {}, "holds not only tensors"),
+        (torch.ones(2), {}, "holds not only tensors"),
+        ({"x": torch.ones(2, dtype=torch.int64)}, {}, "x is of type I64, expected one of"),
+    ],
+)
+def test_pickled_weights_that_cannot_be_read_in_parts_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, options: dict[str, Any], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, tmp_path / "pytorch_model.bin", **options)
+    if content is None:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=expected):
+        WeightFolder.open(tmp_path).check({"x": (2,)})
+    assert not Path("ran").exists()
+
+
+def test_pickled_weights_that_are_compressed_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"x": torch.arange(4.0)}, file)
+    with zipfile.ZipFile(file) as records:
+        held = {record.filename: records.read(record) for record in records.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as records:
+        for name, data in held.items():
+            records.writestr(name, data)
+    with pytest.raises(ConfigError, match="holds not only tensors that lie in it as they are"):
         WeightFolder.open(tmp_path)
 
 
