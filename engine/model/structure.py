@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 
 ModelFactory = Callable[[torch.dtype], nn.Module]
+LARGE_ELEMENTS = 64 << 20  # 256 MiB in FP32
 
 
 class LayerKind(Enum):
@@ -156,9 +158,26 @@ def kept_in_fp32(model: nn.Module, name: str) -> bool:
     return any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in patterns)
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large uninitialised tensors on the meta device: parameters, which would go there a moment later."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.empty and options.get("device") is None:
+            made = torch.empty(*args, **{**options, "device": "meta"})
+            if made.numel() > LARGE_ELEMENTS:
+                return made
+        return func(*args, **options)
+
+
 def build_empty(factory: ModelFactory, dtype: torch.dtype) -> nn.Module:
-    """Return the model with its parameters on the meta device and its buffers (rotary frequencies) computed."""
-    with init_empty_weights(include_buffers=False):
+    """Return the model with its parameters on the meta device and its buffers (rotary frequencies) computed.
+
+    A parameter takes no more than 256 MiB meanwhile: a layer's experts in DeepSeek-V3 would take 45 GB.
+    """
+    with init_empty_weights(include_buffers=False), _LargeOnMeta():
         model = factory(dtype)
     if tie := getattr(model, "tie_weights", None):
         tie()  # again: what was tied within the block became several parameters

@@ -115,6 +115,19 @@ def test_a_models_own_code_runs_only_where_the_configuration_says_so(tmp_path: P
     check_packing(open_model(ModelConfig(path=str(own), trust_remote_code=True)).architecture)
 
 
+def test_no_parameter_is_allocated_where_a_model_is_only_described() -> None:
+    """Of this one each part would take 4 TiB, more than machines let a process ask for."""
+    sizes = {
+        "vocab_size": 1 << 20,
+        "hidden_size": 1 << 20,
+        "intermediate_size": 1 << 20,
+        "num_attention_heads": 1 << 10,
+    }
+    model = build_empty(Architecture({"model_type": "llama", "num_hidden_layers": 1, **sizes}), torch.float32)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+
+
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
 def test_what_a_model_computes_and_nobody_stores_is_that_of_from_pretrained(tmp_path: Path, model_type: str) -> None:
     """It is so in bf16 too, where both compute angles of 2048 positions in the type that is the default meanwhile."""
