@@ -97,9 +97,8 @@ class BatchStream:
         saved = Fingerprint(position["num_tokens"], position["crc32"])
         if saved != corpus.fingerprint:
             raise ConfigError(
-                f"the saved data position belongs to other data: it is of {saved}, data.path holds "
-                f"{corpus.fingerprint} ({corpus.name}); restore the files the run was started with, or start a new "
-                "run_dir"
+                f"the run was saved with other data than {corpus.name} holds now: {saved} then, {corpus.fingerprint} "
+                "now; restore the files the run was started with, or start a new run_dir"
             )
         if position["epoch"] < 0 or not 0 <= position["cursor"] < num_windows:
             raise ConfigError(

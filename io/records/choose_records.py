@@ -47,6 +47,7 @@ class RecordChooser:
         self._left = self._choice.max_records
         self._num_seen = self._num_chosen = 0
         self._where = ""
+        self._least, self._most = 1.0, 0.0  # of the hashes seen
 
     def of(self, records: Iterable[tuple[RecordLocation, Any]], field: str | None = None) -> Iterator[Any]:
         """Yield the chosen ones of the records, which follow those of earlier calls.
@@ -71,9 +72,13 @@ class RecordChooser:
         self._num_seen += 1
         self._where = str(location)
         start, stop = self._choice.hash_range
-        chosen = (start, stop) == (0.0, 1.0) or start <= place() < stop
-        self._num_chosen += chosen
-        return chosen
+        if (start, stop) == (0.0, 1.0):
+            self._num_chosen += 1
+            return True
+        there = place()
+        self._least, self._most = min(self._least, there), max(self._most, there)
+        self._num_chosen += start <= there < stop
+        return start <= there < stop
 
     def check(self) -> None:
         """Raise ConfigError if there were records and all of them are on the other side of data.eval_fraction."""
@@ -81,9 +86,10 @@ class RecordChooser:
             return
         start, stop = self._choice.hash_range
         does = f"{stop:g} holds out" if stop < 1 else f"{start:g} leaves for training"
+        hundredths = math.floor(100 * self._least) + 1 if stop < 1 else math.floor(100 * self._most)
         raise ConfigError(
             f"data.eval_fraction: {does} none of {self._num_seen} records (the last is {self._where}), by the hash of "
-            f"each; set a {'larger' if stop < 1 else 'smaller'} one, or data.eval_path"
+            f"each; {hundredths / 100:g} is the first that does, or set data.eval_path"
         )
 
 

@@ -211,7 +211,8 @@ class RecordTally:
     def bad(self, location: RecordLocation, problem: RecordError | str) -> None:
         """Count a bad record, or raise ConfigError with its location and problem if bad records are errors."""
         if self._bad_records == "error":
-            raise ConfigError(f"data.path: {location}: {problem}. Fix the record, or set data.bad_records: skip")
+            stop = "" if str(problem).endswith("?") else "."
+            raise ConfigError(f"data.path: {location}: {problem}{stop} Fix the record, or set data.bad_records: skip")
         self.note(RecordOutcome.BAD, f"{location}: {problem}")
 
     def note(self, outcome: RecordOutcome, location: RecordLocation | str) -> None:

@@ -37,7 +37,8 @@ def train(options: Namespace) -> int:
     files = RunFiles(output.run_dir)
     plan, best_save = files.read_plan(), files.best_save
     harm = describe_harm(output.evaluations)
-    for line in summarize(rows, output.run_dir, output.evaluations, train.moments, plan, best_save, harm):
+    chats = config.data.kind == "sft"
+    for line in summarize(rows, output.run_dir, output.evaluations, train.moments, plan, best_save, harm, chats=chats):
         show(f"  {line}")
     return 0
 

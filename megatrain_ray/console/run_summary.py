@@ -19,13 +19,14 @@ CLEAR_RISE = 1.1  # times the first loss: batches differ by less
 
 def summarize(
     rows: Rows, run_dir: Path, evaluations: Rows = (), moments: str = "fp32", plan: Plan | None = None,
-    best_save: int | None = None, harm: str | None = None,
+    best_save: int | None = None, harm: str | None = None, *, chats: bool = False,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the summary.
 
     `rows` are of one process. Its first step includes compilation and counts in no median. `evaluations` are of the
     whole run. `plan` is that of these steps; None if it cannot be read. `moments` is train.moments.
     `best_save` is the step of the save with the least held-out loss. `harm` says that training raised that loss.
+    `chats`: whether the model learned chats.
     """
     if rows:
         yield from _describe_steps(rows)
@@ -37,7 +38,8 @@ def summarize(
     if harm := harm if evaluations else _describe_rise(rows):
         yield f"warning   {harm}; a lower train.lr may help"
     if rows or evaluations:
-        yield f'next      megatrain generate {run_dir} "PROMPT" (--chat), megatrain export {run_dir} OUT_DIR'
+        asked = "--chat" if chats else '"PROMPT"'
+        yield f"next      megatrain generate {run_dir} {asked}, megatrain export {run_dir} OUT_DIR"
     if evaluations and best_save not in (None, evaluations[-1]["step"]):
         yield f"          with --best: the save of step {best_save}, the least eval_loss of those that are saved"
 

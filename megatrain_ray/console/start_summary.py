@@ -15,6 +15,7 @@ from megatrain_ray.units import format_bytes, format_count, format_duration, for
 
 SHOWN = 4  # parts of a model that are named
 FEW_STEPS = 10
+SMALL_RATE = 0.1  # times the peak: next to nothing is learned
 
 
 def describe_start(
@@ -98,7 +99,9 @@ def _rate(train: OptimizationConfig, num_made: int) -> str:
         step, peak=train.lr, min_lr=train.min_lr, steps=train.num_steps, warmup_steps=train.num_warmup_steps,
         schedule=train.schedule,
     )  # fmt: skip
-    return f"{rate:.3g} at step {step}{f', falling to {train.min_lr:g} (peak {peak})' if falls else ''}"
+    falling = f", falling to {train.min_lr:g} (peak {peak})" if falls else ""
+    hint = f"; train.schedule=constant makes it {peak}" if rate < SMALL_RATE * train.lr else ""
+    return f"{rate:.3g} at step {step}{falling}{hint}"
 
 
 def _amounts(counts: DataCounts, seq_len: int) -> Iterator[str]:

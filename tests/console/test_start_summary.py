@@ -41,6 +41,8 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     uncounted = replace(counts, num_records=None)  # of tokens that an earlier release cached
     assert list(told(counts=uncounted, num_held_out=None))[1] == f"data      12.3k tokens, {none_held_out}"
     assert step.endswith("learning rate 0.000914 at step 11, falling to 0 (peak 0.001)")
+    late = list(told(counts=counts, num_held_out=None, num_made=37))[2]
+    assert late.endswith(" at step 38, falling to 0 (peak 0.001); train.schedule=constant makes it 0.001")
     first = list(told(counts=counts, num_held_out=None, num_made=0))[2]
     assert first.endswith("learning rate 0.001, cosine to 0 after 3 steps of warm-up")
     short = TrainConfig.model_validate({**tree, "train": {**tree["train"], "steps": 3}})

@@ -63,6 +63,5 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(
     (tmp_path / "data" / "lines.jsonl").write_text('{"text": "something else"}\n')
     refused = train(str(path), "train.steps=7")
     assert refused.returncode == 2
-    assert "belongs to other data" in refused.stderr
     assert "starting Ray" not in refused.stderr
-    assert f"(data.path[1], {tmp_path / 'data' / '*.jsonl'})" in refused.stderr
+    assert f"saved with other data than data.path[1], {tmp_path / 'data' / '*.jsonl'} holds now: " in refused.stderr

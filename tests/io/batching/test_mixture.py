@@ -115,7 +115,7 @@ def test_batches_that_are_skipped_are_as_if_drawn(before: int, skipped: int, bat
 
 def test_a_position_of_other_data_names_the_source() -> None:
     position = stream().position
-    with pytest.raises(ConfigError, match=r"belongs to other data.*\(source 1\)"):
+    with pytest.raises(ConfigError, match=r"saved with other data than source 1 holds now"):
         stream(sizes=(5, 4, 11)).seek(position)
     with pytest.raises(ConfigError, match=r"is of 3 weighted sources, data\.path has 2"):
         stream((1, 1), sizes=(5, 3)).seek(position)

@@ -149,11 +149,20 @@ def test_chats_and_ids_of_weighted_sources_are_held_out_of_each(tmp_path: Path, 
     ],
 )
 def test_a_side_without_records_is_refused(tmp_path: Path, fraction: float, message: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x y"}\n' * 3)
-    tree = {"path": str(tmp_path / "a.jsonl"), "seq_len": 8, "tokenizer": "bytes", "eval_fraction": fraction}
-    data = DataConfig.model_validate(tree)
-    assert data.held_out is not None
-    with pytest.raises(ConfigError) as caught:
+    """The fraction that it names is large or small enough, and the next hundredth is not."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "x {word}"}}\n' for word in "abc"))
+    tree = {"path": str(tmp_path / "a.jsonl"), "seq_len": 2, "tokenizer": "bytes"}
+
+    def read(fraction: float) -> None:
+        data = DataConfig.model_validate(tree | {"eval_fraction": fraction})
+        assert data.held_out is not None
         for part in (data, data.held_out):
             tokens_of(part, tmp_path)
+
+    with pytest.raises(ConfigError) as caught:
+        read(fraction)
     assert str(caught.value).startswith(message)
+    enough = float(str(caught.value).partition("by the hash of each; ")[2].partition(" is the first")[0])
+    read(enough)
+    with pytest.raises(ConfigError, match="is the first that does"):
+        read(round(enough + (0.01 if fraction > 0.5 else -0.01), 2))
