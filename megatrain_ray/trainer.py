@@ -298,7 +298,7 @@ def _describe(
         unreached=run_spec.structure.unreached,
     ):
         say(line)
-    if config.data.kind == "sft":
+    if config.data.has_chats:
         for line in describe_template(config.data, config.tokenizer, run_spec.structure.vocab_size):
             say(line)
 

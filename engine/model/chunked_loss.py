@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatrain_ray.engine.model.pair_objective import Documents, PairObjective
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 
@@ -21,11 +22,13 @@ class Targets(NamedTuple):
     ids: int64, `IGNORED` where a token does not count. [B, T], or [t] for a chunk of tokens.
     weights: FP32, of the same shape, 0 where a token does not count; None: all others count 1.
     real: bool, of the same shape, which inputs are no pads; None: all, or not known, as in a chunk.
+    documents: where pairs of documents lie; None: there are no pairs, or this is a chunk.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor | None = None
     real: torch.Tensor | None = None
+    documents: Documents | None = None
 
     def chunks(self, num_tokens: int) -> list[Targets]:
         """Return chunks of `num_tokens` tokens, in the order of rows."""
@@ -39,7 +42,8 @@ class Targets(NamedTuple):
 class Objective:
     """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
 
-    Each token's sum of these is multiplied by its loss weight.
+    Each token's sum of these is multiplied by its loss weight. With `pairs` it is minimised for each pair of documents
+    instead.
     """
 
     # Weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
@@ -47,10 +51,11 @@ class Objective:
     # Targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception architecture
     # for computer vision", 2016).
     label_smoothing: float = 0.0
+    pairs: PairObjective | None = None
 
     @property
     def is_cross_entropy(self) -> bool:
-        return not self.z_loss and not self.label_smoothing
+        return not self.z_loss and not self.label_smoothing and self.pairs is None
 
     def sums(self, scores: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sums of the objective and, without a graph, of the plain cross-entropy.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
 from megatrain_ray.engine.model.chunked_loss import Targets
+from megatrain_ray.engine.model.pair_objective import Documents
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
@@ -23,6 +25,7 @@ class MicroBatch:
     positions: torch.Tensor | None = None  # beginning at 0 in every document of a row; None: each row is one document
     loss_weights: torch.Tensor | None = None  # as in `Batch`
     real: torch.Tensor | None = None  # as in `Batch`
+    in_pairs: bool = False  # whether each two documents of a row are a pair
 
     @property
     def is_packed(self) -> bool:
@@ -33,7 +36,11 @@ class MicroBatch:
     def uploaded_targets(self, upload: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
         """Return what the tokens are to predict, on the device."""
         weights, real = (None if tensor is None else upload(tensor) for tensor in (self.loss_weights, self.real))
-        return Targets(upload(self.targets), weights, real)
+        documents = None
+        if self.in_pairs:
+            assert self.positions is not None and self.real is not None  # every row has two documents or more
+            documents = Documents.of(self.positions, self.real)
+        return Targets(upload(self.targets), weights, real, documents)
 
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
@@ -44,7 +51,7 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     arrays = (batch.input_ids, batch.targets, batch.positions, batch.loss_weights, batch.real)
     num_parts = -(-len(batch.input_ids) // size)
     parts = ((None,) * num_parts if array is None else _split(array, size) for array in arrays)
-    return tuple(map(MicroBatch, *parts))
+    return tuple(map(partial(MicroBatch, in_pairs=batch.num_pairs is not None), *parts))
 
 
 def _split(array: NDArray[Any], size: int) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,7 +14,16 @@ from megatrain_ray.engine.gradients.interfaces import GradientAccumulator
 from megatrain_ray.engine.layer_calls.compiled_call import CompiledCall
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layout.flat_layout import Segment
-from megatrain_ray.engine.model.chunked_loss import LossResult, Objective, OpenSum, Targets, chunked_loss
+from megatrain_ray.engine.model.chunked_loss import (
+    LossResult,
+    Objective,
+    OpenSum,
+    Targets,
+    chunked_loss,
+    score_chunks,
+    target_logprobs,
+)
+from megatrain_ray.engine.model.pair_objective import PairLoss
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.virtual_clock import Op
@@ -27,7 +36,7 @@ class LossShare:
     """Says what a micro-batch's loss is a share of. Both numbers are of the step over all ranks."""
 
     objective: Objective
-    total_weight: float | torch.Tensor  # of the target tokens, as in `StepInput`
+    total_weight: float | torch.Tensor  # as in `StepInput`
     num_parts: int  # micro-batches
 
 
@@ -35,11 +44,13 @@ class LossShare:
 class MicroBatchLoss:
     """Holds the loss of one micro-batch and the gradients of the head.
 
+    losses: shares of the step's loss, one a chunk, or one of all pairs; then one for side outputs if there are any.
+    metrics: by name, shares of the step's: the plain cross-entropies of the chunks, or what is known of the pairs.
     gradients: by parameter name; None if nothing flowed, or if the gradient was already added to the step's sum.
     """
 
-    losses: list[torch.Tensor]  # shares of the step's loss, one a chunk, then one for side outputs if there are any
-    cross_entropies: list[torch.Tensor]  # of each chunk, as a share of the step's
+    losses: list[torch.Tensor]
+    metrics: dict[str, list[torch.Tensor]]
     gradients: dict[str, torch.Tensor | None]
 
 
@@ -68,16 +79,20 @@ class StepLoss:
         hidden = forward_pass.final_hidden
         with self._bound() as named:
             with self._device.compute(Op("loss", self._head, j)):
-                result = self._chunked(hidden, targets, named, share)
+                if share.objective.pairs is None:
+                    result = self._chunked(hidden, targets, named, share)
+                    losses, metrics = [*result.losses], {"cross_entropy": result.cross_entropies}
+                else:
+                    result, found = self._of_pairs(hidden, targets, named, share)
+                    losses, metrics = [found.loss], {name: [value] for name, value in found.metrics.items()}
             auxiliary = self._model.proxied.auxiliary(forward_pass.result, targets.real)
         forward_pass.send(hidden, result.hidden)
-        losses = [*result.losses]
         if auxiliary is not None:  # averaged over the step's micro-batches: this term is no sum over tokens
             forward_pass.send(auxiliary, torch.full_like(auxiliary, 1 / share.num_parts))
             losses.append(auxiliary.detach() / share.num_parts)
         forward_pass.result = None
         gradients = {s.tied_to or s.name: g for (s, _), g in zip(named, result.parameters, strict=True)}
-        return MicroBatchLoss(losses, result.cross_entropies, gradients)
+        return MicroBatchLoss(losses, metrics, gradients)
 
     def run_warm_up(self, hidden: torch.Tensor, targets: Targets, objective: Objective) -> None:
         """Compute a loss as in a step's first micro-batch, in the same memory, and leave no gradient in the store.
@@ -86,7 +101,8 @@ class StepLoss:
         targets: [B, T].
         """
         with self._bound() as named:
-            self._chunked(hidden, targets, named, LossShare(objective, targets.ids.numel(), 1))
+            of_tokens = replace(objective, pairs=None)
+            self._chunked(hidden, targets, named, LossShare(of_tokens, targets.ids.numel(), 1))
         self._gradients.begin()
 
     @contextmanager
@@ -99,6 +115,22 @@ class StepLoss:
                 named += zip(self._model.segments[path], parameters, strict=True)
             stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
             yield named
+
+    def _of_pairs(
+        self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare
+    ) -> tuple[LossResult, PairLoss]:
+        """Compute the loss of pairs in two passes over the chunks: log-probabilities, and gradients by their weights.
+
+        The logits of the first pass are not compiled, so they exist in FP32 as well. Its chunks are half as long then.
+        """
+        assert share.objective.pairs is not None
+        compute = self._plan.compute
+        chunk_tokens = -(-compute.loss_chunk_tokens // 2) if compute.compiled_loss else compute.loss_chunk_tokens
+        scores = score_chunks(self._model.proxied.logits, hidden, targets, target_logprobs, chunk_tokens=chunk_tokens)
+        found = share.objective.pairs.loss(scores, targets, share.total_weight)
+        weighted = targets._replace(weights=found.weights)
+        of_tokens = replace(share, objective=replace(share.objective, pairs=None), total_weight=1.0)
+        return self._chunked(hidden, weighted, named, of_tokens), found
 
     def _chunked(self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare) -> LossResult:
         sums: dict[str, OpenSum] = {}

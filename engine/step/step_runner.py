@@ -39,8 +39,8 @@ class StepInput:
 
     step: int  # from 1
     micro_batches: tuple[MicroBatch, ...]
-    # Sum of the loss weights of the step's targets over all ranks and micro-batches; without weights, their number. In
-    # a captured step it changes from step to step, so it is an FP32 scalar on the device.
+    # `Batch.total_weight` of the step, over all ranks and micro-batches. In a captured step it changes from step to
+    # step, so it is an FP32 scalar on the device.
     total_weight: float | torch.Tensor
     dropout_seed: int
     objective: Objective = field(default_factory=Objective)
@@ -51,7 +51,8 @@ class StepOutput:
     """Holds the loss and the gradient norm of a step."""
 
     loss: float
-    cross_entropy: float | None  # the plain cross-entropy in the loss, if the loss has other terms; else None
+    # By name: the plain cross-entropy in the loss if the loss has other terms; of pairs, rewards and the like.
+    metrics: dict[str, float]
     grad_norm: float  # of all gradients, before clipping
     bad_parameter: str | None  # the first in model order whose gradient is not finite; None if all are finite
 
@@ -63,25 +64,28 @@ class StepOutput:
 class Submitted(NamedTuple):
     """Holds the device tensor of a submitted step that the host has yet to read.
 
-    values: 1-D FP32 on the device, for all ranks: plain cross-entropies of the loss's chunks, then the terms whose sum
-        is the loss, then the gradient norm.
+    values: 1-D FP32 on the device, for all ranks: the parts of each metric, then the terms whose sum is the loss, then
+        the gradient norm.
+    counts: number of parts of each metric, by name.
     """
 
     values: torch.Tensor
-    num_cross_entropies: int
-    has_terms: bool  # whether the loss has terms besides cross-entropy
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)
 class _StepState:
-    """Holds what a step remembers between visits. The first three lists are by micro-batch."""
+    """Holds what a step remembers between visits. The first three lists are by micro-batch.
+
+    metrics: by name, parts of all micro-batches.
+    """
 
     step: StepInput
     passes: list[ForwardPass]
     targets: list[Targets]
     tied: list[Gradients]  # set aside for the layer that owns the parameter
     losses: list[torch.Tensor] = field(default_factory=list)  # of each micro-batch: one a chunk, one of side outputs
-    cross_entropies: list[torch.Tensor] = field(default_factory=list)  # one a chunk
+    metrics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 class StepRunner:
@@ -135,20 +139,25 @@ class StepRunner:
             for hook in self._hooks:
                 hook.after_visit(visit)
         self.current_phase = f"after the backward of step {step.step}"
-        has_terms = len(state.losses) > len(state.cross_entropies) or not step.objective.is_cross_entropy
+        metrics = state.metrics
+        if step.objective.is_cross_entropy and len(state.losses) == len(metrics["cross_entropy"]):
+            metrics = {}  # it is the loss
         # Of all ranks, in the order of the whole step's micro-batches.
-        plain, losses = (self._ranks.gather(torch.stack(values)) for values in (state.cross_entropies, state.losses))
-        return Submitted(torch.cat([plain, losses, self._gradients.total_norm()[None]]), len(plain), has_terms)
+        *parts, losses = (self._ranks.gather(torch.stack(values)) for values in (*metrics.values(), state.losses))
+        counts = {name: len(part) for name, part in zip(metrics, parts, strict=True)}
+        return Submitted(torch.cat([*parts, losses, self._gradients.total_norm()[None]]), counts)
 
     def read(self, submitted: Submitted) -> StepOutput:
         """Wait until the device has computed the results. The gradient store must still hold the step's norms."""
         with self._device.exposed("loss"):
-            *losses, norm = submitted.values.tolist()
-        count, bad = submitted.num_cross_entropies, None
+            *values, norm = submitted.values.tolist()
+        metrics, bad = {}, None
+        for name, count in submitted.counts.items():
+            metrics[name], values = sum(values[:count]), values[count:]
         if not math.isfinite(norm):
             names, norms = self._layout.parameter_order, self._gradients.norms
             bad = next((name for name in names if not bool(torch.isfinite(norms[name]))), "the norm of all")
-        return StepOutput(sum(losses[count:]), sum(losses[:count]) if submitted.has_terms else None, norm, bad)
+        return StepOutput(sum(values), metrics, norm, bad)
 
     def apply_scale(self, params: UpdateParams) -> None:
         """Submit what needs the scale of a clipped update, after the backward."""
@@ -256,7 +265,8 @@ class StepRunner:
         share = LossShare(step.objective, step.total_weight, len(state.passes) * self._ranks.size)
         found = self._step_loss.run(j, state.passes[j], state.targets[j], share)
         state.losses.extend(found.losses)
-        state.cross_entropies.extend(found.cross_entropies)
+        for name, parts in found.metrics.items():
+            state.metrics.setdefault(name, []).extend(parts)
         return found.gradients
 
     def _backward(self, layer: int, j: int, state: _StepState) -> Gradients:

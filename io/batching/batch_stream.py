@@ -41,10 +41,14 @@ class Batch:
     real: NDArray[np.bool_] | None = None  # [batch, seq_len], which inputs are no pads; None: all
     # [batch, seq_len], log-probabilities of the targets in a reference model, 0 if a target is -100; None: no reference
     reference_logprobs: NDArray[np.float32] | None = None
+    # Preferences: each two documents of a row are one, the chosen one first. None: documents are of no such pairs.
+    num_pairs: int | None = None
 
     @property
     def total_weight(self) -> float:
-        """Return the sum of the weights of all targets, which a step's loss is divided by."""
+        """Return what a step's loss is divided by: the sum of the weights of all targets, or the number of pairs."""
+        if self.num_pairs is not None:
+            return self.num_pairs
         if self.loss_weights is None:
             return self.num_supervised
         return float(np.asarray(self.loss_weights, np.float64).sum())
@@ -79,6 +83,11 @@ class BatchStream:
         return self._windows.logprobs is not None
 
     @property
+    def in_pairs(self) -> bool:
+        """Return whether the data are preferences."""
+        return self._windows.in_pairs
+
+    @property
     def num_drawn(self) -> int:
         """Return how many windows have been drawn since the start of the first epoch."""
         return self._epoch * self._windows.num_windows + self._cursor
@@ -108,7 +117,8 @@ class BatchStream:
         self._begin(position["epoch"], position["cursor"])
 
     def next_batch(self) -> Batch:
-        return assemble(self.draw(self._batch_size), weighted=self.weighted, referenced=self.referenced)
+        rows = self.draw(self._batch_size)
+        return assemble(rows, weighted=self.weighted, referenced=self.referenced, in_pairs=self.in_pairs)
 
     def draw(self, count: int) -> Rows:
         """Return the next `count` windows."""
@@ -171,7 +181,8 @@ class HeldOut:
         rows = source.rows(windows)
         pads = Rows.of_pads(-len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1)
         whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
-        return assemble(whole, weighted=source.corpus.weighted, referenced=source.logprobs is not None)
+        referenced = source.logprobs is not None
+        return assemble(whole, weighted=source.corpus.weighted, referenced=referenced, in_pairs=source.in_pairs)
 
     def places(self, index: int) -> NDArray[np.int64]:
         """Return the index of each target of a batch among the tokens of its source, [rows, seq_len]; -1 for a pad.
@@ -193,11 +204,12 @@ class HeldOut:
         return source, np.arange(first, min(first + self._batch_size, source.num_windows))
 
 
-def assemble(rows: Rows, *, weighted: bool, referenced: bool = False) -> Batch:
+def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, in_pairs: bool = False) -> Batch:
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
 
     weighted: whether tokens may weigh other than 0 and 1, so that the batch has loss weights.
     referenced: whether the windows have log-probabilities of a reference.
+    in_pairs: whether the documents of a row are preferences.
     """
     ids, documents, loss_weights, logprobs = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
@@ -215,6 +227,7 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False) -> Batch:
         loss_weights=weights if weighted else None,
         real=real,
         reference_logprobs=np.where(supervised, logprobs[:, 1:], WEIGHT_TYPE.type(0)) if referenced else None,
+        num_pairs=int((documents.max(axis=1) + 1).sum()) // 2 if in_pairs else None,
     )
 
 

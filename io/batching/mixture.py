@@ -58,7 +58,8 @@ class MixedStream:
         rows = [stream.draw(turns.count(index)) for index, stream in enumerate(self._streams) if index in turns]
         order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
         whole = Rows(*(np.concatenate(parts)[order] for parts in zip(*rows, strict=True)))
-        return assemble(whole, weighted=self.weighted, referenced=self._streams[0].referenced)
+        first = self._streams[0]  # in what follows all sources are alike
+        return assemble(whole, weighted=self.weighted, referenced=first.referenced, in_pairs=first.in_pairs)
 
     def skip(self, num_batches: int) -> None:
         drawn = self._drawn()

@@ -40,6 +40,7 @@ class SpanWindows:
     """Makes each window of one or several spans of the corpus, side by side, and pads.
 
     joins_documents: whether a window may hold several documents.
+    in_pairs: whether each two documents of a window are a preference, the chosen one first.
     """
 
     corpus: Corpus
@@ -49,6 +50,7 @@ class SpanWindows:
     seq_len: int
     joins_documents: bool
     logprobs: Logprobs | None = None  # [num_places]
+    in_pairs: bool = False
 
     @staticmethod
     def of_documents(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SpanWindows:
@@ -72,14 +74,21 @@ class SpanWindows:
         )
 
     @staticmethod
-    def of_sequences(corpus: Corpus, seq_len: int) -> SpanWindows:
-        """Pack sequences of chats without cutting any: each goes into the first window that has room."""
-        lengths = np.asarray(corpus.document_lengths)
-        windows = first_fit(lengths, seq_len + 1)
+    def of_sequences(corpus: Corpus, seq_len: int, *, packing: bool = True, in_pairs: bool = False) -> SpanWindows:
+        """Pack sequences of chats without cutting any: each goes into the first window that has room.
+
+        packing: else each has a window of its own.
+        in_pairs: each two sequences are one preference, and stay together.
+        """
+        lengths, together = np.asarray(corpus.document_lengths), 2 if in_pairs else 1
+        sums = lengths.reshape(-1, together).sum(axis=1)
+        windows = np.repeat(first_fit(sums, seq_len + 1) if packing else np.arange(sums.size), together)
         order = np.argsort(windows, kind="stable")
         firsts = np.searchsorted(windows[order], np.arange(windows.max(initial=-1) + 2))
         starts = np.cumsum(lengths) - lengths
-        return SpanWindows(corpus, starts[order], lengths[order], firsts, seq_len, joins_documents=True)
+        return SpanWindows(
+            corpus, starts[order], lengths[order], firsts, seq_len, joins_documents=True, in_pairs=in_pairs
+        )
 
     @property
     def num_windows(self) -> int:
@@ -132,6 +141,7 @@ class PackedWindows:
     whole: bool = False
     logprobs: Logprobs | None = None  # [num_places]
     joins_documents: ClassVar[bool] = True
+    in_pairs: ClassVar[bool] = False
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -179,19 +189,24 @@ def _logprobs_at(places: NDArray[np.int64], logprobs: Logprobs | None) -> Logpro
 Windows = SpanWindows | PackedWindows
 
 
-def cut(corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False) -> Windows:
+def cut(
+    corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False, in_pairs: bool = False
+) -> Windows:
     """Cut a corpus into windows.
 
     One document is cut in the same way with packing and without. Sequences of chats, of at most seq_len + 1 tokens,
     stay whole.
 
     whole: whether to keep the last short windows, so that no document is left out.
+    in_pairs: whether the sequences are preferences, which lie two by two in the corpus.
 
     Raises ConfigError if there is no window, or if several documents are to be packed and the tokenizer has no
     end-of-document id or one outside the vocabulary.
     """
     windows: Windows
-    if packing and corpus.num_documents > 1 and corpus.loss_weights is not None:
+    if in_pairs:
+        windows = SpanWindows.of_sequences(corpus, seq_len, packing=packing, in_pairs=True)
+    elif packing and corpus.num_documents > 1 and corpus.loss_weights is not None:
         windows = SpanWindows.of_sequences(corpus, seq_len)
     elif packing and corpus.num_documents > 1:
         windows = PackedWindows(corpus, seq_len, _end_of_document(corpus, vocab_size), whole)

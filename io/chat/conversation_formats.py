@@ -14,8 +14,9 @@ from megatrain_ray.io.records.read_records import RecordError, as_mapping, missi
 ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"]
 Learn = Literal["all", "last"]
 
-# Keys that change what is learned in ways that a Conversation cannot express.
-REFUSED_KEYS = ("chosen", "rejected", "kto_tag", "image", "images", "video", "videos", "audio", "audios")
+# Keys that change what is learned in ways that neither a Conversation nor a pair of them can express.
+REFUSED_KEYS = ("kto_tag", "image", "images", "video", "videos", "audio", "audios")
+CHOSEN, REJECTED = "chosen", "rejected"  # keys of the two answers of a preference
 
 # Keys that a turn may have in addition to role and content; templates read these names.
 MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", *THOUGHT_KEYS})
@@ -57,9 +58,13 @@ class Conversation:
         weights = ((i, self.loss_weights.get(i, 1.0)) for i in self.assistant_turns)
         return [(i, weight) for i, weight in weights if weight]
 
-    def with_last_only(self) -> Conversation:
-        """Return the same conversation, of which no assistant turn but the last is learned."""
-        return replace(self, loss_weights={**self.loss_weights, **dict.fromkeys(self.assistant_turns[:-1], 0.0)})
+    def with_last_only(self, num_given: int = -1) -> Conversation:
+        """Return the same conversation, of which the first `num_given` assistant turns are not learned.
+
+        -1: only the last one is.
+        """
+        given = self.assistant_turns[:num_given]
+        return replace(self, loss_weights={**self.loss_weights, **dict.fromkeys(given, 0.0)})
 
 
 class _ReadTurn(NamedTuple):
@@ -216,12 +221,88 @@ LAYOUTS: Mapping[ChatFormat, ChatLayout] = {
 
 def read_conversation(record: Any, layout: ChatLayout) -> Conversation:
     """Return the conversation of a record of `read_records`. Raises RecordError."""
+    fields = _learnable(record)
+    if preferred := [key for key in (CHOSEN, REJECTED) if fields.get(key) not in (None, [], "")]:
+        raise RecordError(f"{preferred[0]}: is of a preference, which data.kind: pairs reads; set that, or remove it")
+    return layout.read(fields)
+
+
+def read_pair(record: Any, layout: PairLayout) -> tuple[Conversation, Conversation]:
+    """Return a record's prompt with the chosen answer, and with the rejected one. Raises RecordError."""
+    return layout.read(_learnable(record))
+
+
+def _learnable(record: Any) -> Mapping[str, Any]:
     fields = as_mapping(record)
     if refused := [key for key in REFUSED_KEYS if fields.get(key) not in (None, [], "")]:
-        raise RecordError(f"{refused[0]}: preferences and media cannot be learned from; remove the key")
+        raise RecordError(f"{refused[0]}: cannot be learned from; remove the key")
     if isinstance(fields.get("label"), bool):
         raise RecordError("label: true or false says that an answer is good or bad (KTO), which cannot be learned from")
-    return layout.read(fields)
+    return fields
+
+
+@dataclass(frozen=True)
+class PairLayout:
+    """Describes records with two answers to one prompt, of which the first is preferred.
+
+    prompt: layout of the prompt; AutoLayout: recognised by its keys, or it is what both answers begin with.
+    """
+
+    prompt: ChatLayout
+    chosen: str = CHOSEN
+    rejected: str = REJECTED
+
+    def read(self, record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+        """Return the prompt with each answer, of which only the answer is learned. Raises RecordError."""
+        if missing := [key for key in (self.chosen, self.rejected) if record.get(key) is None]:
+            raise missing_key(record, missing[0])
+        layout = self.prompt
+        if isinstance(layout, AutoLayout):
+            layout, record = self._recognised(record)
+        return self._answered(record, layout, self.chosen), self._answered(record, layout, self.rejected)
+
+    def _recognised(self, record: Mapping[str, Any]) -> tuple[ChatLayout, Mapping[str, Any]]:
+        """Return the layout of the prompt, and the record with the prompt taken out of the answers if it was there."""
+        for name in ("messages", "conversations"):
+            if record.get(name) is not None:
+                return _recognised(record, name), record
+        if "instruction" in record:
+            return ALPACA, record
+        if record.get("prompt") is not None:
+            return PROMPT_COMPLETION, record
+        prompt, chosen, rejected = _common_prompt(record[self.chosen], record[self.rejected])
+        return PROMPT_COMPLETION, {**record, "prompt": prompt, self.chosen: chosen, self.rejected: rejected}
+
+    def _answered(self, record: Mapping[str, Any], layout: ChatLayout, key: str) -> Conversation:
+        if isinstance(layout, AlpacaLayout):
+            conversation = replace(layout, output=key).read(record).with_last_only()
+        elif isinstance(layout, PromptLayout):
+            conversation = replace(layout, completion=key).read(record)
+        elif isinstance(layout, TurnsLayout) and isinstance(turns := record.get(layout.turns), list):
+            answer = record[key] if isinstance(record[key], list) else [record[key]]
+            asked = len([turn for turn in layout.read_turns(turns) if turn.message["role"] == "assistant"])
+            conversation = layout.read({**record, layout.turns: [*turns, *answer]}).with_last_only(asked)
+        else:
+            raise RecordError(f"expected a prompt beside {key}; its keys are {', '.join(map(str, record))}")
+        if not conversation.answers:
+            raise RecordError(f"{key}: expected an answer of the assistant, got {record[key]!r:.60}")
+        if any(weight != 1 for _, weight in conversation.answers):
+            raise RecordError(f"{key}: weights other than 0 and 1 have no meaning in a preference; remove weight")
+        return conversation
+
+
+def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return what both answers begin with, and the rest of each, as TRL's extract_prompt does. Raises RecordError."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        raise RecordError(f"{CHOSEN} and {REJECTED}: expected two texts or two lists of turns, got {chosen!r:.60}")
+    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if length is None:
+        raise RecordError(f"{CHOSEN} and {REJECTED}: expected two answers that differ, got {chosen!r:.60}")
+    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
+        length -= 1  # the blank belongs to the answers
+    if not length:
+        raise RecordError(f"no prompt: {CHOSEN} and {REJECTED} begin differently, and there is no key 'prompt'")
+    return chosen[:length], chosen[length:], rejected[length:]
 
 
 def _recognised(record: Mapping[str, Any], name: str) -> ChatLayout:

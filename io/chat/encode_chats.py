@@ -13,13 +13,21 @@ from numpy.typing import NDArray
 
 from megatrain_ray.io.chat.answer_texts import MarkedText, Notes
 from megatrain_ray.io.chat.chat_template import ChatTemplate
-from megatrain_ray.io.chat.conversation_formats import ChatLayout, Conversation, Learn, read_conversation
+from megatrain_ray.io.chat.conversation_formats import (
+    ChatLayout,
+    Conversation,
+    Learn,
+    PairLayout,
+    read_conversation,
+    read_pair,
+)
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
 from megatrain_ray.io.records.process_map import map_in_order
 from megatrain_ray.io.records.read_records import (
+    DROPPED,
     BadRecords,
     RecordError,
     RecordOutcome,
@@ -37,7 +45,10 @@ Truncation = Literal["turn", "drop"]
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """Makes sequences from chats. Each is a document of at most `seq_len` + 1 tokens."""
+    """Makes sequences from chats. Each is a document of at most `seq_len` + 1 tokens.
+
+    A preference makes two, the chosen one first, which have so many tokens together.
+    """
 
     sources: tuple[ChatSource, ...]
     tokenizer: str
@@ -95,8 +106,10 @@ class ChatRecipe:
         chooser.check()
 
 
-def _described(layout: ChatLayout) -> list[Any]:
+def _described(layout: ChatLayout | PairLayout) -> list[Any]:
     """Return a layout as data for JSON. Sets are sorted, because their own order differs between processes."""
+    if isinstance(layout, PairLayout):
+        return [type(layout).__name__, _described(layout.prompt), layout.chosen, layout.rejected]
     fields = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(layout).items()}
     return [type(layout).__name__, fields]
 
@@ -172,6 +185,29 @@ class EncodedRecord(NamedTuple):
         longest = max((chat.ids.size for chat in chats), default=0)
         return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)], longest=longest)
 
+    @staticmethod
+    def of_pair(
+        pair: Sequence[EncodedChat], max_tokens: int, truncation: Truncation, outcomes: Sequence[RecordOutcome]
+    ) -> EncodedRecord:
+        """Return what is kept of a preference, of at most `max_tokens` together, and add to its outcomes.
+
+        A longer one is cut at the end, each sequence to what the other one leaves, or to half. It is left out if then
+        nothing is left to learn of one of them.
+        """
+        lengths = [chat.ids.size for chat in pair]
+        cuts = [
+            min(n, max(max_tokens // 2, max_tokens - other)) for n, other in zip(lengths, lengths[::-1], strict=True)
+        ]
+        is_cut = sum(lengths) > max_tokens
+        lacks = not all(chat.loss_weights[1:].any() for chat in pair)
+        loses = not all(chat.loss_weights[1:length].any() for chat, length in zip(pair, cuts, strict=True))
+        found = [*outcomes]
+        if lacks or is_cut:
+            dropped = RecordOutcome.NOTHING_LABELLED if lacks else RecordOutcome.TOO_LONG
+            found.append(dropped if lacks or loses or truncation == "drop" else RecordOutcome.CUT)
+        kept = [(chat.ids[:length], chat.loss_weights[:length]) for chat, length in zip(pair, cuts, strict=True)]
+        return EncodedRecord([] if set(found) & set(DROPPED) else kept, found, longest=sum(lengths))
+
 
 def _kept_length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
     """Return how many tokens are kept, up to the last answer that fits whole or in the first, and why not all are."""
@@ -192,15 +228,18 @@ class RecordEncoder:
     """Encodes records, each given with the number of its layout. Picklable, so that other processes can run it."""
 
     encoder: ChatEncoder
-    layouts: Sequence[ChatLayout]
+    layouts: Sequence[ChatLayout | PairLayout]
     max_tokens: int
     truncation: Truncation
     learn: Learn = "all"
 
     def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
         number, record = numbered
+        layout = self.layouts[number]
+        if isinstance(layout, PairLayout):
+            return self._pair(record, layout)
         try:
-            conversation = read_conversation(record, self.layouts[number])
+            conversation = read_conversation(record, layout)
             if self.learn == "last":
                 conversation = conversation.with_last_only()
             chats = self.encoder.encode(conversation)
@@ -215,6 +254,21 @@ class RecordEncoder:
         if len(chats) > 1:
             outcomes.append(RecordOutcome.SPLIT)
         return EncodedRecord.of(chats, self.max_tokens, self.truncation, outcomes)
+
+    def _pair(self, record: object, layout: PairLayout) -> EncodedRecord:
+        pair: list[EncodedChat] = []
+        try:
+            for key, conversation in zip((layout.chosen, layout.rejected), read_pair(record, layout), strict=True):
+                chats = self.encoder.encode(conversation)
+                if len(chats) > 1:
+                    raise RecordError(
+                        f"{key}: the chat template writes its answers as {len(chats)} sequences; keep one"
+                    )
+                pair += chats
+        except RecordError as error:
+            return EncodedRecord([], [], str(error))
+        outcomes = [*dict.fromkeys(note for chat in pair for note in chat.notes)]
+        return EncodedRecord.of_pair(pair, self.max_tokens, self.truncation, outcomes)
 
 
 def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: RecordTally) -> Iterator[TokenBlock]:

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.conversation_formats import (
+    CHOSEN,
     LAYOUTS,
     MESSAGE_ROLES,
+    REJECTED,
     SHAREGPT_ROLES,
     AlpacaLayout,
     ChatFormat,
     ChatLayout,
+    PairLayout,
     TurnsLayout,
 )
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
@@ -28,16 +31,18 @@ class ChatSource(NamedTuple):
     """
 
     file: Path
-    layout: ChatLayout
+    layout: ChatLayout | PairLayout
     dataset: str | None = None
 
 
 def find_chats(
-    path: str | Sequence[str], dataset: str | Sequence[str] | None = None, chat_format: ChatFormat = "auto"
-) -> tuple[ChatSource, ...]:
+    path: str | Sequence[str], dataset: str | Sequence[str] | None = None, chat_format: ChatFormat = "auto", *,
+    in_pairs: bool = False,
+) -> tuple[ChatSource, ...]:  # fmt: skip
     """Return the files of `data.path` in the order given: files, folders, globs, or one dataset_info.json.
 
     dataset: names of the entries of dataset_info.json; None with other paths.
+    in_pairs: the records are preferences.
 
     Raises ConfigError as find_files, and if `dataset` and the path do not belong together.
     """
@@ -45,11 +50,12 @@ def find_chats(
     infos = [pattern for pattern in patterns if Path(pattern).name == FILE_NAME]
     if infos and len(patterns) == 1:
         names = [dataset] if isinstance(dataset, str) else dataset or ()
-        named = read_dataset_info(Path(infos[0]), names)
+        named = read_dataset_info(Path(infos[0]), names, in_pairs=in_pairs)
         return tuple(entry._replace(file=file) for entry in named for file in _files(str(entry.file)))
     if infos or dataset is not None:
         raise ConfigError(f"data.path: data.dataset goes with one {FILE_NAME} and nothing else, got {path!r}")
-    return tuple(ChatSource(file, LAYOUTS[chat_format]) for pattern in patterns for file in _files(pattern))
+    layout = PairLayout(LAYOUTS[chat_format]) if in_pairs else LAYOUTS[chat_format]
+    return tuple(ChatSource(file, layout) for pattern in patterns for file in _files(pattern))
 
 
 def _files(pattern: str) -> tuple[Path, ...]:
@@ -60,8 +66,9 @@ def _files(pattern: str) -> tuple[Path, ...]:
 
 FILE_NAME = "dataset_info.json"
 HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-OTHER_KEYS = ("ranking", "num_samples")  # refused: preference data, and a limit on the records used
-KNOWN_KEYS = {"file_name", "formatting", "columns", "tags", "split", "subset", "folder", *HUB_KEYS, *OTHER_KEYS}
+KNOWN_KEYS = {
+    "file_name", "formatting", "columns", "tags", "split", "subset", "folder", "ranking", "num_samples", *HUB_KEYS,
+}  # fmt: skip
 ALPACA_COLUMNS = ("prompt", "query", "response", "system", "history", "tools")
 TURN_COLUMNS = ("messages", "system", "tools")
 ROLE_TAGS = {
@@ -73,7 +80,7 @@ ROLE_TAGS = {
 }
 
 
-def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[ChatSource, ...]:
+def read_dataset_info(file: Path, names: Sequence[str], *, in_pairs: bool = False) -> tuple[ChatSource, ...]:
     """Return the data sets of these names. Raises ConfigError, naming entry and key, for what cannot be read."""
     try:
         entries = parse_json(regular_file(file).read_bytes().decode("utf-8-sig"))
@@ -86,13 +93,14 @@ def read_dataset_info(file: Path, names: Sequence[str]) -> tuple[ChatSource, ...
         raise ConfigError(f"data.dataset: required with {file}; it holds {known}")
     if missing := [name for name in names if name not in entries]:
         raise ConfigError(f"data.dataset: {missing[0]} is not in {file}; it holds {known}")
-    return tuple(_DatasetEntry(file, name, entries[name]).dataset() for name in names)
+    return tuple(_DatasetEntry(file, name, entries[name], in_pairs).dataset() for name in names)
 
 
 class _DatasetEntry(NamedTuple):
     file: Path
     name: str
     settings: Any
+    in_pairs: bool
 
     def dataset(self) -> ChatSource:
         settings = self._mapping(self.settings, "the entry")
@@ -101,17 +109,23 @@ class _DatasetEntry(NamedTuple):
                 f"{hub[0]} points to a hub; name {settings[hub[0]]} as data.path itself, if its columns have usual "
                 "names, or download the data and name it by file_name"
             )
-        if refused := [key for key in OTHER_KEYS if settings.get(key)]:
-            raise self._error(f"{refused[0]} cannot be followed here; remove the key")
+        if settings.get("num_samples"):
+            raise self._error("num_samples cannot be followed here; remove the key")
+        if bool(settings.get("ranking")) != self.in_pairs:
+            stated = "true, so it holds preferences: set data.kind: pairs" if not self.in_pairs else "not true"
+            raise self._error(f"ranking is {stated}")
         if unknown := sorted(settings.keys() - KNOWN_KEYS):
             raise self._error(f"unknown key {unknown[0]}; expected file_name, formatting, columns, tags")
         if not isinstance(name := settings.get("file_name"), str):
             raise self._error(f"file_name: expected the name of a file, got {name!r}")
-        return ChatSource(self.file.parent / name, self._layout(settings), self.name)
-
-    def _layout(self, settings: Mapping[str, Any]) -> ChatLayout:
-        formatting = settings.get("formatting", "alpaca")
         columns = self._mapping(settings.get("columns", {}), "columns")
+        own = {key: columns[key] for key in columns if not self.in_pairs or key not in (CHOSEN, REJECTED)}
+        layout = self._layout(settings, own)
+        pairs = PairLayout(layout, *(str(columns.get(key, key)) for key in (CHOSEN, REJECTED)))
+        return ChatSource(self.file.parent / name, pairs if self.in_pairs else layout, self.name)
+
+    def _layout(self, settings: Mapping[str, Any], columns: Mapping[str, str]) -> ChatLayout:
+        formatting = settings.get("formatting", "alpaca")
         tags = self._mapping(settings.get("tags", {}), "tags")
         if formatting == "alpaca":
             self._check(columns, ALPACA_COLUMNS, "columns")

@@ -83,21 +83,30 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: i
     tokenizer = _tokenizer(config)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     has_colours = console.is_terminal and not console.no_color
-    for corpus, number in _chosen(corpora):
+    chosen = _both_answers(corpora) if config.data.in_pairs else _chosen(corpora)
+    for corpus, number in chosen:
         start = int(corpus.document_lengths[:number].sum())
         part = slice(start, start + int(corpus.document_lengths[number]))
         ids, weights = corpus.tokens[part], _weights(corpus, part)
-        kind = "text" if corpus.loss_weights is None else "sequence"
+        name = f"{'text' if corpus.loss_weights is None else 'sequence'} {number + 1} of {corpus.num_documents}"
+        if config.data.in_pairs:
+            name = f"pair {number // 2 + 1} of {corpus.num_documents // 2}, {('chosen', 'rejected')[number % 2]}"
         learned = "" if corpus.loss_weights is None else f", {int((weights[1:] != 0).sum())} learned"
         where = f" of {corpus.name}" if len(corpora) > 1 else ""
-        show(f"── {kind} {number + 1} of {corpus.num_documents}{where}: {ids.size} tokens{learned} ──")
+        show(f"── {name}{where}: {ids.size} tokens{learned} ──")
         console.print(_rendered(tokenizer, ids, weights, has_colours=has_colours))
         show("")
     if any(corpus.loss_weights is not None for corpus in corpora):
         show(f"learned   {'green and bold text' if has_colours else f'what stands between {OPEN} and {CLOSE}'}")
-    if config.data.kind == "sft":
+    if config.data.has_chats:
         for line in describe_template(config.data, config.tokenizer, vocab_size):
             show(line)
+
+
+def _both_answers(corpora: Sequence[Corpus]) -> Iterator[tuple[Corpus, int]]:
+    """Yield both documents of the preferences that the chosen documents belong to."""
+    for corpus, pair in dict.fromkeys((corpus, number // 2) for corpus, number in _chosen(corpora)):
+        yield from ((corpus, 2 * pair), (corpus, 2 * pair + 1))
 
 
 def _chosen(corpora: Sequence[Corpus]) -> Iterator[tuple[Corpus, int]]:

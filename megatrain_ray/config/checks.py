@@ -20,15 +20,23 @@ from megatrain_ray.units import format_ranges, parse_ranges
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "add_bos": ("pretrain",),
-    "add_eos": ("pretrain", "sft"),
-    "dataset": ("sft",),
-    "eval_dataset": ("sft",),
-    "chat_format": ("sft",),
-    "chat_template": ("sft",),
-    "chat_template_args": ("sft",),
+    "add_eos": ("pretrain", "sft", "pairs"),
+    "dataset": ("sft", "pairs"),
+    "eval_dataset": ("sft", "pairs"),
+    "chat_format": ("sft", "pairs"),
+    "chat_template": ("sft", "pairs"),
+    "chat_template_args": ("sft", "pairs"),
     "learn": ("sft",),
-    "learn_reasoning": ("sft",),
-    "truncation": ("sft", "tokens"),
+    "learn_reasoning": ("sft", "pairs"),
+    "truncation": ("sft", "tokens", "pairs"),
+}
+
+# Keys of `train.preference` that only some objectives have, and these objectives.
+OBJECTIVES_OF_KEY = {
+    "beta": ("simpo", "orpo"),
+    "gamma": ("simpo",),
+    "label_smoothing": ("simpo",),
+    "sft_weight": ("simpo",),
 }
 
 EXPECTED = {
@@ -67,6 +75,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _save_disagreements(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
+    yield from _objective_disagreements(config)
     yield from _batch_disagreements(config)
 
 
@@ -212,10 +221,40 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
         if data.kind not in kinds and getattr(data, key) != type(data).model_fields[key].default:
             expected = " or ".join(kinds)
             yield f"data.{key}: goes with data.kind: {expected}, and data.kind is {data.kind}; leave the key out"
-    if data.add_eos is not None and data.kind == "sft" and data.tokenizer != "bytes":
+    if data.add_eos is not None and data.has_chats and data.tokenizer != "bytes":
         yield "data.add_eos: the chat template decides how an answer ends, but with data.tokenizer: bytes; leave it out"
     if data.add_eos and data.kind == "pretrain" and data.packing:
         yield "data.add_eos: data.packing joins texts by the eos token already; leave the key out, or pack nothing"
+
+
+def _objective_disagreements(config: Settings) -> Iterator[str]:
+    train, data = config.train, config.data
+    if data.in_pairs and train.objective == "sft":
+        yield "train.objective: sft learns single answers, and data.kind is pairs; set simpo or orpo"
+    if not data.in_pairs and train.objective != "sft":
+        yield (
+            f"data.kind: {data.kind}, and train.objective: {train.objective} is over pairs of a chosen and a rejected "
+            "answer; set data.kind: pairs"
+        )
+    for key, objectives in OBJECTIVES_OF_KEY.items():
+        is_set = getattr(train.preference, key) != type(train.preference).model_fields[key].default
+        if is_set and train.objective not in objectives:
+            expected = " or ".join(objectives)
+            yield (
+                f"train.preference.{key}: goes with train.objective: {expected}, and train.objective is "
+                f"{train.objective}; leave the key out"
+            )
+    if train.objective == "sft":
+        return
+    for key in ("z_loss", "label_smoothing"):
+        if getattr(train, key):
+            hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" else ""
+            yield f"train.{key}: is of single tokens, and train.objective is {train.objective}; leave the key out{hint}"
+    if config.hardware.cuda_graphs is True:
+        yield (
+            f"hardware.cuda_graphs: true goes with train.objective: sft so far, and it is {train.objective}; leave one "
+            "of the two out"
+        )
 
 
 def _batch_disagreements(config: Settings) -> Iterator[str]:

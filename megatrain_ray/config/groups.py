@@ -48,8 +48,9 @@ class ModelConfig(Group):
 
 
 class DataConfig(Group):
-    kind: Literal["pretrain", "sft", "tokens"] = "pretrain"
-    """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids. Keys of other kinds are refused."""
+    kind: Literal["pretrain", "sft", "tokens", "pairs"] = "pretrain"
+    """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids; pairs: chosen and rejected answers.
+    Keys of other kinds are refused."""
     path: Sources
     """File, glob, folder, hub id (OWNER/NAME), a list of these, or a list of {path, weight} or {hub, name, split,
     revision, weight}. Formats: .jsonl, .json, .csv, .tsv (each also
@@ -63,21 +64,23 @@ class DataConfig(Group):
     """Only the first records of each source (a list without weights is one), or of each data set of data.dataset, are
     used, held-out ones as well; null: all."""
     dataset: Names | None = None
-    """sft: names in the dataset_info.json that data.path is."""
+    """sft, pairs: names in the dataset_info.json that data.path is."""
     eval_dataset: Names | None = None
-    """sft: the same for data.eval_path."""
+    """sft, pairs: the same for data.eval_path."""
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"] = "auto"
-    """sft: format of the records; auto: by each record's keys."""
+    """sft: format of the records; pairs: of their prompts; auto: by each record's keys."""
     chat_template: Text | None = None
-    """sft: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain one."""
+    """sft, pairs: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain
+    one."""
     chat_template_args: TemplateArguments = {}  # noqa: RUF012, pydantic copies it
-    """sft: variables of the template, such as {enable_thinking: false}."""
+    """sft, pairs: variables of the template, such as {enable_thinking: false}."""
     learn: Literal["all", "last"] = "all"
     """sft: answers of a chat that are learned: all, or only the last."""
     learn_reasoning: bool = True
-    """sft: true: thoughts in answers are learned; false: answers are learned given their thoughts."""
+    """sft, pairs: true: thoughts in answers are learned; false: answers are learned given their thoughts."""
     truncation: Literal["turn", "drop"] = "turn"
-    """A longer chat is cut after an answer (turn) or left out (drop); token ids are cut at the end or left out."""
+    """A longer chat is cut after an answer (turn) or left out (drop); token ids and pairs are cut at the end or left
+    out."""
     text_field: Text = "text"
     """pretrain: JSON key or Parquet column of the text."""
     add_bos: bool | None = None
@@ -93,7 +96,7 @@ class DataConfig(Group):
     seq_len: Count
     """Inputs of a sequence, and as many targets, cut from windows of seq_len + 1 tokens."""
     packing: bool = True
-    """true: a row holds several documents or whole chats, which do not see one another; false: one."""
+    """true: a row holds several documents, whole chats or pairs, which do not see one another; false: one."""
     shuffle: bool = True
     """Order the windows anew each epoch."""
     seed: Seed = 0
@@ -103,7 +106,7 @@ class DataConfig(Group):
         """Return the keys that are decided when a run begins: of texts, and of chats with the tokenizer `bytes`."""
         if self.kind == "pretrain":
             return "add_bos", "add_eos"
-        return ("add_eos",) if self.kind == "sft" and tokenizer == "bytes" else ()
+        return ("add_eos",) if self.has_chats and tokenizer == "bytes" else ()
 
     @property
     def held_out(self) -> HeldOutConfig | None:
@@ -122,6 +125,21 @@ class DataConfig(Group):
     def key(self) -> str:
         """Return the key that names the files of these data."""
         return "data.path"
+
+    @property
+    def in_pairs(self) -> bool:
+        """Return whether the data are preferences."""
+        return self.kind == "pairs"
+
+    @property
+    def has_chats(self) -> bool:
+        """Return whether a chat template writes the data."""
+        return self.kind in ("sft", "pairs")
+
+    @property
+    def joins_documents(self) -> bool:
+        """Return whether a row may hold several documents. A preference is always two."""
+        return self.packing or self.in_pairs
 
     @property
     def hash_range(self) -> tuple[float, float]:

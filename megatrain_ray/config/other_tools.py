@@ -50,10 +50,19 @@ RESOLVED_KEYS = {
     "freeze_modules": "train.freeze",
     "freeze_extra": "train.freeze",
 }
-OTHER_NAMES = {  # of TRL and Transformers, as far as no table sets something for them
+OTHER_NAMES = {  # of any tool, as far as no table sets something for them
     "max_length": "data.seq_len",
     "max_seq_length": "data.seq_len",
     "optim": "train.optimizer",
+    "loss_type": "train.objective",
+    "pref_loss": "train.objective",
+    "pref_beta": "train.preference.beta",
+    "orpo_alpha": "train.preference.beta",
+    "simpo_gamma": "train.preference.gamma",
+    "dpo_label_smoothing": "train.preference.label_smoothing",
+    "pref_ftx": "train.preference.sft_weight",
+    "rpo_alpha": "train.preference.sft_weight",
+    "cpo_alpha": "train.preference.sft_weight",
     "model.name": "model.path",
     "model.id": "model.path",
 }

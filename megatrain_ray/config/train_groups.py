@@ -50,6 +50,19 @@ class MuonConfig(Group):
     and decay; original: √max(1, rows/columns)."""
 
 
+class PreferenceConfig(Group):
+    """Holds the numbers of the objectives over pairs of answers."""
+
+    beta: Positive = 0.1
+    """Factor of log-probabilities in rewards: SimPO's β, ORPO's λ."""
+    gamma: Annotated[float, Field(ge=0)] = 0.5
+    """simpo: reward by which the chosen answer shall be ahead."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """simpo: share of the pairs whose answers are taken for swapped."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Adds this × the chosen answer's mean cross-entropy over its tokens. orpo: always 1."""
+
+
 class OptimizationConfig(Group):
     steps: NotNegative | None = None
     """Updates in total, those before a resume included; 0: only evaluate. Set exactly one of train.steps and
@@ -62,6 +75,10 @@ class OptimizationConfig(Group):
     """Sequences of one forward; the plan chooses if only batch_size is set."""
     accumulate: Sequences | None = None
     """Micro-batches of an update."""
+    objective: Literal["sft", "simpo", "orpo"] = "sft"
+    """sft: cross-entropy of tokens. The others, over data.kind: pairs, prefer chosen answers to rejected ones."""
+    preference: PreferenceConfig = PreferenceConfig()
+    """Numbers of the objectives over pairs."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0

@@ -139,10 +139,11 @@ def describe_evaluation(row: Mapping[str, Any]) -> str:
 
 def describe_held_out_loss(row: Mapping[str, Any]) -> str:
     """Return the numbers of a row of evaluations. A number that is not finite may have been stored as null."""
-    loss, perplexity = (math.nan if row[key] is None else row[key] for key in ("eval_loss", "perplexity"))
+    loss = math.nan if row["eval_loss"] is None else row["eval_loss"]
+    perplexity = math.nan if row.get("perplexity") is None else row["perplexity"]
+    quality = _preference(row, "eval_") or f"  perplexity {perplexity:.5g}"
     return (
-        f"eval_loss {loss:.4f}  perplexity {perplexity:.5g}  "
-        f"{format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
+        f"eval_loss {loss:.4f}{quality}  {format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
     )
 
 
@@ -159,10 +160,16 @@ def describe_split(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{step_s:.3g} s: {', '.join(f'{name} {seconds:.3g}' for name, seconds in parts)}"
 
 
+def _preference(row: Mapping[str, Any], prefix: str = "") -> str:
+    """Return how clearly chosen answers are preferred, with two blanks before it; nothing for a row of no pairs."""
+    margin, accuracy = (row.get(f"{prefix}reward_{name}") for name in ("margin", "accuracy"))
+    return "" if margin is None or accuracy is None else f"  margin {margin:.3g}  accuracy {accuracy:.3g}"
+
+
 def _summary(row: Mapping[str, Any]) -> str:
     skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
     loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:.4f}"
     return (
-        f"epoch {row['epoch']:.3g}  {loss}  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}  "
+        f"epoch {row['epoch']:.3g}  {loss}{_preference(row)}  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}  "
         f"{format_count(row['tokens_per_s'])} tokens/s{skipped}"
     )

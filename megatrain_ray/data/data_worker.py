@@ -119,6 +119,7 @@ def open_windows(
             packing=data.packing,
             vocab_size=vocab_size,
             whole=whole,
+            in_pairs=data.in_pairs,
         )
         for name, folder in zip(sources, tokens, strict=True)
     ]

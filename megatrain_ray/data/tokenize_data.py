@@ -21,7 +21,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
 from megatrain_ray.io.chat.end_marks import first_mark, lacks_bos, text_after_answer, unlearned_mark
-from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.chat.find_chats import ChatSource, find_chats
 from megatrain_ray.io.chat.named_templates import fitting_templates
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
@@ -206,7 +206,7 @@ def _find(data: DataConfig, *, may_fetch: bool = True) -> set[Path]:
         if data.kind == "pretrain":
             found |= {file.resolve() for file in find_files(path)}
         else:
-            found |= {source.file.resolve() for source in find_chats(path, data.dataset, data.chat_format)}
+            found |= {source.file.resolve() for source in _chats(path, data)}
     return found
 
 
@@ -223,7 +223,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
         files = tuple(source.file for source in find_chats(path))
         return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records, choice)
     return ChatRecipe(
-        find_chats(path, data.dataset, data.chat_format),
+        _chats(path, data),
         tokenizer,
         _template(data, tokenizer),
         data.truncation,
@@ -234,6 +234,10 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
         data.learn,
         data.learn_reasoning,
     )
+
+
+def _chats(path: Sequence[str], data: DataConfig) -> tuple[ChatSource, ...]:
+    return find_chats(path, data.dataset, data.chat_format, in_pairs=data.in_pairs)
 
 
 def _check_filled(path: Sequence[str]) -> None:

@@ -78,14 +78,26 @@ def evaluation_row(
 ) -> dict[str, Any]:
     """Return a row of evaluations.jsonl from the losses of each source's batches.
 
-    The loss of a source is the mean over its supervised tokens by their loss weights. Of several sources it is the
-    weighted mean of theirs.
+    The loss of a source is the mean over its supervised tokens by their loss weights, or over its pairs. Of several
+    sources it is the weighted mean of theirs.
     """
-    means = [sum(loss.total for loss in losses) / sum(loss.total_weight for loss in losses) for losses in sources]
-    loss = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / sum(weights)
+
+    def mean_of(means: Sequence[float]) -> float:
+        return sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / sum(weights)
+
+    totals = [sum(loss.total_weight for loss in losses) for losses in sources]
+    means = [sum(loss.total for loss in losses) / total for losses, total in zip(sources, totals, strict=True)]
+    loss = mean_of(means)
+    metrics = {
+        f"eval_{name}": mean_of(
+            [sum(loss.metrics[name] for loss in of) / n for of, n in zip(sources, totals, strict=True)]
+        )
+        for name in sources[0][0].metrics
+    }
     num_tokens = sum(loss.num_supervised for losses in sources for loss in losses)
     row: dict[str, Any] = {
-        "step": step, "eval_loss": loss, "perplexity": perplexity(loss), "eval_tokens": num_tokens, "eval_s": seconds,
+        "step": step, "eval_loss": loss, **(metrics or {"perplexity": perplexity(loss)}), "eval_tokens": num_tokens,
+        "eval_s": seconds,
     }  # fmt: skip
     if len(means) > 1:
         row["eval_losses"] = {str(index): mean for index, mean in enumerate(means)}

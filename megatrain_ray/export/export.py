@@ -195,7 +195,7 @@ def _write(
     }
     whole = replace(manifest, model=settings)
     if tokenizer and holds_tokenizer(tokenizer[0].parent):
-        whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.kind == "sft"))
+        whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.has_chats))
     if lora is None:
         return export_save(folder, whole, out_dir, dtype, copies=copies, names=needed.names, rest=rest)
     opened = open_model(model)

@@ -67,7 +67,7 @@ def loaded(name: str, *, chat: bool, step: SaveChoice = None) -> Iterator[Loaded
         yield _load(_model_folder(name), name, {}, chat=chat)
         return
     data = files.read_config().data
-    if data.kind == "sft" and not chat:
+    if data.has_chats and not chat:
         say("the run learned chats: --chat asks it as it was trained")
     with ExitStack() as stack:
         with spinner("exporting a save"):

@@ -27,7 +27,10 @@ MOST_PARAMS = 100  # parameters that MLflow accepts in one call
 MOST_CHARS = 500  # characters that MLflow accepts in one parameter
 # Groups of numbers in trackers, by the first part of their name in a row. All others are in the group train.
 GROUPS = {
-    "eval": ("eval_loss", "eval_losses", "perplexity", "eval_tokens"),
+    "eval": (
+        "eval_loss", "eval_losses", "perplexity", "eval_tokens", "eval_reward_chosen", "eval_reward_rejected",
+        "eval_reward_margin", "eval_reward_accuracy",
+    ),
     "speed": (
         "step_s", "tokens_per_s", "model_tflops", "exposed_s", "update_s", "disk_s", "disk_bytes", "eval_s",
     ),

@@ -47,7 +47,6 @@ class StepRows:
         self.newest = BusyInterval(self._start_s, now_s)
         step_s, self._start_s = now_s - self._start_s, now_s
         flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
-        terms = {} if report.cross_entropy is None else {"cross_entropy": report.cross_entropy}
         named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
         return {
             "step": report.step,
@@ -62,7 +61,7 @@ class StepRows:
             "exposed_s": _exposed_s(report, step_s, data_s),
             "hbm_peak_bytes": report.memory.peak_bytes,
             "host_bytes": self._host_bytes,
-            **terms,
+            **report.metrics,
             **named,
             **({"aliased": True} if self._is_aliased else {}),
         }

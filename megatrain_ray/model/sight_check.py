@@ -41,8 +41,14 @@ def _sees_later_tokens(settings: str, code: Path | None) -> bool:
         return False
 
 
-def check_packing(architecture: Architecture) -> None:
-    """Raise ConfigError unless a document has the same logits behind another one in a row as it has alone."""
+def check_packing(
+    architecture: Architecture, setting: str = "data.packing: true",
+    remedy: str = "set data.packing: false, which cuts each document alone",
+) -> None:  # fmt: skip
+    """Raise ConfigError unless a document has the same logits behind another one in a row as it has alone.
+
+    setting, remedy: what puts several documents into a row, and what to do about it, for the message.
+    """
     try:
         trial = _Trial(architecture)
         ids = trial.ids(EARLIER + LATER)
@@ -51,13 +57,14 @@ def check_packing(architecture: Architecture) -> None:
         behind = trial.logits(ids, positions)[:, EARLIER:]
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise _refusal(f"a trial of this model on a row of two documents failed with {reason}") from error
+        raise ConfigError(
+            f"{setting}: a trial of this model on a row of two documents failed with {reason}; {remedy}"
+        ) from error
     if trial.differ(alone, behind):
-        raise _refusal("this model does not keep the documents of a row apart: tokens see those of the one before")
-
-
-def _refusal(reason: str) -> ConfigError:
-    return ConfigError(f"data.packing: true: {reason}; set data.packing: false, which cuts each document alone")
+        raise ConfigError(
+            f"{setting}: this model does not keep the documents of a row apart: tokens see those of the one before; "
+            f"{remedy}"
+        )
 
 
 class _Trial:

@@ -245,6 +245,7 @@ def _question_of_parts(
         hbm_layers=hardware.hbm_layers,
         saves=bool(config.save_interval),
         z_loss=config.train.z_loss > 0,
+        in_pairs=config.data.in_pairs,
         saves_frozen=config.lora is None,
         attention=discovery.attention,
         packed_attention=discovery.packed_attention,
@@ -263,10 +264,11 @@ def _question_of_parts(
 def _captured(config: TrainConfig) -> bool | None:
     """Return whether a step is captured as one CUDA graph; None if the plan decides.
 
-    With several GPUs it is not, unless the setting is true: exchanges between GPUs are not part of a captured step.
+    With several GPUs it is not, unless the setting is true: exchanges between GPUs are not part of a captured step. Nor
+    is it with pairs, of which rows hold different numbers.
     """
-    setting, num_gpus = config.hardware.cuda_graphs, config.hardware.num_gpus
-    return setting if setting != "auto" else None if num_gpus == 1 else False
+    setting, may_be = config.hardware.cuda_graphs, config.hardware.num_gpus == 1 and not config.data.in_pairs
+    return setting if setting != "auto" else None if may_be else False
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
 SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}  # columns
-EVALUATED = {"eval_loss", "perplexity", "eval_tokens", "eval_s"}
+EVALUATED = {"eval_loss", "eval_tokens", "eval_s"}
 SPLIT = {"exposed_s", "step_s"}  # columns that rows of earlier versions lack
 NUM_PROBLEMS = 10  # problems that are shown of one save
 

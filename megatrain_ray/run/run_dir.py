@@ -236,7 +236,7 @@ class RunDir(RunFiles):
     def _chat_template(self) -> str | None:
         """Return the chat template unless it is the tokenizer's own: an exported model must be prompted with it."""
         data = self.config.data
-        if data.kind != "sft":
+        if not data.has_chats:
             return None
         template = load_chat_template(self.config.tokenizer, data.chat_template, data.chat_template_args)
         return None if template.is_own else template.source

@@ -10,6 +10,7 @@ from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
+from megatrain_ray.engine.model.pair_objective import PairObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput
@@ -107,13 +108,24 @@ class GpuSteps:
             await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated.get(step, 0) == index)
             batch = await self._take_batch(fetching, f"held-out batch {index}")
             with memory_explained(self._run_spec.plan, f"evaluating after step {step}"):
-                total = await self._engine.evaluate(self._micro_batches(batch), step)
+                loss = await self._held_out_loss(batch, step)
             self._engine.device.timeline.clear()
             self._rows.start_clock()
             self._work.leave_out_evaluation()
             self._num_evaluated = {step: index + 1}
             self._turn.notify_all()
+            return loss
+
+    async def _held_out_loss(self, batch: Batch, step: int) -> HeldOutLoss:
+        pairs, micro_batches = objective_of(self._run_spec).pairs, self._micro_batches(batch)
+        if pairs is None:
+            total = await self._engine.evaluate(micro_batches, step)
             return HeldOutLoss(total, batch.num_supervised, batch.total_weight)
+        (whole,) = micro_batches_of(batch, len(batch.input_ids))
+        targets = whole.uploaded_targets(lambda tensor: tensor)
+        found = pairs.loss(await self._engine.logprobs(micro_batches, step), targets, 1.0)
+        metrics = {name: value.item() for name, value in found.metrics.items()}
+        return HeldOutLoss(found.loss.item(), batch.num_supervised, batch.total_weight, metrics)
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name
@@ -136,4 +148,5 @@ class GpuSteps:
 
 def objective_of(run_spec: RunSpec) -> Objective:
     train = run_spec.config.train
-    return Objective(train.z_loss, train.label_smoothing)
+    pairs = None if train.objective == "sft" else PairObjective(train.objective, **train.preference.model_dump())
+    return Objective(train.z_loss, train.label_smoothing, pairs)

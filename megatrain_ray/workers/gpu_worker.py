@@ -159,8 +159,8 @@ class GpuWorker:
             objective = objective_of(self._run_spec)
             shapes = WarmUpShapes(
                 objective,
-                packed=config.data.packing,
-                weighted=self._run_spec.weighted,
+                packed=config.data.joins_documents,
+                weighted=self._run_spec.weighted or config.data.in_pairs,
                 evaluates=config.evaluates,
                 trains=config.train.num_steps > 0,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain_ray.engine.device.rank_group import Rendezvous
@@ -39,12 +39,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Holds the weighted sum of the cross-entropy over the supervised tokens of a batch.
+    """Holds the weighted sum of the cross-entropy over the supervised tokens of a batch, or of its pairs' losses.
 
     num_supervised: number of these tokens.
-    total_weight: sum of their loss weights.
+    total_weight: sum of their loss weights, or number of pairs.
+    metrics: further sums over the pairs, by name.
     """
 
     total: float
     num_supervised: int
     total_weight: float
+    metrics: dict[str, float] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from megatrain_ray.errors import ConfigError
 from tests.support.settings import MISSING, config, settings
 
 ALONE = "goes with one GPU so far, and hardware.num_gpus is 3; leave one of the two out"
+PAIRS = {"data__kind": "pairs", "train__objective": "orpo"}
 RANDOM_MODEL = {"model__path": MISSING, "model__config": {"hidden_size": 8}}
 
 
@@ -59,6 +60,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "lr": 1e-4,
             "min_lr": 0.0,
             "schedule": "cosine",
+            "objective": "sft",
+            "preference": {"beta": 0.1, "gamma": 0.5, "label_smoothing": 0.0, "sft_weight": 0.0},
             "epochs": None,
             "warmup_steps": 0,
             "warmup_from_zero": False,
@@ -425,9 +428,17 @@ def test_all_problems_come_in_one_message() -> None:
         ({"spill__limit": "200GB"}, "spill.path is required with spill.limit: 200000000000: a folder on"),
         ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
-        ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft, and data.kind is pretrain; leave the key"),
+        ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft or pairs, and data.kind is pretrain; leave"),
         ({"data__chat_template_args": {"a": 1}}, "data.chat_template_args: goes with data.kind: sft"),
         ({"data__kind": "sft", "data__text_field": "body"}, "data.text_field: goes with data.kind: pretrain, and"),
+        ({"data__kind": "pairs"}, "train.objective: sft learns single answers, and data.kind is pairs; set simpo or"),
+        ({"train__objective": "orpo"}, "data.kind: pretrain, and train.objective: orpo is over pairs of a chosen and"),
+        (
+            {"train__preference__gamma": 1.0},
+            "train.preference.gamma: goes with train.objective: simpo, and train.objective is sft; leave the key out",
+        ),
+        (PAIRS | {"train__label_smoothing": 0.1}, "train.label_smoothing: is of single tokens, and train.objective is"),
+        (PAIRS | {"hardware__cuda_graphs": True}, "hardware.cuda_graphs: true goes with train.objective: sft so far"),
     ],
 )
 def test_settings_that_disagree(changes: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
+from megatrain_ray.engine.model.pair_objective import PairObjective
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
@@ -55,8 +56,12 @@ def adamw_constants(recipe: Recipe) -> AdamWConstants:
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
-    objective = Objective(recipe.z_loss, recipe.label_smoothing)
-    return StepInput(step, micro_batches, batch.total_weight, recipe.seed, objective)
+    return StepInput(step, micro_batches, batch.total_weight, recipe.seed, objective_of(recipe))
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    pairs = PairObjective(*recipe.preference) if recipe.preference else None  # type: ignore[arg-type]
+    return Objective(recipe.z_loss, recipe.label_smoothing, pairs)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateParams:

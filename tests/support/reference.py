@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import dropout_seed
+from tests.support.pair_losses import Preference, pair_losses
 from tests.support.rounded_moments import round_moments
 
 UNDECAYED = re.compile(r"bias$|norm\w*\.weight$")  # names of biases, and of norms, of which some have two dimensions
@@ -51,6 +52,8 @@ class Sequences(Protocol):
     def loss_weights(self) -> Tensor | None: ...
     @property
     def real(self) -> Tensor | None: ...
+    @property
+    def num_pairs(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Recipe:
     clip: float | None = 1.0
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    preference: Preference | None = None  # of batches of pairs
     seed: int = 0
     precision: str = "fp32"
     moments: str = "fp32"
@@ -209,6 +213,7 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     """Return loss and FP32 gradients of one update: each micro-batch has fresh gradients, which are summed in order."""
     weights = batch.loss_weights
     total_weight = int((batch.targets != -100).sum()) if weights is None else weights.double().sum().item()
+    total_weight = batch.num_pairs if recipe.preference else total_weight
     losses: list[float] = []
     sums: Named = {}
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
@@ -218,7 +223,7 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
-        if recipe.loss_chunk_tokens is None:
+        if recipe.loss_chunk_tokens is None or recipe.preference:
             losses += _backward(model, inputs[j], targets[j], packed[j], total_weight, len(inputs), recipe, real[j])
         else:
             several = len(inputs) > 1
@@ -258,7 +263,12 @@ def _backward(
     leaves out pads as the model's own code does for an attention mask. Attention needs no mask, as pads come last.
     """
     output = model(input_ids=input_ids, use_cache=False, **packed)
-    parts = [_objective(output.logits.float().flatten(0, 1), targets, recipe) / total_weight]
+    logits = output.logits.float().flatten(0, 1)
+    if recipe.preference is None:
+        parts = [_objective(logits, targets, recipe) / total_weight]
+    else:
+        losses = pair_losses(logits, targets[0], packed["position_ids"], real, recipe.preference)
+        parts = [losses.sum() / total_weight]
     if getattr(output, "aux_loss", None) is not None:
         coefficient = model.config.get_text_config().router_aux_loss_coef
         aux_loss = output.aux_loss

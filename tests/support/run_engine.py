@@ -20,7 +20,6 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.attention import Attention
-from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import AdaptedFactory
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
@@ -40,7 +39,7 @@ from megatrain_ray.virtual_clock import CostModel, Record, Timeline, unit_cost
 from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState, blob_in_memory
 from tests.support.local_host import LocalHost
-from tests.support.recipes import adamw_constants, lora_of, muon_of, rules_of, schedule, step_input
+from tests.support.recipes import adamw_constants, lora_of, muon_of, objective_of, rules_of, schedule, step_input
 from tests.support.reference import Recipe
 from tests.support.shared_trials import trials_of
 
@@ -284,7 +283,7 @@ class Training:
 
     async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
         try:
-            objective = Objective(self.recipe.z_loss, self.recipe.label_smoothing)
+            objective = objective_of(self.recipe)
             packed = any(batch.positions is not None for batch in batches)
             weighted = any(batch.loss_weights is not None for batch in batches)
             await self.engine.run_warm_up(

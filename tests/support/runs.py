@@ -20,6 +20,7 @@ from megatrain_ray.cli import main
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+from tests.support.pair_losses import Preference
 from tests.support.reference import MuonRecipe, Own, Recipe, Result, train_reference
 from tests.support.tiny import TEXT, text_batches
 
@@ -120,6 +121,7 @@ def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
         muon=MuonRecipe(**train.get("muon", {})) if train.get("optimizer") == "muon" else None,
         adapter=Path(tree["lora"]["path"]) if tree.get("lora") else None,
         clip=train.get("clip", 1.0),
+        preference=Preference(train["objective"], **train["preference"]) if "objective" in train else None,
         seed=train.get("seed", 0),
         precision=train["precision"],
         moments=train.get("moments", "fp32"),

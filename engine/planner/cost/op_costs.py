@@ -36,6 +36,7 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3, 5
 COMPILED_TRAFFIC = 1 / 3
 # Traffic as a multiple of a chunk's logits and their gradients: each is written and read once.
 LOSS_TRAFFIC = 2
+SCORE_BYTES = 8  # of a logit of which only the log-probability is wanted: in FP32, and its logarithm
 # Host time of a visit to a layer, in launches for each product and for one product more. A compiled layer of Qwen2.5
 # with 7 products took the host 1.05 ms forward if it lived on the device, 1.8 ms if it streamed, and 1.3 to 3.1 ms
 # backward, on a machine with an H200 and launches of about 6 us (control path in benchmarks/history.md). A backward
@@ -254,7 +255,8 @@ class Prices:
     def _loss(self, layer: int) -> float:
         """Return the seconds of the loss: forward and backward of the logits, in chunks.
 
-        The head's gradient is summed over the chunks in FP32, or added to the step's sum.
+        The head's gradient is summed over the chunks in FP32, or added to the step's sum. With pairs a forward comes
+        first, whose logits nothing fuses with what follows them.
         """
         products, chunk = self._basis.work[layer].products, self._plan.compute.loss_chunk_tokens
         num_chunks = math.ceil(self.num_tokens / chunk)
@@ -269,8 +271,12 @@ class Prices:
         trained = sum(p.elements for p in products if p.trained)
         sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 or self._plan.compute.chunks_add_to_sums else 0
         working_s = (self.num_tokens * LOSS_TRAFFIC * logit_bytes + sums) / self._profile.device_bytes_per_s
-        working_s += num_chunks * sum(self._products_s(products, passes, chunk) for passes in (1, 2))
-        return max(working_s, num_chunks * self._launches(products, 3))
+        all_passes = (1, 1, 2) if self._basis.in_pairs else (1, 2)
+        working_s += num_chunks * sum(self._products_s(products, passes, chunk) for passes in all_passes)
+        if self._basis.in_pairs:
+            scores = self.num_tokens * self._basis.structure.vocab_size * (item + SCORE_BYTES)
+            working_s += LOSS_TRAFFIC * scores / self._profile.device_bytes_per_s
+        return max(working_s, num_chunks * self._launches(products, sum(all_passes)))
 
     def _orthogonalize(self, layer: FlatLayout) -> float:
         """Return the seconds in which one layer's momentum is orthogonalized.

@@ -292,8 +292,9 @@ def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> C
     layout = largest_share(structure.layout(request.num_fragments), request.num_hosts)
     work = work_of(structure, request.active_experts, request.sliding_windows)
     spill = machine.spill
-    disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else ()
-    return CostBasis(structure, layout, work, machine.rates, machine.profile is not None, request.z_loss, *disk)
+    disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else (math.inf, None)
+    is_measured = machine.profile is not None
+    return CostBasis(structure, layout, work, machine.rates, is_measured, request.z_loss, *disk, request.in_pairs)
 
 
 def split_searches(

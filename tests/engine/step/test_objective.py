@@ -44,7 +44,7 @@ def test_it_is_bit_equal(
     ours, theirs = train_engine(tmp_path, batches, recipe, LAYERS), train_reference(tmp_path, batches, recipe)
     assert_equal(ours, theirs)
     without = train_reference(tmp_path, batches[:1], plain)
-    assert ours.reports[0].cross_entropy == without.losses[0] != theirs.losses[0]
+    assert ours.reports[0].metrics["cross_entropy"] == without.losses[0] != theirs.losses[0]
     assert without.grad_norms[0] != theirs.grad_norms[0]
 
 
@@ -56,14 +56,15 @@ def test_side_outputs_are_no_cross_entropy(tmp_path: Path) -> None:
         train_engine(tmp_path, family_batches(1), of, Mode()).reports[0]
         for of in (recipe, replace(recipe, z_loss=0.02, label_smoothing=0.1))
     )
-    assert plain.cross_entropy is not None
-    assert plain.loss - plain.cross_entropy == pytest.approx(0.1 * 2.0, rel=0.2)  # the coefficient, balanced experts
-    assert plain.cross_entropy == smoothed.cross_entropy
+    assert plain.loss - plain.metrics["cross_entropy"] == pytest.approx(
+        0.1 * 2.0, rel=0.2
+    )  # the coefficient, balanced experts
+    assert plain.metrics["cross_entropy"] == smoothed.metrics["cross_entropy"]
 
 
 def test_without_terms_there_is_one_number(tmp_path: Path) -> None:
     build_tiny(tmp_path)
-    assert train_engine(tmp_path, tiny_batches(1), Recipe(1), Mode()).reports[0].cross_entropy is None
+    assert train_engine(tmp_path, tiny_batches(1), Recipe(1), Mode()).reports[0].metrics == {}
 
 
 def test_the_definitions() -> None:

@@ -56,7 +56,7 @@ def test_without_columns_the_usual_keys_are_read(tmp_path: Path) -> None:
     [
         ({"hf_hub_url": "some/data"}, "hf_hub_url points to a hub; name some/data as data.path"),
         ({"script_url": "x"}, "script_url points to a hub"),
-        ({"file_name": "a.json", "ranking": True}, "ranking cannot be followed here"),
+        ({"file_name": "a.json", "ranking": True}, "it holds preferences: set data.kind: pairs"),
         ({"file_name": "a.json", "colums": {}}, "unknown key colums; expected file_name, formatting"),
         ({}, "file_name: expected the name of a file, got None"),
         ("a.json", "the entry: expected a mapping, got 'a.json'"),

@@ -110,8 +110,10 @@ def test_larger_chunks_are_predicted_to_be_faster() -> None:
     structure, activations = shape()
     basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
 
-    def seconds(tokens: int) -> float:
+    def seconds(tokens: int, basis: CostBasis = basis) -> float:
         plan = replace(planned(64), compute=replace(planned(64).compute, loss_chunk_tokens=tokens))
         return Prices(plan, basis, activations.times(64)).of_layer("loss", len(plan.layers) - 1)
 
     assert seconds(1024) > seconds(4096) > seconds(8192)
+    # Of pairs the head runs forward twice: a third more products, and the scores' traffic.
+    assert 1.3 * seconds(8192) < seconds(8192, replace(basis, in_pairs=True, prices={})) < 2 * seconds(8192)

@@ -1,0 +1,121 @@
+"""Preferences: every format as the same two conversations, what of them is kept in a row, and what is wrong named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.data.data_worker import open_windows
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.batch_stream import assemble
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, PairLayout, read_pair
+from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.records.read_records import RecordError, read_records
+from megatrain_ray.io.tokens.token_files import read_meta
+from tests.io.chat.test_chat_records import said
+from tests.support.texts import tokens_of
+
+PLAIN = "{% for m in messages %}{{ m.content }}{{ '.' if m.role == 'assistant' }}{% endfor %}"  # as TRL writes texts
+PROMPT = (("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "R"))
+ASKED = said(*PROMPT)
+HISTORY = {"instruction": "R", "input": "", "history": [["Q", "A"]], "system": "S"}
+SHAREGPT = [{"from": role, "value": text} for role, text in zip(("human", "gpt", "human"), "QAR", strict=True)]
+SAME: dict[str, Any] = {
+    "explicit": {"prompt": ASKED, "chosen": said(("assistant", "B")), "rejected": said(("assistant", "C"))},
+    "explicit, one message": {"prompt": ASKED, "chosen": said(("assistant", "B"))[0], "rejected": "C"},
+    "implicit": {"chosen": [*ASKED, *said(("assistant", "B"))], "rejected": [*ASKED, *said(("assistant", "C"))]},
+    "ranking, alpaca": HISTORY | {"chosen": "B", "rejected": "C"},
+    "ranking, sharegpt": {"conversations": SHAREGPT, "system": "S"}
+    | {"chosen": {"from": "gpt", "value": "B"}, "rejected": {"from": "gpt", "value": "C"}},
+}  # fmt: skip
+
+
+def read(record: Any) -> tuple[Conversation, Conversation]:
+    return read_pair(record, PairLayout(LAYOUTS["auto"]))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_pair_in_every_format(name: str) -> None:
+    for conversation, answer in zip(read(SAME[name] | {"id": 7}), "BC", strict=True):
+        assert [(m["role"], m["content"]) for m in conversation.messages] == [*PROMPT, ("assistant", answer)]
+        assert conversation.answers == [(4, 1.0)]  # answers of the prompt are not learned
+
+
+def test_texts_without_a_prompt_part_before_the_blank_where_they_differ() -> None:
+    """As TRL's extract_prompt: the prompt ends before the blank."""
+    chosen, rejected = read({"chosen": "The sky is blue.", "rejected": "The sky is green."})
+    assert [m["content"] for m in chosen.messages] == ["The sky is", " blue."]
+    assert [m["content"] for m in rejected.messages] == ["The sky is", " green."]
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"prompt": "Q", "chosen": "A"}, "no key 'rejected'"),
+        ({"chosen": "A", "rejected": "A"}, "chosen and rejected: expected two answers that differ"),
+        ({"chosen": "A", "rejected": ["B"]}, "expected two texts or two lists of turns"),
+        ({"chosen": "A", "rejected": "B"}, "no prompt: chosen and rejected begin differently"),
+        (
+            {"prompt": "Q", "chosen": said(("user", "A")), "rejected": "B"},
+            "chosen: expected an answer of the assistant",
+        ),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": [{"role": "assistant", "content": "B", "weight": 0.5}]},
+            "rejected: weights other than 0 and 1",
+        ),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "image": "x"}, "image: cannot be learned from"),
+    ],
+)
+def test_what_is_wrong_is_named(record: Any, problem: str) -> None:
+    with pytest.raises(RecordError, match=problem):
+        read(record)
+
+
+def test_the_ranking_of_llama_factory(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"q": "Q", "good": "A", "bad": "B"}]))
+    columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    entries = {"a": {"file_name": "a.json", "ranking": True, "columns": columns}, "b": {"file_name": "a.json"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+    info = str(tmp_path / "dataset_info.json")
+    (source,) = find_chats(info, "a", in_pairs=True)
+    assert isinstance(source.layout, PairLayout)
+    for _, record in read_records(source.file):
+        pair = read_pair(record, source.layout)
+        assert [conversation.messages[-1]["content"] for conversation in pair] == ["A", "B"]
+    for name, in_pairs, problem in (("a", False, "set data.kind: pairs"), ("b", True, "ranking is not true")):
+        with pytest.raises(ConfigError, match=problem):
+            find_chats(info, name, in_pairs=in_pairs)
+
+
+def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: Path) -> None:
+    """Rows of twelve tokens. A template without marks: a token is a byte."""
+    texts = "q ab c", "qqqqqqqq ab c", "q abcdefgh c", "q abcdefgh abcdefgi", "r s t"
+    records = [dict(zip(("prompt", "chosen", "rejected"), text.split(), strict=True)) for text in texts]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    settings = {
+        "kind": "pairs", "path": str(tmp_path / "pairs.jsonl"), "tokenizer": "bytes", "seq_len": 11,
+        "chat_template": str(tmp_path / "plain.jinja"),
+    }  # fmt: skip
+    data = DataConfig.model_validate(settings)
+    (folder,) = tokens_of(data, tmp_path)
+    meta = read_meta(folder)
+    assert meta is not None
+    assert (meta.num_records, meta.num_cut, meta.num_dropped, meta.longest) == (5, 2, 1, 21)
+    (windows,) = open_windows(data, (folder,), 257, whole=False)
+    rows = windows.rows(np.arange(windows.num_windows))
+    kept = [bytes(ids[real].tolist()).decode() for ids, real in zip(rows.ids, rows.documents >= 0, strict=True)]
+    # What is too long is cut to what the other leaves of twelve tokens, or to half of them.
+    assert kept == ["qab.qc.", "qabcdefghqc.", "qabcdeqabcde", "rs.rt."]
+    batch = assemble(rows, weighted=False, in_pairs=True)
+    assert batch.num_pairs == 4 == batch.total_weight
+    assert batch.positions is not None
+    dropped = DataConfig.model_validate(settings | {"truncation": "drop"})
+    (folder,) = tokens_of(dropped, tmp_path)
+    meta = read_meta(folder)
+    assert meta is not None and (meta.num_cut, meta.num_dropped) == (0, 3)

@@ -1,0 +1,83 @@
+"""Trains the tiny model by TRL's own trainers and prints the losses that tests/engine/step/test_pairs.py compares with.
+
+Run as a module, in an environment that has trl 1.16.0 as well (`pip install trl==1.16.0`), which no test needs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+from tests.support.chat_fixtures import FAMILIES, build
+from tests.support.pairs import random_pairs
+from tests.support.tiny import build_tiny
+
+STEPS, PAIRS = 10, 4  # of a step
+
+
+def recorded(trainer_class: Any) -> Any:
+    """Return the trainer with ids for records, in the order of the records, and with the losses of its steps."""
+
+    class Recorded(trainer_class):
+        def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
+            row: dict[str, Any] = {
+                "prompt_input_ids": feature["ids"],
+                "prompt_attention_mask": [1] * len(feature["ids"]),
+            }
+            for key in ("chosen", "rejected"):
+                ids = feature["ids"] + feature[f"{key}_ids"]
+                labels = [-100] * len(feature["ids"]) + feature[f"{key}_ids"]
+                row |= {f"{key}_input_ids": ids, f"{key}_labels": labels, f"{key}_attention_mask": [1] * len(ids)}
+            return row
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(*arguments, **options)
+            self.__dict__.setdefault("losses", []).append(loss.item())
+            return loss
+
+    return Recorded
+
+
+def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers: Any) -> list[float]:
+    """Return the losses of ten steps of four pairs, one a micro-batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_pretrained(build_tiny(Path(folder) / "model"), dtype=torch.float32)
+        pairs = list(random_pairs(STEPS * PAIRS, most_prompt))
+        rows = [
+            {
+                "prompt": "a", "chosen": "b", "rejected": "c",
+                "ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected,
+            }
+            for pair in pairs
+        ]  # fmt: skip
+        settings = config_class(
+            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=PAIRS,
+            learning_rate=1e-3, lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
+            adam_epsilon=1e-8, max_grad_norm=1.0, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+            gradient_checkpointing=False, optim="adamw_torch_fused", disable_tqdm=True, **numbers,
+        )  # fmt: skip
+        file = build(Path(folder) / "tokenizer", FAMILIES["qwen2.5"]) / "tokenizer.json"
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+        trainer = recorded(trainer_class)(
+            model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        )
+        trainer.train()
+        return [sum(trainer.losses[i : i + PAIRS]) for i in range(0, STEPS * PAIRS, PAIRS)]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print("simpo", losses_of(CPOTrainer, CPOConfig, 4, loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.6))
+    # Its cross-entropy is of the prompt as well, of which one token is no target.
+    print("orpo", losses_of(ORPOTrainer, ORPOConfig, 1, beta=0.25))
