@@ -60,7 +60,10 @@ def test_on_a_terminal_it_replaces_the_bar_that_is_drawn_there() -> None:
             send(signal.SIGINT)
     finally:
         os.dup2(before, 2)
-    assert os.read(terminal, 999).startswith(b"step 3/9\r\x1b[2Kinterrupted: saving, then stopping")
+    shown = b""
+    while not shown.endswith(b"\n"):  # it comes in pieces
+        shown += os.read(terminal, 999)
+    assert shown.startswith(b"step 3/9\r\x1b[2Kinterrupted: saving, then stopping")
     for number in (before, terminal, drawn):
         os.close(number)
 
