@@ -54,6 +54,9 @@ ROWS = {
     "7.6b_80gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=80GB"),
     "7.6b_24gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=24GB", "hardware.ram_limit=123GiB"),
     "7.6b_10gb": ("qwen2.5_7.6b.yaml", "hardware.hbm_limit=10GB", "train.grad_dtype=bf16"),
+    # In FP8, which is less than full precision, beside bf16 with as much RAM.
+    "14.8b_245GiB": ("qwen2.5_14.8b.yaml", "hardware.ram_limit=245GiB"),
+    "14.8b_245GiB_fp8": ("qwen2.5_14.8b.yaml", "hardware.ram_limit=245GiB", "train.compute=fp8"),
     # The shape, tokens and limits of als244/dataflow's published figures.
     **{
         f"llama3_8b_{limit}": ("llama3_8b.yaml", f"hardware.hbm_limit={limit}", "hardware.ram_limit=245GiB")
@@ -198,6 +201,7 @@ def _line(report: Mapping[str, Any]) -> str:
         "ceiling": ceiling.get("model_tflops") and round(ceiling["model_tflops"], 1),
         "busy": report["busy_share"] and round(report["busy_share"], 4),
         "exposed": {cause: round(s, 3) for cause, s in report["exposed_s"].items() if s >= 0.0005},
+        "compute": report["config"]["train"].get("compute"),
         "aliased": (report["aliased"] or {}).get("note"),
         "split": f"{plan['step']['num_micro_batches']} x {plan['step']['micro_batch_size']}",
         "order": plan["step"]["order"],

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.config.yaml_file import read_settings, set_keys
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say, show
@@ -29,7 +30,7 @@ from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, check_position, read_data
 from megatrain_ray.driver.start_processes import ray_processes
-from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
@@ -137,7 +138,7 @@ class Trainer:
             run.config = run_spec.config
             if run.has_begun:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
-            _report_moments(run.config.train.moments, manifest)
+            _report_formats(run.config.train, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
             run_spec = replace(run_spec, weighted=any(map(is_weighted, data.training)))
             if manifest is not None:
@@ -326,8 +327,11 @@ def _report_plan_change(before: Plan | None, plan: Plan) -> None:
     report(f"the plan is another one than that of the start before: {changes(before, plan) or 'by its rates'}")
 
 
-def _report_moments(moments: str, manifest: Manifest | None) -> None:
-    """Print the precision of moments, and that they are converted. Prints nothing if they are FP32 and were before."""
+def _report_formats(train: OptimizationConfig, manifest: Manifest | None) -> None:
+    """Print what is not as precise as plain PyTorch, and that a save's moments are converted."""
+    moments = train.moments
+    if train.compute == "fp8":
+        say(f"compute {FP8_COMPUTE}")
     if moments == "bf16":
         say(f"moments {NARROW_MOMENTS}")
     if manifest is not None and manifest.moments != moments:

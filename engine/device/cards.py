@@ -37,6 +37,7 @@ class Card:
     """Holds the published figures of a GPU: TFLOPS of dense products by precision, GB/s, GiB.
 
     reached: share of what an H200 makes of its published figures.
+    fp8: whether it multiplies FP8, which cards that do are published to do twice as fast as bf16.
     """
 
     gpu: str
@@ -49,6 +50,7 @@ class Card:
     host: str
     reached: float
     source: str
+    fp8: bool = True
 
     @property
     def memory_bytes(self) -> int:
@@ -94,8 +96,10 @@ def rates_of(name: str) -> HardwareProfile:
         adamw_busy_per_s=1e9 * host.busy,
         device_bytes_per_s=card.memory / reference.memory * TYPICAL_GPU.device_bytes_per_s,
         matmul={
-            precision: _scaled(curve, card.reached * getattr(card, precision) / getattr(reference, precision))
-            for precision, curve in TYPICAL_GPU.matmul.items()
+            name: _scaled(curve, card.reached * getattr(card, of) / getattr(reference, of))
+            for name, curve in TYPICAL_GPU.matmul.items()
+            if card.fp8 or name != "fp8"
+            for of in ["bf16" if name == "fp8" else name]
         },
         attention=tuple(
             RatePoint(point.size, point.per_s * card.reached * card.bf16 / reference.bf16)

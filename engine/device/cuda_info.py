@@ -23,6 +23,14 @@ def device_name() -> str:
     return _properties().name
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the GPU that this process would use; None without one. Creates no context."""
+    if not torch.cuda.is_available():
+        return None
+    found = _properties()
+    return found.major, found.minor
+
+
 def _properties(index: int = 0) -> torch.cuda._CudaDeviceProperties:
     """Return torch's properties of a GPU. The first call in a process fixes the allocator's settings."""
     expand_segments()

@@ -65,7 +65,7 @@ class HardwareProfile:
     adamw_busy_per_s: Rate  # the same while h2d and d2h copies run
     device_bytes_per_s: Rate  # device memory bandwidth: bytes that a copy within the device reads plus writes
     launch_s: Seconds  # per operator, in a sequence of small operators
-    matmul: Annotated[Mapping[str, RateCurve], Field(min_length=1)]  # by train.precision; FLOPs → FLOP/s
+    matmul: Annotated[Mapping[str, RateCurve], Field(min_length=1)]  # by train.precision, or fp8; FLOPs → FLOP/s
     attention: RateCurve  # tokens of a sequence → FLOP/s of forward and backward, causal counted once
     disk_bytes_per_s: Rate | None = None  # disk of spill.path: sum of reads and writes that run at the same time
     disk_plain_bytes_per_s: Rate | None = None  # rate of uncompressed data, if disk_bytes_per_s is of compressed data
@@ -154,6 +154,8 @@ TYPICAL_GPU = HardwareProfile(
     launch_s=6e-6,
     matmul={
         "bf16": _cubes({256: 6e12, 1024: 300e12, 4096: 720e12, 8192: 797e12, 10650: 770e12}),
+        # A guess: seven tenths of the published rate at most.
+        "fp8": _cubes({256: 6e12, 1024: 300e12, 4096: 1200e12, 8192: 1380e12}),
         "tf32": _cubes({256: 3e12, 1024: 150e12, 4096: 330e12, 8192: 380e12}),
         "fp32": _cubes({256: 2e12, 1024: 30e12, 4096: 48e12}),
     },

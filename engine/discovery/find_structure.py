@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from megatrain_ray.engine.discovery.block_parts import name_of, parts_of, with_departures
 from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of
 from megatrain_ray.engine.layout.flat_layout import FROZEN, ParameterGroup, ParameterSpec
+from megatrain_ray.engine.model.fp8_products import fp8_weights
 from megatrain_ray.engine.model.lora import is_adapter, module_of
 from megatrain_ray.engine.model.output_recorder import is_recorded
 from megatrain_ray.engine.model.parameter_rules import decays
@@ -71,6 +72,7 @@ class StructureFinder:
             vocab_size=vocab_size,
             attention_widths=tuple(map(self._attention_width, layers[1:-1])),
             looked_up=frozenset(self._trial.looked_up),
+            fp8=frozenset(fp8_weights(self._model)),
             norms=frozenset(p for p in head if p not in in_loss and _is_norm(self._model, self._trial, base.path, p)),
             learned_masks=frozenset(
                 path

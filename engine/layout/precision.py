@@ -12,6 +12,7 @@ import torch
 SECOND_MOMENT_BYTES = 4
 # Printed in a plan, at a run's start and at its end.
 NARROW_MOMENTS = "in bf16, stochastically rounded: not what plain PyTorch computes"
+FP8_COMPUTE = "products of layers in FP8, scaled by row: less than full precision, not what plain PyTorch computes"
 
 
 class Precision(Enum):

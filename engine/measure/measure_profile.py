@@ -25,6 +25,7 @@ from megatrain_ray.engine.layout.flat_layout import FlatLayout, ParameterSpec
 from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.shard_layout import ShardLayout
+from megatrain_ray.engine.model.fp8_products import fp8_problem, multiply_quantised, quantised
 from megatrain_ray.engine.optimizer.adamw import AdamState, AdamWConstants, ParamWeighting, UpdateParams
 from megatrain_ray.engine.optimizer.undo_log import Journal, ParamSlice, Transaction
 from megatrain_ray.engine.optimizer.update_kernel import open_kernel
@@ -42,7 +43,8 @@ EXPERTS, MODEL_DIM, EXPERT_DIM = 32, 2048, 1536  # of a grouped product; rates o
 SUSTAINED_WIDTH = 2048  # narrower products take less power than a card has
 SHORT_S = 0.02  # long enough for many copies or small products in a row, of which each hides the next one's launch
 COPIED_SHARE = 0.15  # of the time under load, as in a layer: between products memory is read and written
-COMPUTED = tuple(Precision(name) for name in ("bf16", "fp32", "tf32"))
+COMPUTED = "bf16", "fp32", "tf32"
+FP8 = "fp8"  # also measured where the device has such products, which is on GPUs
 HYPER = AdamWConstants(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 _DIRECTIONS = (Stage.H2D,), (Stage.D2H,), (Stage.H2D, Stage.D2H)
 # Types of working copy, residual, both moments, and gradient.
@@ -103,7 +105,7 @@ class _Measurement:
             copy_s = self._median_s(lambda count: copies.run((Stage.H2D,), count, SMALL_BYTES))
             with device.activate():
                 triad_s, device_s, launch_s = self._triad_s(memory), self._device_s(device), self._launch_s(device)
-        matmul = {precision.value: tuple(self._matmul(precision)) for precision in COMPUTED}
+        matmul = {name: points for name in (*COMPUTED, FP8) if (points := tuple(self._matmul(name)))}
         with closing(self._make_device(Precision.BF16)) as device, device.activate():
             attention, grouped = tuple(self._attention(device)), tuple(self._grouped(device))
         return HardwareProfile(
@@ -180,15 +182,21 @@ class _Measurement:
         value = torch.zeros(16, device=device.torch_device)
         return self._median_s(_repeated(partial(value.add_, 1.0), device))
 
-    def _matmul(self, precision: Precision) -> Iterator[RatePoint]:
-        """Yield the rates of products of square matrices of growing width, until one is slow."""
-        effort, is_first = self._effort, precision is COMPUTED[0]
+    def _matmul(self, name: str) -> Iterator[RatePoint]:
+        """Yield the rates of products of square matrices of growing width, until one is slow.
+
+        name: precision, or FP8. Yields nothing for FP8 on the CPU device, and where torch or the GPU has no FP8.
+        """
+        effort, is_first = self._effort, name == COMPUTED[0]
+        precision = Precision.BF16 if name == FP8 else Precision(name)
         with closing(self._make_device(precision)) as device, device.activate():
+            if name == FP8 and (device.kind == "cpu" or fp8_problem(device.torch_device)):
+                return
             traffic = _Traffic(device, effort.device_bytes)
             if is_first and device.torch_device.type == "cuda":  # on a CPU one such product may take minutes
-                traffic.seconds_among_copies(_product(effort.widths[-1], precision, device), effort.warm_s)
+                traffic.seconds_among_copies(_product(effort.widths[-1], name, device), effort.warm_s)
             for width in effort.widths:
-                product = _product(width, precision, device)
+                product = _product(width, name, device)
                 if width < SUSTAINED_WIDTH:
                     seconds = self._median_s(_repeated(product, device))
                 else:
@@ -331,9 +339,12 @@ def _attend(query: torch.Tensor) -> None:
     torch.autograd.grad(made, query, torch.ones_like(made))
 
 
-def _product(width: int, precision: Precision, device: Device) -> Callable[[], object]:
+def _product(width: int, name: str, device: Device) -> Callable[[], object]:
     # Not zeros: a GPU multiplies those at a higher clock than other numbers.
-    a = torch.randn(width, width, dtype=precision.working_dtype, device=device.torch_device)
+    dtype = torch.bfloat16 if name == FP8 else Precision(name).working_dtype
+    a = torch.randn(width, width, dtype=dtype, device=device.torch_device)
+    if name == FP8:
+        return partial(multiply_quantised, quantised(a), quantised(a))
     return partial(torch.mm, a, a)
 
 

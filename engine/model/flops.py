@@ -24,6 +24,7 @@ class Product(NamedTuple):
     of_mlp: bool = False  # whether it belongs to the part of a block that can be computed in chunks of tokens
     num_experts: int = 0  # 0: it is no product of experts
     active: int = 0  # experts that a token is routed to
+    fp8_sides: int = 0  # rows and columns of the matrix together; 0: it is not multiplied in FP8
 
     @property
     def routed_share(self) -> float:
@@ -113,5 +114,5 @@ def _products(
         routed = min(active or num_experts, num_experts)
         elements = math.prod(p.shape) * routed / num_experts
         of_mlp = layer.mlp is not None and p.local.startswith(f"{layer.mlp.path}.")
-        experts = (num_experts, routed) if num_experts > 1 else ()
-        yield Product(elements, p.group.trained, of_mlp, *experts)
+        experts = (num_experts, routed) if num_experts > 1 else (0, 0)
+        yield Product(elements, p.group.trained, of_mlp, *experts, sum(p.shape) if p.name in structure.fp8 else 0)

@@ -88,6 +88,7 @@ class ModelStructure:
     # For each layer that is a block, or a part of one: heads × head_dim; 0: it does not attend to every token.
     attention_widths: tuple[float, ...] = ()
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
+    fp8: frozenset[str] = frozenset()  # parameters that are multiplied in FP8
     norms: frozenset[str] = frozenset()  # modules of the head that compute each token independently of the others
     learned_masks: frozenset[str] = frozenset()  # modules of layers whose attention has a mask with a gradient
     unreached: tuple[str, ...] = ()  # modules and parameters that stay as they are, since no gradient reaches them
@@ -112,6 +113,11 @@ class ModelStructure:
             if layer.kind is LayerKind.BLOCK:
                 found.setdefault(layer.part.block if layer.part else i, []).append(i)
         return tuple(map(tuple, found.values()))
+
+    @cached_property
+    def fp8_shapes(self) -> frozenset[tuple[int, ...]]:
+        """Return the shapes of the matrices that are multiplied in FP8."""
+        return frozenset(p.shape for layer in self.layers for p in layer.parameters if p.name in self.fp8)
 
     @property
     def undivided_names(self) -> tuple[str, ...]:

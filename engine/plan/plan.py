@@ -248,6 +248,11 @@ class Plan:
         return self.step.micro_batch_size * self.step.num_micro_batches * self.hosts.num_gpus
 
     @property
+    def number_formats(self) -> str:
+        """Return the number formats of the compute, and of moments if they are not FP32."""
+        return f"{self.precision.value}{', products of layers in fp8' if self.compute.fp8 else ''}"
+
+    @property
     def num_mlp_chunks(self) -> int:
         """Return the number of chunks in which an MLP computes a micro-batch."""
         tokens = self.compute.mlp_chunk_tokens

@@ -97,6 +97,7 @@ class ComputeSettings:
     mlp_chunk_tokens: int = 0  # tokens of a micro-batch that an MLP computes at a time; 0: all of them
     block_parts: int = 1  # largest number of layers that a block is divided into (discovery/block_parts.py)
     expert_groups: int = 1  # largest number of modules that hold the experts of a block (model/expert_groups.py)
+    fp8: bool = False  # whether matrices of blocks are multiplied in FP8 (model/fp8_products.py)
 
 
 @dataclass(frozen=True)

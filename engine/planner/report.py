@@ -8,7 +8,7 @@ import torch
 
 from megatrain_ray.engine.device.numa_homes import Home, slab_nodes
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES
-from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
@@ -26,7 +26,7 @@ def describe(plan: Plan) -> str:
     """Return a text that describes a plan: its bytes per tier, then how a step runs."""
     step, gradients = plan.step, plan.gradients
     lines = [
-        f"{format_count(plan.num_parameters)} parameters in {len(plan.layers)} layers, {plan.precision.value}, "
+        f"{format_count(plan.num_parameters)} parameters in {len(plan.layers)} layers, {plan.number_formats}, "
         f"{plan.device}",
         *_frozen_lines(plan),
         *_tier_lines(plan),
@@ -49,13 +49,21 @@ def describe(plan: Plan) -> str:
         f"{plan.shards.num_threads} threads",
         *_home_lines(plan),
         *_muon_lines(plan),
-        *([f"moments   {NARROW_MOMENTS}"] if plan.precision.moments == "bf16" else []),
+        *less_precise(plan),
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
         f"recover   {plan.shards.recovery.value} when an optimizer shard dies, "
         f"{'by the same step again' if plan.repeats_steps else 'from the last save'} when the GPU worker does",
         *(_predicted(plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(map(escaped, lines))
+
+
+def less_precise(plan: Plan) -> Iterator[str]:
+    """Yield a line for each part of the compute that is less precise than in plain PyTorch."""
+    if plan.compute.fp8:
+        yield f"compute   {FP8_COMPUTE}"
+    if plan.precision.moments == "bf16":
+        yield f"moments   {NARROW_MOMENTS}"
 
 
 def _gpus(plan: Plan) -> str:

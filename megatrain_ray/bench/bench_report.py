@@ -21,7 +21,7 @@ from megatrain_ray.bench.bench import BenchResult
 from megatrain_ray.bench.bench_config import BenchOptions
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.console.run_summary import waits
-from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
+from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.measure.plan_traffic import moved_bytes, state_share
 from megatrain_ray.engine.plan.plan import Plan
@@ -227,6 +227,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     kernels, threads = ", ".join(optimizer["kernels"]), optimizer["num_shard_threads"]
     yield "AdamW", f"{kernels}, {optimizer['num_shards']} × {threads} threads"
     yield "of each", "; ".join(map(_shard_line, range(optimizer["num_shards"]), optimizer["shards"]))
+    if report["config"]["train"]["compute"] == "fp8":
+        yield "compute", FP8_COMPUTE
     if report["config"]["train"]["moments"] == "bf16":
         yield "moments", NARROW_MOMENTS
     yield "plan", _plan_line(report["plan"])

@@ -28,7 +28,7 @@ def train(options: Namespace) -> int:
         from megatrain_ray.run.run_files import RunFiles
         from megatrain_ray.trainer import Trainer
 
-    output, train = Trainer(args=config).train(), config.train
+    output = Trainer(args=config).train()
     if output.first_step is None:  # there was nothing to do, as the Trainer has printed
         return 0
     rows = [row for row in output.rows if row["step"] > output.first_step]
@@ -38,7 +38,7 @@ def train(options: Namespace) -> int:
     plan, best_save = files.read_plan(), files.best_save
     harm = describe_harm(output.evaluations)
     chats = config.data.kind == "sft"
-    for line in summarize(rows, output.run_dir, output.evaluations, train.moments, plan, best_save, harm, chats=chats):
+    for line in summarize(rows, output.run_dir, output.evaluations, plan, best_save, harm, chats=chats):
         show(f"  {line}")
     return 0
 

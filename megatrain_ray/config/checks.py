@@ -62,6 +62,8 @@ def disagreements(config: Settings) -> Iterator[str]:
     """Yield problems of settings that are valid one by one but not together; each line says what to set instead."""
     train = config.train
     yield from _model_disagreements(config)
+    if train.compute == "fp8" and train.precision != "bf16":
+        yield f"train.compute: fp8 goes with train.precision: bf16, and that is {train.precision}; set bf16"
     if train.min_lr > train.lr:
         yield f"train.min_lr: {train.min_lr} is more than train.lr: {train.lr}; set it to at most that"
     yield from _length_disagreements(config)
@@ -293,7 +295,8 @@ def _lines(problem: ErrorDetails, root: type[BaseModel]) -> Iterator[str]:
             yield f"{key or 'configuration'}: expected {EXPECTED[kind]}, got {_shown(problem['input'])}"
         case _:
             expected = problem["msg"].removeprefix("Input should be ")
-            yield f"{key}: expected {expected}, got {_shown(problem['input'])}"
+            hint = "; FP8 is train.compute: fp8" if (key, problem["input"]) == ("train.precision", "fp8") else ""
+            yield f"{key}: expected {expected}, got {_shown(problem['input'])}{hint}"
 
 
 def _sentence(key: str, root: type[BaseModel]) -> str:

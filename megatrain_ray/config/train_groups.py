@@ -115,6 +115,8 @@ class OptimizationConfig(Group):
     """Seed of dropout and of the rounding of bf16 moments."""
     precision: Literal["bf16", "fp32", "tf32"] = "bf16"
     """Number format of the compute; masters are always FP32."""
+    compute: Literal["fp8"] | None = None
+    """fp8: layers multiply matrices in FP8, so results differ from plain PyTorch; null: in train.precision."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """bf16: AdamW's moments take half the room, stochastically rounded, so results differ from plain PyTorch."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"

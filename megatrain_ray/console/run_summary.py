@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatrain_ray.accounting.prediction_check import Rows, compare
 from megatrain_ray.console.progress import describe_evaluation
-from megatrain_ray.engine.layout.precision import NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.planner.report import less_precise
 from megatrain_ray.units import format_bytes, format_count, format_duration, format_quantity
 
 SHOWN_WAITS = 3
@@ -18,21 +18,21 @@ CLEAR_RISE = 1.1  # times the first loss: batches differ by less
 
 
 def summarize(
-    rows: Rows, run_dir: Path, evaluations: Rows = (), moments: str = "fp32", plan: Plan | None = None,
+    rows: Rows, run_dir: Path, evaluations: Rows = (), plan: Plan | None = None,
     best_save: int | None = None, harm: str | None = None, *, chats: bool = False,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the summary.
 
     `rows` are of one process. Its first step includes compilation and counts in no median. `evaluations` are of the
-    whole run. `plan` is that of these steps; None if it cannot be read. `moments` is train.moments.
+    whole run. `plan` is that of these steps; None if it cannot be read.
     `best_save` is the step of the save with the least held-out loss. `harm` says that training raised that loss.
     `chats`: whether the model learned chats.
     """
     if rows:
         yield from _describe_steps(rows)
         yield from _describe_disk(rows, plan)
-    if rows and moments == "bf16":
-        yield f"moments   {NARROW_MOMENTS}"
+    if rows and plan:
+        yield from less_precise(plan)
     if evaluations:
         yield from _describe_evaluations(evaluations)
     if harm := harm if evaluations else _describe_rise(rows):

@@ -50,7 +50,7 @@ def describe_start(
         else f", {format_count(plan.num_trained)} of them trained"
     )
     yield (
-        f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.precision.value}, "
+        f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.number_formats}, "
         f"on {plan.device}"
     )
     if leftovers.tensors and steps:

@@ -23,11 +23,14 @@ from pydantic import TypeAdapter, ValidationError
 from torch._functorch import config as functorch_config
 
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.device.cards import cards
+from megatrain_ray.engine.device.cuda_info import compute_capability, device_name
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.compile_trial import CompileTrial
 from megatrain_ray.engine.discovery.discover import Trials, discover
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.model.attention import Attention, flex_problem
+from megatrain_ray.engine.model.fp8_products import fp8_problem
 from megatrain_ray.engine.model.parameter_rules import ParameterRules
 from megatrain_ray.engine.model.structure import ModelStructure, build_empty
 from megatrain_ray.engine.planner.memory.chunk_sizes import may_chunk
@@ -39,6 +42,7 @@ from megatrain_ray.model.optimizer_settings import rules_of
 
 log = logging.getLogger(__name__)
 
+FP8_CAPABILITY = 8, 9
 KEPT_FILES = 64  # files of at most about 100 KB each; older ones are deleted
 
 CompileTrials = tuple[CompileTrial | None, ...]
@@ -72,6 +76,7 @@ def discover_with_attention(
     The longer a row is, the more its attention masks cost, so flex attention replaces them where it can.
     """
     (size, number), seq_len, packed = config.split(), config.data.seq_len, config.data.joins_documents
+    _check_fp8(config, source, device)
     shape = Precision(config.train.precision).working_dtype, size, seq_len
     tokens = size * seq_len * (number if config.train.split_is_free else 1)  # upper bound for a micro-batch
     chunked = may_chunk(tokens, seq_len, has_disk=config.spill.path is not None)
@@ -114,6 +119,32 @@ def _find(
     return structure, activations
 
 
+def _check_fp8(config: TrainConfig, source: ModelSource, device: str) -> None:
+    """Raise ConfigError if the model computes in FP8 and this machine's device cannot. An absent GPU is not checked."""
+    if not source.fp8:
+        return
+    if device == "cuda":
+        card = cards().get(config.hardware.profile)
+        if card is not None and not card.fp8:
+            raise ConfigError(
+                f"train.compute: fp8: hardware.profile names the {card.gpu}, which has no FP8; name another"
+            )
+        found = None if card else compute_capability()  # a card that is named need not be here
+        if found is not None and found < FP8_CAPABILITY:
+            raise ConfigError(
+                f"train.compute: fp8 needs a GPU of compute capability {_dotted(FP8_CAPABILITY)} or more (H100, RTX 40 "
+                f"and later), and {device_name()} has {_dotted(found)}; leave the key out"
+            )
+    elif problem := fp8_problem(torch.device(device)):
+        raise ConfigError(
+            f"train.compute: fp8: torch {torch.__version__} has no such products on this CPU: {problem}; leave it out"
+        )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool:
     """Return whether flex attention can be used. Raises ConfigError if the settings demand it and it cannot."""
     setting = config.model.attention
@@ -139,7 +170,7 @@ class TrialCache:
         """
         self._file: Path | None = None
         if source.code is None:
-            model = dict(source.config), repr(source.lora)
+            model = dict(source.config), repr(source.lora), source.fp8
             key = json.dumps([*model, sorted(map(repr, shape.items())), _versions()], default=repr)
             name = hashlib.sha256(key.encode()).hexdigest()[:24]
             with suppress(RuntimeError):  # a user without a home has no cache

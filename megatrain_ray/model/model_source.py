@@ -16,6 +16,7 @@ from megatrain_ray.config.train_groups import LoraConfig
 from megatrain_ray.engine.layout.expert_names import joined_shape, whole_name
 from megatrain_ray.engine.layout.flat_layout import ParameterSpec
 from megatrain_ray.engine.model.expert_groups import GroupedFactory
+from megatrain_ray.engine.model.fp8_products import Fp8Factory
 from megatrain_ray.engine.model.lora import AdaptedFactory, Lora, is_adapter
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure, build_empty
 from megatrain_ray.engine.weights.initial_values import Fill, fills_of
@@ -50,6 +51,7 @@ class ModelSource:
     prefix: name of the base model within the model, which names in `folder` may lack. It is found with `names`.
     fills: what the base's random weights are filled with, if all are plain. They are found only once, as `names` are.
     expert_groups: number of modules into which the experts of a block are divided, at most.
+    fp8: matrices of its layers are multiplied in FP8 (engine/model/fp8_products.py).
     is_typed: the configuration was written by the user, so an unknown setting may be a typo. Makers' configurations
         have settings that only other programs read.
     """
@@ -67,12 +69,14 @@ class ModelSource:
     prefix: str = ""
     fills: Mapping[str, Sequence[Fill]] = field(default_factory=dict)
     expert_groups: int = 1
+    fp8: bool = False
     is_typed: bool = False
 
     @property
     def factory(self) -> ModelFactory:
         """Return a function that builds the model with a given parameter type, for meta or fake tensors."""
-        whole = AdaptedFactory(self._base, self.lora) if self.lora else self._base
+        base = Fp8Factory(self._base) if self.fp8 else self._base
+        whole = AdaptedFactory(base, self.lora) if self.lora else base
         return GroupedFactory(whole, self.expert_groups) if self.expert_groups > 1 else whole
 
     @property

@@ -159,6 +159,7 @@ def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
 
 def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:
     source = checked(found or read_model(config.model)).with_lora(config.lora)
+    source = replace(source, fp8=config.train.compute == "fp8")
     check_length(config.data, source.num_positions)
     return source
 

@@ -23,7 +23,7 @@ def describe_run(files: RunFiles, config: TrainConfig, plan: Plan | None, histor
     described = {"model": _model(files, config)}
     if plan:
         trained = "" if plan.num_trained == plan.num_parameters else f", {format_count(plan.num_trained)} trained"
-        described["size"] = f"{format_count(plan.num_parameters)} parameters{trained}, {plan.precision.value}"
+        described["size"] = f"{format_count(plan.num_parameters)} parameters{trained}, {plan.number_formats}"
     if device := _device(config, plan, history):
         described["device"] = device
     described["data"] = f"{config.data.kind}, {_sources(config.data.path)}"

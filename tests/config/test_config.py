@@ -78,6 +78,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "label_smoothing": 0.0,
             "seed": 0,
             "precision": "bf16",
+            "compute": None,
             "moments": "fp32",
             "grad_dtype": "fp32",
             "deterministic": False,

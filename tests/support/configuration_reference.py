@@ -24,7 +24,7 @@ MORE = {
     "data.chat_format": "sft_data.md", "data.chat_template": "sft_data.md",
     "data.truncation": "sft_data.md", "data.packing": "data.md", "train.trainable": "freezing.md",
     "train.freeze": "freezing.md", "train.groups": "freezing.md", "train.optimizer": "muon.md",
-    "train.moments": "narrow_moments.md", "lora": "lora.md",
+    "train.compute": "fp8.md", "train.moments": "narrow_moments.md", "lora": "lora.md",
     "eval_every": "metrics.md#evaluationsjsonl", "log.wandb": "metrics.md", "log.mlflow": "metrics.md",
     "log.trace": "trace.md", "save_compress": "save_format.md", "hardware.profile": "hardware_profile.md",
     "hardware.nodes": "numa.md", "hardware.num_gpus": "several_gpus.md",
@@ -91,6 +91,8 @@ def _values(node: dict[str, Any], schema: dict[str, Any]) -> str:
         return ", ".join(dict.fromkeys(_values(_resolved(part, schema), schema) for part in node["anyOf"]))
     if "enum" in node:
         return ", ".join(str(value).lower() if isinstance(value, bool) else value for value in node["enum"])
+    if "const" in node:
+        return str(node["const"])
     if node["type"] in ("boolean", "null"):
         return str(node["type"])
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

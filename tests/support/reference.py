@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import dropout_seed
+from tests.support.fp8_linear import with_fp8
 from tests.support.pair_losses import Preference, pair_losses
 from tests.support.rounded_moments import round_moments
 
@@ -99,6 +100,7 @@ class Recipe:
     preference: Preference | None = None  # of batches of pairs
     seed: int = 0
     precision: str = "fp32"
+    compute: str | None = None
     moments: str = "fp32"
     grad_dtype: str = "fp32"
     micro_batch_size: int = 1
@@ -140,6 +142,8 @@ def train_reference(
     with torch_threads(recipe.num_threads):
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         model = _load(folder, dtype, recipe).to(recipe.device).train()
+        if recipe.compute == "fp8":
+            with_fp8(_layer_list(model, frozen))
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # a view of the file, at any address: matrix products round by it
         _freeze(model, recipe, frozen)

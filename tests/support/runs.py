@@ -124,6 +124,7 @@ def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
         preference=Preference(train["objective"], **train["preference"]) if "objective" in train else None,
         seed=train.get("seed", 0),
         precision=train["precision"],
+        compute=train.get("compute"),
         moments=train.get("moments", "fp32"),
         grad_dtype=train.get("grad_dtype", "fp32"),
         micro_batch_size=plan.step.micro_batch_size,

@@ -34,6 +34,9 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 3, 5
 # experts, too: 8 layers of Qwen3-30B-A3B computed for 0.763 s on an H100 (64 × 1024 tokens). From rates measured in
 # bursts 0.734 are predicted, and 0.93 without this share.
 COMPILED_TRAFFIC = 1 / 3
+# Bytes read and written to round a bf16 element to FP8: a compiled layer does it in one pass, another one in seven
+# operations with FP32 in between. Counted, not measured.
+FP8_ROUNDING, UNCOMPILED_FP8_ROUNDING = 3, 27
 # Traffic as a multiple of a chunk's logits and their gradients: each is written and read once.
 LOSS_TRAFFIC = 2
 SCORE_BYTES = 8  # of a logit of which only the log-probability is wanted: in FP32, and its logarithm
@@ -189,7 +192,8 @@ class Prices:
         attending = cost.of_attention if is_long(self._plan.step.seq_len) else 0.0
         flops, products = cost.recomputed_flops - attending, self._basis.work[layer].products
         products_s = self._profile.matmul_s(self._plan.precision.compute, flops)
-        if any(product.num_experts for product in products):  # as fast as the same products in a forward
+        # Those of experts and in FP8 are as fast as the same products in a forward.
+        if any(product.num_experts or product.fp8_sides for product in products):
             forward_flops = sum(2 * product.elements * self.num_tokens for product in products)
             products_s = self._micro_batch_products_s(products, 1) * flops / forward_flops
         return products_s + self._profile.attention_s(self._plan.step.seq_len, attending)
@@ -221,13 +225,25 @@ class Prices:
         if self._plan.layers[layer].compiled:
             kept *= COMPILED_TRAFFIC
         boundary = self._activations.boundary[min(layer + 1, len(self._activations.boundary) - 1)]
-        moved = traffic * kept + 2 * boundary + more_bytes
+        moved = traffic * kept + 2 * boundary + more_bytes + self._rounded_bytes(layer, passes)
         working_s = self._micro_batch_products_s(work.products, passes) + moved / self._profile.device_bytes_per_s
         if work.attention and work.attention.width:
             num_tokens, seq_len = self.num_tokens, self._plan.step.seq_len
             flops = passes * work.attention.flops(num_tokens, num_tokens * seq_len)
             working_s += self._profile.attention_s(seq_len, flops)
         return max(working_s, self._launches(work.products, passes))
+
+    def _rounded_bytes(self, layer: int, passes: int) -> float:
+        """Return the bytes read and written to round the operands of FP8 products; `passes` as for `_layer`.
+
+        A forward rounds the input and the weight. A backward rounds the weight and the output's gradient along another
+        side, and for a trained weight the input and that gradient once more. Both are taken to be equally wide.
+        """
+        elements = 0.0
+        for p in self._basis.work[layer].products:
+            if p.fp8_sides:
+                elements += p.elements + self.num_tokens * p.fp8_sides * (0.5 if passes == 1 else 0.5 + p.trained)
+        return elements * (FP8_ROUNDING if self._plan.layers[layer].compiled else UNCOMPILED_FP8_ROUNDING)
 
     def _launches(self, products: Sequence[Product], passes: int) -> float:
         if self._plan.step.captured:
@@ -249,7 +265,7 @@ class Prices:
             if product.num_experts:
                 total_s += count * self._profile.grouped_s(precision, flops, num_tokens * product.routed_share)
             else:
-                total_s += count * self._profile.matmul_s(precision, flops)
+                total_s += count * self._profile.matmul_s("fp8" if product.fp8_sides else precision, flops)
         return total_s
 
     def _loss(self, layer: int) -> float:

@@ -82,6 +82,7 @@ def base_plan(
             mlp_chunk_tokens=r.mlp_chunk_tokens,
             block_parts=max(map(len, structure.blocks)),
             expert_groups=structure.expert_groups,
+            fp8=bool(structure.fp8),
         ),
         slots=SlotSizes(
             weights=_slots(structure, layout, request, candidate),

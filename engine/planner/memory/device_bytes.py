@@ -30,6 +30,9 @@ COMPILED_BACKWARD = 1.6
 # gradients, the FP32 sums that flash attention makes of these, and keys and values for every head. Measured for a layer
 # of Qwen2.5-7B with 131,072 tokens on an H200: 2.46 and 2.28 (attention recomputed and kept), chunks of 8192 to 32768.
 CHUNKED_BACKWARD = 2.5
+# What a compiled layer keeps in bf16, as a multiple of what it keeps in FP8, where inputs of matrices take one byte:
+# 135 and 93 MiB for 1024 tokens of Qwen2.5-14B, as traced. The gradients in its backward are bf16 either way.
+KEPT_IN_BF16 = 1.45
 # With this activation budget or less a backward recomputes nearly everything. It then holds all that the layer would
 # have kept and the gradients of all that at once, except four tensors of the boundary's size. This is 2 % more than was
 # measured for layers of Qwen2.5-7B and 14B on an H200.
@@ -106,7 +109,8 @@ def activation_rows(
     staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*block_bytes, 0], plan.layers, strict=True)]
     held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
     loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
-    work = max(loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations))
+    in_fp8 = fp8_bytes(plan, structure)
+    work = max(loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations) + in_fp8)
     rows: dict[str, Row] = {
         "boundary activations": _boundaries(plan, structure, sum(stays)),
         "kept activations": _kept(plan, staying),
@@ -118,7 +122,7 @@ def activation_rows(
         "work": (
             work,
             f"one layer's backward, the last norm's or the loss: logits of {plan.compute.loss_chunk_tokens} tokens, "
-            "head gradient, tied ones",
+            f"head gradient, tied ones{f'; {format_bytes(in_fp8)} of FP8 copies' if in_fp8 else ''}",
         ),
         CONTEXT: (plan.limits.context_bytes if plan.device == "cuda" else 0, "CUDA context and kernels of libraries"),
     }
@@ -128,6 +132,22 @@ def activation_rows(
     if plan.step.captured:
         rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
     return ActivationRows(rows, held)
+
+
+def fp8_bytes(plan: Plan, structure: ModelStructure) -> int:
+    """Return the bytes of what the backward of one FP8 product rounds, of the largest one.
+
+    These are copies of the weight and the input, and two of the output's gradient. A layer that is not compiled makes
+    the widest of them in FP32, twice.
+    """
+    tokens = plan.step.micro_batch_size * plan.step.seq_len
+    compiled = all(layer.compiled for layer in plan.layers[1:-1])
+
+    def of(rows: int, columns: int) -> int:
+        copies = rows * columns + tokens * (columns + 2 * rows)
+        return copies if compiled else copies + 2 * torch.float32.itemsize * max(rows, tokens) * max(rows, columns)
+
+    return max((of(*shape) for shape in structure.fp8_shapes), default=0)
 
 
 def beside_loss(plan: Plan, activations: ActivationBytes) -> int:
@@ -222,7 +242,7 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
         chunk = _chunk_bytes(plan, activations, index, layer, layout.trained_sizes[index])
         if not layer.compiled:
             return 2 * activations.kept[index] + chunk + boundaries + gradients + paired_bytes
-        whole = activations.kept_at_most(index)
+        whole = int(activations.kept_at_most(index) * (KEPT_IN_BF16 if plan.compute.fp8 else 1))
         graph = _compiled_bytes(whole, boundaries, layer.activation_budget)
         if chunk:
             graph = max(graph + chunk, int(CHUNKED_BACKWARD * whole))

@@ -78,6 +78,29 @@ def test_an_update_takes_the_time_of_its_bytes() -> None:
         assert ratio == pytest.approx(18 / 26)
 
 
+def test_products_in_fp8_have_a_rate_of_their_own_and_are_rounded_first() -> None:
+    structure, activations = shape()
+    names = frozenset(p.name for p in structure.layers[1].parameters if len(p.shape) == 2)
+    profile, tokens, request = replace(TYPICAL_GPU, launch_s=0.0), 1024, replace(REQUEST, micro_batch_size=1)
+
+    def seconds(fp8: frozenset[str], rates: HardwareProfile, name: str) -> float:
+        model = replace(structure, fp8=fp8)
+        plan = build_plan(model, activations, MACHINE, request, Candidate(OUTER, KEEP, 3, 2))
+        basis = CostBasis(model, model.layout(), work_of(model), rates, True, False)
+        return Prices(plan, basis, activations).of_layer(name, 1)
+
+    shapes = [p.shape for p in structure.layers[1].parameters if p.name in names]
+    for name, passes, sides in (("forward", 1, 0.5), ("backward", 2, 1.5)):
+        elements = sum(rows * columns + sides * tokens * (rows + columns) for rows, columns in shapes)
+        flops = [2 * rows * columns * tokens for rows, columns in shapes]
+        saved_s = passes * sum(profile.matmul_s("bf16", n) - profile.matmul_s("fp8", n) for n in flops)
+        rounding_s = 27 * elements / profile.device_bytes_per_s  # these layers have no trial, so none is compiled
+        plain, in_fp8 = seconds(frozenset(), profile, name), seconds(names, profile, name)
+        assert in_fp8 == pytest.approx(plain - saved_s + rounding_s)
+        unmeasured = replace(profile, matmul={"bf16": profile.matmul["bf16"]})
+        assert seconds(names, unmeasured, name) == pytest.approx(plain + rounding_s), "as fast as bf16, until measured"
+
+
 def test_near_a_run_of_the_engine() -> None:
     """benchmarks/results/2026-11-21_h200_7b_train.json: 16 × 1024 tokens, kept, clipping, one micro-batch."""
     prediction = predicted(replace(REQUEST, num_micro_batches=1), Candidate(OUTER, KEEP, 3, 2))

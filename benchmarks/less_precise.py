@@ -1,14 +1,20 @@
-"""Measures what moments in bf16 do to the loss of the demo's model.
+"""Measures what settings that are less precise than plain PyTorch do to the loss of a model, the demo's by default.
 
-It is trained with FP32 moments, with bf16 moments rounded stochastically (train.moments: bf16), and with bf16 moments
-rounded to nearest.
+It is trained plainly, with layers in FP8 (train.compute: fp8), with bf16 moments rounded stochastically (train.moments:
+bf16), and with bf16 moments rounded to nearest.
 
-    python -m benchmarks.narrow_moments OUT.json [--seeds 0,1] [--kinds fp32,bf16,…] [--commit ID] [key=value …]
+    python -m benchmarks.less_precise OUT.json [--seeds 0,1] [--kinds plain,fp8,…] [--config FILE] [--commit ID]
+        [key=value …]
 
 Everything runs in one process, on the same batches. A seed is that of the weights, of the data's order and of the
-rounding. `again` is FP32 once more in micro-batches of half the size, which is the same mathematics rounded
-differently: gaps no larger than its own mean nothing. Compared are the mean losses of the last 50 steps; each step has
-data of its own.
+rounding. `again` is plain once more in micro-batches of half the size, which is the same mathematics rounded
+differently: gaps no larger than its own mean nothing. Compared are the mean losses of the last 50 steps, in which data
+may repeat.
+
+Layers in FP8 beside bf16, 500 steps of 0.5 billion parameters, on a GPU of compute capability 8.9:
+
+    python -m benchmarks.less_precise OUT.json --config benchmarks/configs/speed/qwen2.5_0.5b.yaml \\
+        --kinds plain,fp8,again --seeds 0 hardware.device=cuda train.steps=500 train.batch_size=8 train.warmup_steps=50
 """
 
 from __future__ import annotations
@@ -42,11 +48,12 @@ from megatrain_ray.planning.run_spec import prepare
 CONFIG = Path("examples/tiny_llama.yaml")
 LAST = 50
 CPU = ("hardware.device=cpu",)  # unless overrides say otherwise
-KINDS = {
-    "fp32": ("train.moments=fp32",),
-    "bf16": ("train.moments=bf16",),
+KINDS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "fp8": ("train.compute=fp8",),
+    "moments": ("train.moments=bf16",),
     "nearest": ("train.moments=bf16",),
-    "again": ("train.moments=fp32", "train.micro_batch_size=4", "train.accumulate=2"),
+    "again": (),  # and half the micro-batches of plain
 }
 
 
@@ -85,11 +92,14 @@ def train(config: TrainConfig, *, to_nearest: bool) -> list[dict[str, Any]]:
         return run_in_process(run_spec, tokens)
 
 
-def measure(kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+def measure(kind: str, seed: int, file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         seeds = (f"model.seed={seed}", f"data.seed={seed}", f"train.seed={seed}")
         settings = (*CPU, *overrides, *KINDS[kind], *seeds, f"run_dir={folder}/run")
-        config = load_config(CONFIG, settings).resolve()
+        batch_size = load_config(file, settings).resolve().train.batch_size
+        parts = 2 if kind == "again" else 1
+        split = f"train.micro_batch_size={(batch_size or 1) // parts}", f"train.accumulate={parts}"
+        config = load_config(file, (*settings, *split)).resolve()
         start_s = time.perf_counter()
         rows = train(config, to_nearest=kind == "nearest")
     losses = [row["loss"] for row in rows]
@@ -104,11 +114,11 @@ def measure(kind: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return how much higher the mean of the last losses is than with FP32 moments, by kind and seed."""
-    plain = {run["seed"]: run["last"] for run in runs if run["kind"] == "fp32"}
+    """Return how much higher the mean of the last losses is than that of the plain run, by kind and seed."""
+    plain = {run["seed"]: run["last"] for run in runs if run["kind"] == "plain"}
     found: dict[str, dict[str, float]] = {}
     for run in runs:
-        if run["kind"] != "fp32" and run["seed"] in plain:
+        if run["kind"] != "plain" and run["seed"] in plain:
             found.setdefault(run["kind"], {})[str(run["seed"])] = run["last"] - plain[run["seed"]]
     return found
 
@@ -118,20 +128,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--commit")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args(arguments)
     report: dict[str, Any] = {
         "commit": options.commit or commit(),
-        "hardware": hardware(load_config(CONFIG, [*CPU, *options.overrides]).resolve().hardware.device),
+        "hardware": hardware(load_config(options.config, [*CPU, *options.overrides]).resolve().hardware.device),
         "versions": versions(),
+        "config": str(options.config),
         "overrides": options.overrides,
         "threads": torch.get_num_threads(),
         "runs": [],
     }
     for seed in map(int, options.seeds.split(",")):
         for kind in options.kinds.split(","):
-            found = measure(kind, seed, options.overrides)
+            found = measure(kind, seed, options.config, options.overrides)
             report["runs"].append(found)
             report["gaps"] = gaps(report["runs"])
             options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,82 @@
+"""train.compute: fp8 in whole steps: the bits of plain PyTorch with the same products, however a step runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from tests.support.adapters import build_adapter
+from tests.support.reference import Recipe, Result, train_reference
+from tests.support.run_engine import EngineResult, Mode, train_engine
+from tests.support.tiny import build_tiny, text_batches, tiny_batches
+
+STEPS = 3
+RECIPE = Recipe(STEPS, precision="bf16", compute="fp8", micro_batch_size=2)
+KEEP, LAYERS = ActivationPolicy.KEEP, LoopOrder.LAYERS_OUTER
+MODES = {
+    "kept": Mode(num_fragments=3),
+    "recomputed": Mode(LAYERS, ActivationPolicy.RECOMPUTE, num_shards=3, num_fragments=3),
+    "kept on the host": Mode(LAYERS, KEEP, boundaries=Tier.HOST, kept=Tier.HOST),
+    "divided blocks": Mode(block_parts=8),
+    "some on the device": Mode(hbm_layers=frozenset({0, 2})),
+}
+
+
+def assert_equal(ours: EngineResult, theirs: Result) -> None:
+    assert ours.plan.compute.fp8
+    assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
+    for name, master in theirs.masters.items():
+        assert torch.equal(ours.masters[name], master), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_same_bits_as_plain_pytorch_with_these_products(tmp_path: Path, mode: str) -> None:
+    build_tiny(tmp_path)
+    ours = train_engine(tmp_path, tiny_batches(STEPS), RECIPE, MODES[mode])
+    assert_equal(ours, train_reference(tmp_path, tiny_batches(STEPS), RECIPE))
+
+
+def test_with_pairs_of_lora_and_rows_that_no_kernel_takes(tmp_path: Path) -> None:
+    """Micro-batches of 2 × 31 tokens, which are no multiple of 16; pairs multiply in bf16."""
+    model = build_tiny(tmp_path / "model")
+    adapter = build_adapter(tmp_path / "adapter", model, ("q_proj", "down_proj"))
+    recipe = dataclasses.replace(RECIPE, adapter=adapter, trainable=("up_proj",))
+    batches = text_batches(STEPS, 4, 31)
+    assert_equal(train_engine(model, batches, recipe, MODES["recomputed"]), train_reference(model, batches, recipe))
+
+
+def test_mlps_in_chunks_have_scales_of_their_own(tmp_path: Path) -> None:
+    """The output of a token is the same; the gradients of weights are sums over chunks, rounded differently."""
+    build_tiny(tmp_path)
+    whole = train_engine(tmp_path, tiny_batches(1), RECIPE, Mode())
+    chunked = train_engine(tmp_path, tiny_batches(1), RECIPE, Mode(mlp_chunk_tokens=20))
+    assert chunked.losses == whole.losses
+    assert chunked.grad_norms != whole.grad_norms
+    assert chunked.grad_norms == pytest.approx(whole.grad_norms, rel=2e-3)
+
+
+def test_fifty_losses_are_near_those_of_bf16(tmp_path: Path) -> None:
+    build_tiny(tmp_path, num_layers=1)
+    recipe, batches = dataclasses.replace(RECIPE, steps=50, lr=3e-3), text_batches(50, 2, 32)
+    ours = train_engine(tmp_path, batches, recipe, Mode())
+    plain = train_engine(tmp_path, batches, dataclasses.replace(recipe, compute=None), Mode())
+    gaps = [a - b for a, b in zip(ours.losses, plain.losses, strict=True)]
+    assert statistics.mean(plain.losses[-10:]) < plain.losses[0] - 2, "it has learned"
+    assert 0 < max(map(abs, gaps)) < 0.03
+    assert abs(statistics.mean(gaps[-10:])) < 0.005
+
+
+@pytest.mark.long  # the compiler takes two minutes for these products on a CPU
+def test_compiled_blocks_differ_in_the_last_bits(tmp_path: Path) -> None:
+    build_tiny(tmp_path)
+    ours = train_engine(tmp_path, tiny_batches(STEPS), RECIPE, Mode(activation_budget=0.4))
+    theirs = train_reference(tmp_path, tiny_batches(STEPS), RECIPE)
+    assert ours.losses == pytest.approx(theirs.losses, rel=5e-3)
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=3e-2)
