@@ -129,4 +129,5 @@ class CapturedStep:
         positions = torch.arange(self._plan.step.seq_len, device=device) % (self._plan.step.seq_len // 2 + 1)
         weights = torch.ones(shape, device=device) if coming.weighted else None
         real = torch.ones(shape, dtype=torch.bool, device=device)
-        return _StaticInput(ids, targets, positions.repeat(shape[0], 1) if packed else None, weights, real, packed)
+        of_rows = positions.repeat(shape[0], 1) if packed else None
+        return _StaticInput(ids, targets, of_rows, weights, real, packed=packed)
