@@ -148,7 +148,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     data = commands.add_parser("data", help="show records as the model sees them, what is learned, lengths and rows")
     bench = commands.add_parser("bench", help="measure a configuration's speed: its steps, and what they could reach")
     _add_bench(bench)
-    for command in (train, plan, data, bench):
+    logprobs = commands.add_parser("logprobs", help="log-probability of each target of the data, in the token cache")
+    _add_logprobs(logprobs)
+    for command in (train, plan, data, bench, logprobs):
         command.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
         # Has a default, since argparse would else call overrides required if CONFIG is missing.
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as in train.lr=1e-4")
@@ -203,6 +205,13 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="configuration whose held-out data are evaluated (the run's own)"
     )
+    _add_step(parser)
+
+
+def _add_logprobs(parser: argparse.ArgumentParser) -> None:
+    named = "a run directory, a Hugging Face folder or a hub id, in place of model.path"
+    parser.add_argument("--model", metavar="RUN_OR_FOLDER", help=named)
+    parser.add_argument("--json", action="store_true", help="an object for each source, one a line")
     _add_step(parser)
 
 

@@ -27,14 +27,15 @@ from megatrain_ray.data.python_objects import Objects, with_held_out
 from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe_template, other_tokenizer
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
+from megatrain_ray.driver.logprob_pass import LogprobFolders, LogprobPass, find_or_make
 from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, check_position, read_data
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
-from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.evaluation_config import evaluation_config
+from megatrain_ray.errors import ConfigError, InterruptedRunError
+from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, pass_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
 from megatrain_ray.io.batching.data_counts import num_records
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
@@ -84,6 +85,7 @@ class Trainer:
         given = args if _is_arguments(args) else self.config
         self._save: SaveChoice = "best" if getattr(args, "load_best_model_at_end", False) else None
         self._callbacks = Callbacks(callbacks, given, model=model, processing_class=processing_class)
+        self._pass: LogprobPass | None = None  # what the evaluation is for, if this is no run of the user's
 
     def _read(self, args: Any, overrides: Mapping[str, Any]) -> TrainConfig:
         if isinstance(args, TrainConfig):
@@ -123,9 +125,10 @@ class Trainer:
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
             check_length(run.config.data, written_positions(source.config))
-            run.config = decide_marks(fix_commits(run.config), source.written_vocab_size)
-            check_there(run.config)
-            data = read_data(run.config, source.written_vocab_size, run.path, startup)
+            if self._pass:
+                data = self._pass.data
+            else:
+                run.config, data = tokenize_all(run.config, source.written_vocab_size, run.path, startup)
             run.config = run.config.with_steps(data.counts.num_rows)
             # Known only now if the configuration counts epochs.
             if output := _output_if_done(run, manifest, self.config):
@@ -140,7 +143,8 @@ class Trainer:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_formats(run.config.train, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
-            run_spec = replace(run_spec, weighted=any(map(is_weighted, data.training)))
+            weighted = any(map(is_weighted, data.training))
+            run_spec = replace(run_spec, weighted=weighted, keeps_logprobs=self._pass is not None)
             if manifest is not None:
                 run.report_resume(manifest)
             elif rows := run.rows():
@@ -152,6 +156,8 @@ class Trainer:
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
                 self._callbacks, self._at_end,
             )  # fmt: skip
+            if self._pass and held_out:
+                job = replace(job, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)
             with held(job.token_folders):
                 after.callback(run.clean_after_end)
                 _begin(run_spec, run, manifest, leftovers)
@@ -223,6 +229,46 @@ def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> d
         row = dict(Trainer(args=settings).train().evaluations[-1])
     del row["step"], row["epoch"]
     return row
+
+
+def compute_logprobs(
+    name: str | None, config: TrainConfig, data: DataTokens, run_dir: Path, step: SaveChoice = None
+) -> LogprobFolders:
+    """Return the folders of a model's log-probabilities of all targets of the data, made by a pass if missing.
+
+    The pass is a run of its own: all its processes have ended when this returns.
+
+    name, step: the model, as for pass_config.
+    config: of the data, with marks and commits decided.
+    data: its tokens. Held-out ones are included unless they are None.
+    run_dir: where folders go if the user's cache cannot be written to.
+
+    Raises as `Trainer.train` and export_run. If it is interrupted, nothing is kept.
+    """
+
+    def make(missing: LogprobPass) -> None:
+        with pass_config(name, config, step) as settings:
+            trainer = Trainer(args=settings)
+            trainer._pass = missing
+            try:
+                row = trainer.train().evaluations[-1]
+            except InterruptedRunError:
+                raise InterruptedRunError(
+                    "interrupted in a pass for log-probabilities, of which nothing is kept; the same command begins it "
+                    "again"
+                ) from None
+        say(missing.describe(row["eval_s"]))
+
+    return find_or_make(config, data, identity_of(name, config, step), run_dir, make)
+
+
+def tokenize_all(
+    config: TrainConfig, vocab_size: int | None, run_dir: Path, startup: Startup
+) -> tuple[TrainConfig, DataTokens]:
+    """Return the configuration with what its data leave open decided, and its tokens. Raises as read_data."""
+    config = decide_marks(fix_commits(config), vocab_size)
+    check_there(config)
+    return config, read_data(config, vocab_size, run_dir, startup)
 
 
 def _is_arguments(args: Any) -> bool:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.files.atomic_file import wait_for_lock
+from megatrain_ray.io.files.atomic_file import STALL_S, wait_for_lock
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
@@ -38,14 +38,18 @@ from megatrain_ray.io.tokens.token_files import (
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer, tokenizer_files
 
 
-class Watcher(Protocol):
-    """Receives progress reports while tokens are made."""
+class FolderWatcher(Protocol):
+    """Receives reports when a folder of the cache cannot be made at once."""
 
     def wait(self, folder: Path) -> None:
         """Report that this process waits for another one that makes this folder."""
 
     def replace(self, folder: Path) -> None:
         """Report that the folder is damaged and will be made again."""
+
+
+class Watcher(FolderWatcher, Protocol):
+    """Receives progress reports while tokens are made."""
 
     def advance(self, read_bytes: int, total_bytes: int) -> None:
         """Report how many bytes of the input files have been read and their tokens written."""
@@ -168,22 +172,48 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
     """
     provenance = provenance_of(recipe)
     folder = root / key_of(provenance)
-    lock = root / f"{folder.name}.lock"
-    with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), lambda: _written_bytes(folder)):
-        if not is_whole(folder):
-            if not is_free(folder):
-                watcher.replace(folder)
-                _remove_damaged(folder)
-            remove_abandoned(root)
-            with complete_or_absent(folder, FolderKind.TOKENS) as partial:
-                start = time.monotonic()
-                meta = _write(recipe, partial, vocab_size, watcher.advance)
-                tree = {"provenance": provenance, "tokens": asdict(meta)}
-                (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
-                if provenance_of(recipe) != provenance:
-                    raise ConfigError("data.path: files changed while they were read; start again when they are done")
-            watcher.end(meta, time.monotonic() - start)
+    meta, start = None, time.monotonic()
+    with cached_folder(folder, is_whole, watcher) as partial:
+        if partial is not None:
+            start = time.monotonic()
+            meta = _write(recipe, partial, vocab_size, watcher.advance)
+            tree = {"provenance": provenance, "tokens": asdict(meta)}
+            (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+            if provenance_of(recipe) != provenance:
+                raise ConfigError("data.path: files changed while they were read; start again when they are done")
+    if meta is not None:
+        watcher.end(meta, time.monotonic() - start)
     return folder
+
+
+@contextmanager
+def cached_folder(
+    folder: Path, is_whole: Callable[[Path], bool], watcher: FolderWatcher, stall_s: float = STALL_S
+) -> Iterator[Path | None]:
+    """Yield where to write a folder of the cache, which is there once the block succeeds; None if it is there already.
+
+    A damaged one is replaced. One process writes it while others wait.
+
+    is_whole: returns whether a folder is undamaged.
+    stall_s: as for wait_for_lock.
+
+    Raises MegatrainError if the disk fails.
+    """
+
+    def progress() -> object:
+        return _progress(partial_of(folder))
+
+    lock = folder.with_name(f"{folder.name}.lock")
+    with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), progress, stall_s):
+        if is_whole(folder):
+            yield None
+            return
+        if not is_free(folder):
+            watcher.replace(folder)
+            _remove_damaged(folder)
+        remove_abandoned(folder.parent)
+        with complete_or_absent(folder, FolderKind.TOKENS) as partial:
+            yield partial
 
 
 def _remove_damaged(folder: Path) -> None:
@@ -193,10 +223,12 @@ def _remove_damaged(folder: Path) -> None:
         raise NotOwnedError(f"{error}; its tokens are damaged: delete it, then start again") from None
 
 
-def _written_bytes(folder: Path) -> int:
+def _progress(partial: Path) -> list[tuple[int, int]]:
+    """Return what changes while another process writes a folder."""
     with suppress(OSError):
-        return sum(file.stat().st_size for file in partial_of(folder).iterdir())
-    return 0
+        stats = [file.stat() for file in sorted(partial.iterdir())]
+        return [(found.st_size, found.st_mtime_ns) for found in stats]
+    return []
 
 
 def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:

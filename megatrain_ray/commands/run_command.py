@@ -101,6 +101,15 @@ def evaluate(options: Namespace) -> int:
     return 0
 
 
+def logprobs(options: Namespace) -> int:
+    with spinner("importing PyTorch and Ray"):
+        from megatrain_ray.commands.logprobs import logprobs as compute
+
+    for line in compute(options):
+        show(line)
+    return 0
+
+
 def generate(options: Namespace) -> int:
     from megatrain_ray.commands.generate import generate_text
 
@@ -202,6 +211,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "export": export,
     "generate": generate,
     "eval": evaluate,
+    "logprobs": logprobs,
     "inspect": inspect,
     "report": report,
     "refit": refit,

@@ -53,6 +53,14 @@ class LineTimes:
         self._last_s = now_s
         return True
 
+    def is_quiet(self) -> bool:
+        """Return whether no line was due for QUIET_S seconds; then one is."""
+        now_s = self._clock()
+        if now_s - self._last_s < QUIET_S:
+            return False
+        self._last_s = now_s
+        return True
+
 
 class LineView:
     """Shows progress as lines."""
@@ -68,8 +76,10 @@ class LineView:
         if self._times.is_due(row["step"]):
             self._print(f"step {row['step']}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}")
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Do nothing: the row of the evaluation follows soon enough."""
+    def evaluating(self, done: int, total: int, tokens_per_s: float) -> None:
+        """Show how many batches are evaluated, if the row of the evaluation does not follow soon."""
+        if self._times.is_quiet():
+            self._print(_evaluating(done, total, tokens_per_s))
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
         self._print(describe_evaluation(row))
@@ -90,8 +100,8 @@ class BarView(LineView):
         super().update(row)
         self._bar.update(self._task, completed=row["step"], status=f"{self._left.newest} left  {_summary(row)}")
 
-    def evaluating(self, done: int, total: int) -> None:
-        self._bar.update(self._task, status=f"evaluating {done}/{total}")
+    def evaluating(self, done: int, total: int, tokens_per_s: float) -> None:
+        self._bar.update(self._task, status=_evaluating(done, total, tokens_per_s))
 
     def _print(self, line: str) -> None:
         self._bar.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
@@ -164,6 +174,10 @@ def _preference(row: Mapping[str, Any], prefix: str = "") -> str:
     """Return how clearly chosen answers are preferred, with two blanks before it; nothing for a row of no pairs."""
     margin, accuracy = (row.get(f"{prefix}reward_{name}") for name in ("margin", "accuracy"))
     return "" if margin is None or accuracy is None else f"  margin {margin:.3g}  accuracy {accuracy:.3g}"
+
+
+def _evaluating(done: int, total: int, tokens_per_s: float) -> str:
+    return f"evaluating {done}/{total}  {format_count(tokens_per_s)} tokens/s"
 
 
 def _summary(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain_ray.config.groups import DataConfig, HeldOutConfig
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
@@ -72,7 +72,7 @@ class HeldOutData:
     logprobs: as for open_windows.
     """
 
-    data: HeldOutConfig
+    data: DataConfig
     tokens: tuple[Path, ...]
     vocab_size: int
     batch_size: int
@@ -85,9 +85,31 @@ class HeldOutData:
         return tuple(weights_of(self.data)) or (1.0,)
 
     def open(self) -> HeldOut:
+        return HeldOut(self.windows(), batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
+
+    def windows(self) -> list[Windows]:
+        """Open the windows of each source."""
         with naming_held_out(self.data):
-            sources = open_windows(self.data, self.tokens, self.vocab_size, self.logprobs, whole=True)
-        return HeldOut(sources, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
+            return open_windows(self.data, self.tokens, self.vocab_size, self.logprobs, whole=True)
+
+
+@dataclass(frozen=True)
+class PassData(HeldOutData):
+    """Describes data of which a pass takes the log-probabilities: sources that are trained on, and held-out ones.
+
+    data: a configuration that cuts all of them into windows.
+    names: of the sources, in messages.
+    """
+
+    names: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return (1.0,) * len(self.tokens)
+
+    def windows(self) -> list[Windows]:
+        named = zip(self.names, self.tokens, strict=True)
+        return [_cut(self.data, name, folder, self.vocab_size, whole=True) for name, folder in named]
 
 
 @contextmanager
@@ -112,23 +134,25 @@ def open_windows(
     Raises ConfigError as open_corpus, open_logprobs and cut.
     """
     sources = sources_of(data)
-    windows = [
-        cut(
-            open_corpus(name, folder, vocab_size),
-            seq_len=data.seq_len,
-            packing=data.packing,
-            vocab_size=vocab_size,
-            whole=whole,
-            in_pairs=data.in_pairs,
-        )
-        for name, folder in zip(sources, tokens, strict=True)
-    ]
+    named = zip(sources, tokens, strict=True)
+    windows = [_cut(data, name, folder, vocab_size, whole=whole) for name, folder in named]
     if not logprobs:
         return windows
     return [
         replace(source, logprobs=open_logprobs(name, folder, source.num_places))
         for name, folder, source in zip(sources, logprobs, windows, strict=True)
     ]
+
+
+def _cut(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, whole: bool) -> Windows:
+    return cut(
+        open_corpus(name, tokens, vocab_size),
+        seq_len=data.seq_len,
+        packing=data.packing,
+        vocab_size=vocab_size,
+        whole=whole,
+        in_pairs=data.in_pairs,
+    )
 
 
 class DataWorker:

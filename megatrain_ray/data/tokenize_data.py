@@ -255,13 +255,10 @@ def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path, report
             open_corpus(name, found, vocab_size)  # checks the ids, which are checked as they are written otherwise
             mark_used(found)
             return found
-    with _root(run_dir) as root:
+    with writable_cache(run_dir) as root:
         with _reports(name, reports) as reporter:
             made = make_tokens(recipe, root, vocab_size, reporter)
         mark_used(made)
-        if freed_bytes := prune(root):
-            size = format_bytes(freed_bytes)
-            say(f"{root}: {size} of tokens deleted: their files have changed, or nothing used them for long")
         return made
 
 
@@ -271,8 +268,11 @@ def token_cache() -> Path:
 
 
 @contextmanager
-def _root(run_dir: Path) -> Iterator[Path]:
-    """Yield the user's cache, or a folder in `run_dir` if that cannot be written to. A new empty one goes."""
+def writable_cache(run_dir: Path) -> Iterator[Path]:
+    """Yield the user's cache, or a folder in `run_dir` if that cannot be written to.
+
+    A new empty one goes. If the block succeeds, what is outdated or unused in the cache goes, too.
+    """
     is_new = False
     try:
         root = token_cache()
@@ -284,9 +284,12 @@ def _root(run_dir: Path) -> Iterator[Path]:
         root = run_dir / "tokens"
         is_new = not root.exists()
         say(f"tokens are kept in {root}: the user's cache cannot be written to ({error}); XDG_CACHE_HOME moves it")
-        root.mkdir(exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
     try:
         yield root
+        if freed_bytes := prune(root):
+            size = format_bytes(freed_bytes)
+            say(f"{root}: {size} of tokens deleted: their files have changed, or nothing used them for long")
     except DiskError as error:
         raise DiskError(f"{error}; mend that, or name a folder on another disk in XDG_CACHE_HOME") from error
     finally:

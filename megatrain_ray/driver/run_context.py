@@ -17,6 +17,7 @@ from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_worker import HeldOutData, count_data, naming_held_out, open_stream
 from megatrain_ray.data.tokenize_data import ALL_IDS, tokenize
 from megatrain_ray.driver.callbacks import Callbacks
+from megatrain_ray.driver.running_evaluation import Keep
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
@@ -42,6 +43,7 @@ class RunContext:
     callbacks: Callbacks = field(default_factory=Callbacks)
     # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
+    keep: Keep = lambda batches, index, loss: None  # of every evaluation
     left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
 
     def with_epoch(self, row: Mapping[str, Any]) -> dict[str, Any]:

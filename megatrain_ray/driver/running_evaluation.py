@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.workers.messages import HeldOutLoss
+
+Keep = Callable[[HeldOut, int, HeldOutLoss], None]  # takes all batches, the number of one, and its result
 
 BATCHES_AHEAD = 2  # batches under way at once: the next one is made while one is computed
 
@@ -17,17 +20,20 @@ class RunningEvaluation:
     """Runs one pass over the held-out data with the weights after `step` updates."""
 
     def __init__(
-        self, evaluate: Callable[[int, int], Any], batches: HeldOut, weights: Sequence[float], step: int
-    ) -> None:
+        self, evaluate: Callable[[int, int], Any], batches: HeldOut, weights: Sequence[float], step: int,
+        keep: Keep = lambda batches, index, loss: None,
+    ) -> None:  # fmt: skip
         """Submit the first batches.
 
         evaluate: submits a batch, by step and number of the batch, and returns the call.
         weights: of the sources of `batches`.
+        keep: is called with the result of each batch, the only place for its log-probabilities.
         """
         self.step = step
         self._evaluate = evaluate
         self._weights = weights
         self._batches = batches
+        self._keep = keep
         self._start_s = time.monotonic()
         self._submitted = 0
         self._called: dict[Any, int] = {}
@@ -44,9 +50,16 @@ class RunningEvaluation:
         """Return how many batches are done, and how many there are."""
         return len(self._losses), self._batches.num_batches
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the inputs per second so far."""
+        return sum(loss.num_tokens for loss in self._losses.values()) / (time.monotonic() - self._start_s)
+
     def take(self, call: Any, loss: HeldOutLoss) -> None:
         """Take the result of one of `calls`, and submit the next batch."""
-        self._losses[self._called.pop(call)] = loss
+        index = self._called.pop(call)
+        self._keep(self._batches, index, loss)
+        self._losses[index] = replace(loss, logprobs=None)
         self._submit()
 
     def give_up(self) -> None:

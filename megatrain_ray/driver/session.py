@@ -157,8 +157,9 @@ class Session:
                 case Action.EVALUATE:
                     assert self._job.held_out and self._held_out  # it is evaluated only if there are some
                     self._evaluation = RunningEvaluation(
-                        self._crew.evaluate, self._held_out, self._job.held_out.weights, self._progress.step
-                    )
+                        self._crew.evaluate, self._held_out, self._job.held_out.weights, self._progress.step,
+                        self._job.keep,
+                    )  # fmt: skip
                 case Action.SAVE:
                     self._saves.begin(self._progress.step, self._progress.step, self._last_row)
                     self._saves.reached(self._progress)
@@ -222,7 +223,7 @@ class Session:
                 self._saves.reached(self._progress)
             elif evaluation and call in evaluated:
                 evaluation.take(call, crew.result(call))
-                self._view.evaluating(*evaluation.progress)
+                self._view.evaluating(*evaluation.progress, evaluation.tokens_per_s)
             else:
                 self._saves.take_part(call)
         if evaluation:

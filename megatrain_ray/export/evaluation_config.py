@@ -1,7 +1,8 @@
-"""Makes the configuration of a run that only evaluates a model: no update, and nothing that an update would need."""
+"""Makes configurations of runs that only evaluate a model: no update, and nothing that an update would need."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,9 +15,13 @@ from torch import nn
 
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.driver.logprob_pass import ModelIdentity
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.export import SaveChoice, exported
+from megatrain_ray.export.export import SaveChoice, choose_save, exported
+from megatrain_ray.io.saves.manifest import MANIFEST_NAME
+from megatrain_ray.io.saves.save_folder import save_folder
+from megatrain_ray.io.tokens.token_cache import file_identity
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
 
@@ -43,37 +48,87 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
 
     Raises ConfigError, and as export_run.
     """
-    if config.data.held_out is None:
+    data = config.data
+    if data.held_out is None:
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
-    tree, files = config.model_dump(), RunFiles(Path(name).absolute())
+    # Its tokens are needed anyway, and those of the training data are not.
+    update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
+    with _without_updates(name, config, step, update) as changed:
+        yield changed
+
+
+@contextmanager
+def pass_config(name: str | None, config: TrainConfig, step: SaveChoice = None) -> Iterator[TrainConfig]:
+    """Yield the configuration of a run of no steps, as evaluation_config does, for a pass over data that are tokenised.
+
+    name: as for evaluation_config; None: the model of `config` without adapters.
+
+    Raises as export_run.
+    """
+    data = config.data
+    update = {} if config.evaluates else {"eval_path": data.path, "eval_dataset": data.dataset, "eval_fraction": None}
+    with _without_updates(name, config, step, update) as changed:
+        yield changed
+
+
+@contextmanager
+def _without_updates(
+    name: str | None, config: TrainConfig, step: SaveChoice, data: Mapping[str, Any]
+) -> Iterator[TrainConfig]:
+    """Yield a configuration without updates. `data`: settings of data that replace those of `config`."""
+    tree, files = config.model_dump(), _run_of(name)
     with ExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatrain-eval-"))
         tree |= {**OWN, "run_dir": run_dir}
         tree["train"] |= OWN_TRAIN
-        if files.holds_run:
+        if files is not None:
             folder = stack.enter_context(exported(files.path, step=step, merge=False))
             tree |= _of_run(files.read_config(), folder, tree["train"])
-        elif step is not None:
-            raise ConfigError(f"--step and --best name a save of a run, and {name} is no run directory")
         else:
-            tree |= _of_folder(config.model, name, tree["train"]) | {"lora": None}
-        if config.data.eval_path is not None:  # its tokens are needed anyway, and those of the training data are not
-            tree["data"] |= {"path": config.data.eval_path, "dataset": config.data.eval_dataset}
+            tree |= _of_model(_model_of(name, config, step), tree["train"]) | {"lora": None}
+        tree["data"] |= data
         yield TrainConfig.model_validate(tree)
+
+
+def identity_of(name: str | None, config: TrainConfig, step: SaveChoice = None) -> ModelIdentity:
+    """Return what the weights of a model are recognised by, after fetching them. The arguments are pass_config's.
+
+    Raises ConfigError for a model or save that is not there.
+    """
+    if (files := _run_of(name)) is not None:
+        manifest = save_folder(files.saves, choose_save(files, step)) / MANIFEST_NAME
+        return ModelIdentity({"save": hashlib.sha256(manifest.read_bytes()).hexdigest()}, [file_identity(manifest)])
+    source = read_model(_model_of(name, config, step))
+    code = sorted(source.code.glob("*.py")) if source.code else []
+    settings = {"config": source.config, "seed": source.seed if source.folder is None else None}
+    return ModelIdentity(settings, [file_identity(path) for path in (*source.weight_paths(), *code)])
+
+
+def _run_of(name: str | None) -> RunFiles | None:
+    """Return the files of the run that a name means; None if it means a model."""
+    files = RunFiles(Path(name or "").absolute())
+    return files if name is not None and files.holds_run else None
+
+
+def _model_of(name: str | None, config: TrainConfig, step: SaveChoice) -> ModelConfig:
+    """Return the settings of the model that a name means; None: of `config`. Raises ConfigError if `step` is set."""
+    if step is not None:
+        raise ConfigError(f"--step and --best name a save of a run, and {name or 'model.path'} is no run directory")
+    return config.model if name is None else config.model.model_copy(update={"path": name, "config": None})
 
 
 def _of_run(config: TrainConfig, folder: Path, train: Mapping[str, Any]) -> dict[str, Any]:
     """Return model, adapters and train. `folder`: of the exported save."""
     if config.lora is None:
-        return _of_folder(config.model, str(folder), train) | {"lora": None}
+        model = config.model.model_copy(update={"path": str(folder), "config": None})
+        return _of_model(model, train) | {"lora": None}
     trained = {"trainable": config.train.trainable, "freeze": config.train.freeze}
     lora = config.lora.model_copy(update={"path": str(folder)}).model_dump()
     return {"model": config.model.model_dump(), "lora": lora, "train": {**train, **trained}}
 
 
-def _of_folder(model: ModelConfig, name: str, train: Mapping[str, Any]) -> dict[str, Any]:
+def _of_model(model: ModelConfig, train: Mapping[str, Any]) -> dict[str, Any]:
     """Return model and train. All is frozen but the smallest thing, so that there is next to no optimizer state."""
-    model = model.model_copy(update={"path": name, "config": None})
     empty = build_empty(read_model(model).factory, torch.float32)
     trained = {"trainable": (f"^{re.escape(_last_vector(empty))}$",), "freeze": ()}
     return {"model": model.model_dump(), "train": {**train, **trained}}

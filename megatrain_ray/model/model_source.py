@@ -179,6 +179,13 @@ class ModelSource:
         known = known_names(build_empty(self._base, torch.float32), self.names)
         return find_leftovers(self._mapped(self.folder).folder, known)
 
+    def weight_paths(self) -> tuple[Path, ...]:
+        """Return the files of the weights, after fetching them; none if they are random. Raises ConfigError."""
+        if self.folder is None:
+            return ()
+        folder = self._mapped(self.folder).folder.path
+        return tuple(folder / name for name in weight_files(folder))
+
     def _stored_adapter(self) -> AdapterFolder | None:
         """Open the adapter to continue from; None if there is none.
 

@@ -43,6 +43,7 @@ class RunSpec:
 
     config: configuration with the plan's split into micro-batches.
     weighted: whether batches have loss weights, which the tokens of the data decide.
+    keeps_logprobs: whether an evaluation returns the log-probability of every target.
     """
 
     config: TrainConfig
@@ -50,6 +51,7 @@ class RunSpec:
     structure: ModelStructure
     plan: Plan
     weighted: bool = False
+    keeps_logprobs: bool = False
 
     @property
     def is_aliased(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
@@ -118,14 +119,18 @@ class GpuSteps:
 
     async def _held_out_loss(self, batch: Batch, step: int) -> HeldOutLoss:
         pairs, micro_batches = objective_of(self._run_spec).pairs, self._micro_batches(batch)
-        if pairs is None:
-            total = await self._engine.evaluate(micro_batches, step)
-            return HeldOutLoss(total, batch.num_supervised, batch.total_weight)
+        sums = HeldOutLoss(0.0, batch.num_supervised, batch.total_weight, num_tokens=batch.num_tokens)
+        if pairs is None and not self._run_spec.keeps_logprobs:
+            return replace(sums, total=await self._engine.evaluate(micro_batches, step))
+        logprobs = await self._engine.logprobs(micro_batches, step)
+        if self._run_spec.keeps_logprobs:
+            # The driver asks rank 0.
+            return sums if self._rank else replace(sums, logprobs=logprobs.numpy().reshape(batch.targets.shape))
+        assert pairs is not None
         (whole,) = micro_batches_of(batch, len(batch.input_ids))
-        targets = whole.uploaded_targets(lambda tensor: tensor)
-        found = pairs.loss(await self._engine.logprobs(micro_batches, step), targets, 1.0)
+        found = pairs.loss(logprobs, whole.uploaded_targets(lambda tensor: tensor), 1.0)
         metrics = {name: value.item() for name, value in found.metrics.items()}
-        return HeldOutLoss(found.loss.item(), batch.num_supervised, batch.total_weight, metrics)
+        return replace(sums, total=found.loss.item(), metrics=metrics)
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name

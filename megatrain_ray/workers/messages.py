@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatrain_ray.engine.device.rank_group import Rendezvous
+from megatrain_ray.io.tokens.token_files import Logprobs
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,13 @@ class HeldOutLoss:
     num_supervised: number of these tokens.
     total_weight: sum of their loss weights, or number of pairs.
     metrics: further sums over the pairs, by name.
+    num_tokens: inputs of the batch that are no pads.
+    logprobs: of each target, [rows, seq_len], 0 if it is not supervised, in place of the sum; None: the sum.
     """
 
     total: float
     num_supervised: int
     total_weight: float
     metrics: dict[str, float] = field(default_factory=dict)
+    num_tokens: int = 0
+    logprobs: Logprobs | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatrain_ray.console import progress
 from megatrain_ray.console.progress import LineTimes, TimeLeft, describe_split, make_progress
 
 
@@ -66,19 +67,23 @@ def test_where_steps_went_in_the_mean() -> None:
 EVALUATION = {"step": 3, "eval_loss": 2.5, "perplexity": 12.1825, "eval_tokens": 12345, "eval_s": 2.0}
 
 
-def test_an_evaluation_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one has more."""
     stream = io.StringIO()
     with make_progress(10, 3, stream) as view:
-        view.evaluating(1, 2)
+        view.evaluating(1, 2, 3400.0)
         view.evaluated(EVALUATION)
         view.evaluated(EVALUATION | {"eval_loss": None, "perplexity": None})
     assert stream.getvalue().splitlines() == [
         "after step 3  eval_loss 2.5000  perplexity 12.182  12.3k tokens in 2s",
         "after step 3  eval_loss nan  perplexity nan  12.3k tokens in 2s",
     ]
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    view.evaluating(1, 2, 3400.0)
+    assert stream.getvalue().splitlines()[2:] == ["evaluating 1/2  3.40k tokens/s"]
     terminal = Terminal()
     with make_progress(10, 3, terminal) as view:
-        view.evaluating(1, 2)
+        view.evaluating(1, 2, 3400.0)
         view.evaluated(EVALUATION)
     assert "evaluating 1/2" in terminal.getvalue()
     assert "after step 3  eval_loss 2.5000" in terminal.getvalue()

@@ -1,0 +1,138 @@
+"""Finds the log-probabilities of a model in the cache beside the tokens, or has them made by a pass over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.console.startup import spinner
+from megatrain_ray.data.data_worker import HeldOutData, PassData, sources_of
+from megatrain_ray.data.tokenize_data import writable_cache
+from megatrain_ray.driver.run_context import DataTokens
+from megatrain_ray.io.batching.batch_stream import HeldOut
+from megatrain_ray.io.tokens.cache_pruning import mark_used
+from megatrain_ray.io.tokens.logprob_files import LogprobWriter, holds_logprobs, logprob_provenance
+from megatrain_ray.io.tokens.token_cache import cached_folder, key_of
+from megatrain_ray.units import format_count, format_duration
+from megatrain_ray.workers.messages import HeldOutLoss
+
+STALL_S = 3600.0  # without a batch after which a pass of another process counts as stuck: a large model loads for long
+
+
+class ModelIdentity(NamedTuple):
+    """Says by what a model's log-probabilities are found again: its settings, and the identities of its files."""
+
+    settings: Mapping[str, Any]
+    files: list[Any]
+
+
+class LogprobFolders(NamedTuple):
+    """Holds a folder of log-probabilities for each source of the training data, and of the held-out data."""
+
+    training: tuple[Path, ...] = ()
+    held_out: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogprobPass:
+    """Holds the sources that a pass goes over, and the writers that take what it computes.
+
+    data: tokens of all data, also of sources that the pass leaves out since the cache has their log-probabilities.
+        Without held-out data they are those that are trained on.
+    names: of all sources, by the folder of their tokens.
+    writers: of the sources of the pass, in its order, by the folder of their tokens.
+    num_tokens: inputs that are no pads, by batch.
+    """
+
+    data: DataTokens
+    names: Mapping[Path, str]
+    writers: dict[Path, LogprobWriter] = field(default_factory=dict)
+    num_tokens: dict[int, int] = field(default_factory=dict)
+
+    def evaluated(self, held_out: HeldOutData) -> PassData:
+        """Return the data of the pass, in batches like those of `held_out`."""
+        tokens = tuple(self.writers)
+        fields = vars(held_out) | {"tokens": tokens, "names": tuple(self.names[folder] for folder in tokens)}
+        return PassData(**fields)
+
+    def keep(self, batches: HeldOut, index: int, loss: HeldOutLoss) -> None:
+        """Write the log-probabilities of a batch. Raises OSError, MegatrainError as LogprobWriter.write."""
+        assert loss.logprobs is not None
+        number = batches.source_of(index)
+        writer = list(self.writers.values())[number]
+        self.num_tokens[index] = loss.num_tokens
+        writer.write(index, batches.places(index), loss.logprobs, loss.num_supervised, batches.num_places(number))
+
+    def describe(self, seconds: float) -> str:
+        """Return how large and fast the pass was, as a line."""
+        num_tokens = sum(self.num_tokens.values())
+        speed = format_count(num_tokens / seconds)
+        return f"log-probabilities: {format_count(num_tokens)} tokens in {format_duration(seconds)}, {speed} tokens/s"
+
+
+class _Notes:
+    """Says that a folder cannot be made at once."""
+
+    def wait(self, folder: Path) -> None:
+        say(f"waiting for another process that makes the log-probabilities in {folder}")
+
+    def replace(self, folder: Path) -> None:
+        say(f"the log-probabilities in {folder} are damaged: they are made again")
+
+
+def find_or_make(
+    config: TrainConfig, data: DataTokens, model: ModelIdentity, run_dir: Path, make: Callable[[LogprobPass], None]
+) -> LogprobFolders:
+    """Return the folders of a model's log-probabilities, made if they are missing.
+
+    They lie where tokens are cached, or else in `run_dir`.
+
+    data: tokens of all sources.
+    make: runs the pass. If it fails or is interrupted, nothing is kept.
+
+    Raises ConfigError, MegatrainError if the disk fails, and what `make` raises.
+    """
+    settings = {
+        "model": model.settings, "precision": config.train.precision, "seq_len": config.data.seq_len,
+        "packing": config.data.packing,
+    }  # fmt: skip
+    names = dict(_named(config, data))
+    made_of = {tokens: logprob_provenance(tokens, settings, model.files) for tokens in names}
+    found: dict[Path, Path] = {}
+    with spinner("checking log-probabilities"):
+        for tokens, provenance in made_of.items():
+            folder = tokens.with_name(key_of(provenance))
+            if holds_logprobs(folder):  # the cache may be read-only
+                found[tokens] = folder
+    missing = [tokens for tokens in names if tokens not in found]
+    if missing:
+        with writable_cache(run_dir) as root, ExitStack() as stack:
+            evaluated = data.training if data.held_out is None else data.held_out  # a run of no steps needs some
+            scored = LogprobPass(data._replace(held_out=evaluated), names)
+            found |= {tokens: root / key_of(made_of[tokens]) for tokens in missing}
+            for tokens in sorted(missing, key=lambda tokens: found[tokens]):  # in one order, whoever takes the locks
+                partial = stack.enter_context(cached_folder(found[tokens], holds_logprobs, _Notes(), STALL_S))
+                if partial is not None:
+                    scored.writers[tokens] = LogprobWriter(partial)
+            if scored.writers:
+                make(scored)
+            for tokens, writer in scored.writers.items():
+                writer.finish(made_of[tokens])
+    for folder in found.values():
+        mark_used(folder)
+    return LogprobFolders(
+        tuple(found[tokens] for tokens in data.training), tuple(found[tokens] for tokens in data.held_out or ())
+    )
+
+
+def _named(config: TrainConfig, data: DataTokens) -> Iterator[tuple[Path, str]]:
+    """Yield the tokens of each source, and its name."""
+    yield from zip(data.training, sources_of(config.data), strict=True)
+    held_out = config.data.held_out
+    if held_out is not None and data.held_out is not None:
+        yield from zip(data.held_out, sources_of(held_out), strict=True)
