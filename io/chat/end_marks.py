@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
-from megatrain_ray.io.chat.template_ending import user_mark
+from megatrain_ray.io.chat.template_ending import find_surroundings, user_mark
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, Tokenizer, named_tokens
 
@@ -17,7 +18,7 @@ _MESSAGES = ({"role": "user", "content": "What?"}, {"role": "assistant", "conten
 class EndMarks(NamedTuple):
     """Holds the ids at which generation stops, and those that may be among them.
 
-    ends: the mark that the chat template writes after an answer, then the tokenizer's eos token, as far as
+    ends: the last mark that the chat template writes after an answer, then the tokenizer's eos token, as far as
         they exist, each once.
     pad: the tokenizer's pad token, else its eos token; None: it names neither.
     marks: all tokens that are no pieces of text.
@@ -40,30 +41,46 @@ def find_end_marks(folder: Path, *, chats: bool) -> EndMarks:
     tokenizer, names = FolderTokenizer(folder), named_tokens(folder)
     eos = tokenizer.end_of_document
     after = text_after_answer(load_chat_template(str(folder))) if chats else ""
-    turn = first_mark(tokenizer, after)
+    turn = last_mark(tokenizer, after)
     pad = tokenizer.id_of(names["pad_token"]) if "pad_token" in names else eos
     ends = tuple(dict.fromkeys(end for end in (turn, eos) if end is not None))
     return EndMarks(ends, pad, tokenizer.mark_ids, "" if turn is not None else after.strip())
 
 
 def text_after_answer(template: ChatTemplate) -> str:
-    """Return what a template writes after an answer, or what ends one if it writes nothing; empty if it refuses one."""
-    after = _answered(template).rpartition(_ANSWER)[2]
+    """Return what ends an answer: what a template writes after it and is learned, or the mark that begins a question.
+
+    Empty if the template refuses an answer.
+    """
+    if tagged := _tagged_after_answer(template):
+        return tagged
+    whole = _answered(template)
+    try:
+        around = find_surroundings(template)
+        whole = around.cut(around.ended(whole, _MESSAGES[-1]))
+    except ConfigError:  # with {% generation %} tags such a template may do
+        pass
+    after = whole.rpartition(_ANSWER)[2]
     return after if after.strip() else user_mark(template)
+
+
+def _tagged_after_answer(template: ChatTemplate) -> str:
+    """Return what stands after an answer within {% generation %} tags; empty if there is none."""
+    if not template.marks_generation(()):
+        return ""
+    try:
+        text, places = template.render_marked(_MESSAGES, ())
+    except RecordError:
+        return ""
+    answered = text.rfind(_ANSWER) + len(_ANSWER)
+    return "".join(text[max(start, answered) : end] for start, end in places).strip()
 
 
 def unlearned_mark(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
     """Return the id of the mark after an answer that {% generation %} tags leave out; None if they leave out none."""
-    if not template.marks_generation(()):
+    if not template.marks_generation(()) or _tagged_after_answer(template):
         return None
-    try:
-        text, places = template.render_marked(_MESSAGES, ())
-    except RecordError:
-        return None
-    answered = text.rfind(_ANSWER) + len(_ANSWER)
-    learned = "".join(text[max(start, answered) : end] for start, end in places)
-    mark = first_mark(tokenizer, text[answered:])
-    return None if mark in tokenizer.encode(learned).tolist() else mark
+    return last_mark(tokenizer, text_after_answer(template))
 
 
 def lacks_bos(tokenizer: Tokenizer, template: ChatTemplate) -> bool:
@@ -79,9 +96,10 @@ def _answered(template: ChatTemplate) -> str:
         return ""
 
 
-def first_mark(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the id of the first mark in a text; None if all of it is ordinary text.
+def last_mark(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the id of the last mark in what ends an answer; None if all of it is ordinary text.
 
-    Generation stops by itself at a mark, but not at ordinary text.
+    Generation stops by itself at a mark, but not at ordinary text. Marks before the last one may occur within an
+    answer: Kimi K3 closes its thought as it closes the answer.
     """
-    return next((token for token in tokenizer.encode(text).tolist() if token in tokenizer.mark_ids), None)
+    return next((token for token in tokenizer.encode(text).tolist()[::-1] if token in tokenizer.mark_ids), None)

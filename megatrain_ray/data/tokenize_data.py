@@ -20,7 +20,7 @@ from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
-from megatrain_ray.io.chat.end_marks import first_mark, lacks_bos, text_after_answer, unlearned_mark
+from megatrain_ray.io.chat.end_marks import lacks_bos, last_mark, text_after_answer, unlearned_mark
 from megatrain_ray.io.chat.find_chats import ChatSource, find_chats
 from megatrain_ray.io.chat.named_templates import fitting_templates
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
@@ -163,7 +163,7 @@ def describe_template(data: DataConfig, tokenizer: str, vocab_size: int) -> Iter
     own = with_ends_of(template, load_tokenizer(tokenizer))
     fitting = ", ".join(fitting_templates(None if is_bytes else tokenizer_folder(tokenizer)))
     having = f"(this tokenizer has the marks of {fitting or 'none of the named ones'})"
-    if first_mark(own, after := text_after_answer(template)) is None:
+    if last_mark(own, after := text_after_answer(template)) is None:
         marked = f"set data.chat_template to one that ends answers with a special token {having}"
         text = "ends an answer with ordinary text, at which megatrain generate stops and other programs do not"
         blanks = "writes only blanks after an answer, so a model would not learn to stop"

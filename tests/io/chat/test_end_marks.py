@@ -47,6 +47,16 @@ def test_the_next_turn_may_end_an_answer(tmp_path: Path) -> None:
     assert find_end_marks(tmp_path, chats=True).ends[0] == begin
 
 
+def test_a_mark_within_answers_ends_none(tmp_path: Path) -> None:
+    """Kimi K3 closes the thought, the answer and the message with the same mark, and ends the message with another."""
+    build(tmp_path, FAMILIES["qwen2.5"])
+    answer = "<|im_start|>think<|im_start|>{{ m.content }}<|im_start|>answer<|endoftext|>"
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}" + answer + "{% endfor %}"
+    settings(tmp_path, chat_template=source + "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}")
+    end = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<|endoftext|>")
+    assert find_end_marks(tmp_path, chats=True).ends[0] == end
+
+
 def test_a_template_that_refuses_an_answer_has_no_mark(tmp_path: Path) -> None:
     build(tmp_path, FAMILIES["qwen2.5"])
     settings(tmp_path, chat_template="{{ raise_exception('no') }}")

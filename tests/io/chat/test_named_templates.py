@@ -12,7 +12,7 @@ from megatrain_ray.io.chat import mark_turns
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder
-from megatrain_ray.io.chat.end_marks import first_mark, text_after_answer
+from megatrain_ray.io.chat.end_marks import last_mark, text_after_answer
 from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.chat.named_templates import MARKS, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
@@ -57,7 +57,7 @@ def test_answers_are_learned_with_a_mark_that_ends_them(tmp_path: Path, name: st
     text = MARKED[name].translate({ord("«"): None, ord("»"): None})
     assert marked(tokenizer, text, chat.ids, chat.loss_weights > 0) == MARKED[name]
     assert isinstance(tokenizer, FolderTokenizer)
-    assert first_mark(tokenizer, text_after_answer(template)) == tokenizer.id_of(family.ending)
+    assert last_mark(tokenizer, text_after_answer(template)) == tokenizer.id_of(family.ending)
     if name != "mistral":  # what its maker published writes other blanks around an answer, in each version
         turns = [*CHAT[:1], {"role": "assistant", "content": "Yes"}]
         published = load_chat_template(folder).render(turns).rpartition("2+2?")[2]
