@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.engine.model.attention import packed_arguments
+from megatrain_ray.engine.model.attention import PACKED, answer_packed, packed_arguments
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.model.small_copy import FIRST_SPECIAL
@@ -87,12 +87,19 @@ class _Trial:
     def logits(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [1, T, V]. What draws random numbers draws the same ones in every call.
 
+        Masks are left out where a step leaves them out. In Transformers 4 Doge is causal by its mask only.
+
         positions: [1, T], beginning again in every document, or None.
         """
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            arguments = packed_arguments(self._model, positions)
-            logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, **arguments).logits
+        answer_packed()
+        token = PACKED.set(positions is not None)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                arguments = packed_arguments(self._model, positions)
+                logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, **arguments).logits
+        finally:
+            PACKED.reset(token)
         if logits.isnan().any():  # which differs from nothing
             raise ValueError("its logits are NaN")
         return logits

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.engine.model.attention import PACKED
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model import sight_check
 from megatrain_ray.model.architecture import Architecture
@@ -42,6 +43,15 @@ def test_documents_of_sparse_attention_are_kept_apart() -> None:
 
 def test_random_numbers_are_not_taken_for_another_document() -> None:
     check_packing(Architecture(settings_of("mixtral") | {"router_jitter_noise": 0.1, "attention_dropout": 0.1}))
+
+
+def test_masks_are_left_out_where_a_step_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers 4 makes them always, and Doge is causal by its mask only."""
+    seen, copy = [], Architecture(settings_of("llama")).small_copy()
+    copy.register_forward_pre_hook(lambda *_: seen.append(PACKED.get()))
+    monkeypatch.setattr(Architecture, "small_copy", lambda _: copy)
+    check_packing(Architecture(settings_of("llama")))
+    assert seen == [False, True]
 
 
 def test_a_small_copy_that_does_not_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
