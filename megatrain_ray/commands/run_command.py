@@ -37,7 +37,7 @@ def train(options: Namespace) -> int:
     files = RunFiles(output.run_dir)
     plan, best_save = files.read_plan(), files.best_save
     harm = describe_harm(output.evaluations)
-    chats = config.data.kind == "sft"
+    chats = config.data.has_chats
     for line in summarize(rows, output.run_dir, output.evaluations, plan, best_save, harm, chats=chats):
         show(f"  {line}")
     return 0
