@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
-from megatrain_ray.config.yaml_file import read_settings, set_keys
+from megatrain_ray.config.yaml_file import set_keys
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say, show
 from megatrain_ray.console.start_summary import describe_start
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.convert.training_arguments import with_arguments
+from megatrain_ray.convert.training_arguments import is_arguments, settings_of, with_arguments
 from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
@@ -31,8 +32,8 @@ from megatrain_ray.driver.logprob_pass import LogprobFolders, LogprobPass, find_
 from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, check_position, read_data
 from megatrain_ray.driver.start_processes import ray_processes
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
-from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, pass_config
@@ -46,7 +47,7 @@ from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.model.positions import check_length, written_positions
-from megatrain_ray.planning.plan_diff import changes, is_same_placement
+from megatrain_ray.planning.plan_diff import report_change
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.profiling.profiles import measured
 from megatrain_ray.profiling.spill_disk import with_spill
@@ -54,7 +55,7 @@ from megatrain_ray.report.html_report import report_at_end
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import check_model, read_leftovers, record_model
-from megatrain_ray.run.run_processes import await_end
+from megatrain_ray.run.run_processes import await_end, wait_gone
 from megatrain_ray.run.train_output import TrainOutput
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Trainer:
         """
         self._objects = Objects(model, train_dataset, eval_dataset, processing_class)
         self.config = self._read(args, overrides or {})
-        given = args if _is_arguments(args) else self.config
+        given = args if is_arguments(args) else self.config
         self._save: SaveChoice = "best" if getattr(args, "load_best_model_at_end", False) else None
         self._callbacks = Callbacks(callbacks, given, model=model, processing_class=processing_class)
         self._pass: LogprobPass | None = None  # what the evaluation is for, if this is no run of the user's
@@ -92,10 +93,10 @@ class Trainer:
             if overrides or not self._objects.is_empty:
                 raise ConfigError("args: with objects or overrides give a mapping or the path of a file")
             return args
-        settings = _settings(args)
+        settings = settings_of(args)
         set_keys(settings, overrides)
         tree = self._objects.fill(settings)
-        if _is_arguments(args):
+        if is_arguments(args):
             tree = with_arguments(args, tree)
             tree["data"].setdefault("seq_len", self._objects.longest_row())
             if tree["data"]["seq_len"] is None:
@@ -134,6 +135,7 @@ class Trainer:
             if output := _output_if_done(run, manifest, self.config):
                 return output
             check_position(run.config, data, source.written_vocab_size, manifest)
+            logprobs = self._reference(run, data, startup)
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
@@ -152,9 +154,10 @@ class Trainer:
             leftovers = run_spec.source.leftovers()
             _describe(run_spec, data, manifest, self.config.train.epochs, leftovers)
             budget = FailureBudget(run.config.max_failures)
+            held_out = held_out and replace(held_out, logprobs=logprobs.held_out)
             job = RunContext(
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
-                self._callbacks, self._at_end,
+                self._callbacks, self._at_end, logprobs=logprobs.training,
             )  # fmt: skip
             if self._pass and held_out:
                 job = replace(job, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)
@@ -213,6 +216,14 @@ class Trainer:
                 config = with_held_out(config, eval_dataset, Path(folder))
             return evaluate_model(str(files.path), config, self._chosen(step))
 
+    def _reference(self, run: RunDir, data: DataTokens, startup: Startup) -> LogprobFolders:
+        """Return the log-probabilities of the reference model; empty if there is none. Raises as compute_logprobs."""
+        name = run.config.train.reference
+        if name is None:
+            return LogprobFolders()
+        startup.tell(f"log-probabilities of the reference ({name})")
+        return compute_logprobs(None if name == "model" else name, run.config, data, run.path)
+
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
 
@@ -221,6 +232,18 @@ class Trainer:
 
     def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
         """Do something when all steps are made, while every process still lives."""
+
+
+class _PassTrainer(Trainer):
+    """Runs a pass for log-probabilities, and notes the processes of this host that do."""
+
+    def __init__(self, config: TrainConfig, missing: LogprobPass) -> None:
+        super().__init__(args=config)
+        self._pass = missing
+        self.pids: set[int] = set()
+
+    def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
+        self.pids = {*crew.pids.values()} - {os.getpid()}
 
 
 def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> dict[str, Any]:
@@ -248,8 +271,7 @@ def compute_logprobs(
 
     def make(missing: LogprobPass) -> None:
         with pass_config(name, config, step) as settings:
-            trainer = Trainer(args=settings)
-            trainer._pass = missing
+            trainer = _PassTrainer(settings, missing)
             try:
                 row = trainer.train().evaluations[-1]
             except InterruptedRunError:
@@ -257,6 +279,8 @@ def compute_logprobs(
                     "interrupted in a pass for log-probabilities, of which nothing is kept; the same command begins it "
                     "again"
                 ) from None
+        for pid in trainer.pids:  # where the cluster goes on, Ray does not wait for them
+            wait_gone(pid, DEADLINE_S)
         say(missing.describe(row["eval_s"]))
 
     return find_or_make(config, data, identity_of(name, config, step), run_dir, make)
@@ -269,29 +293,6 @@ def tokenize_all(
     config = decide_marks(fix_commits(config), vocab_size)
     check_there(config)
     return config, read_data(config, vocab_size, run_dir, startup)
-
-
-def _is_arguments(args: Any) -> bool:
-    """Return whether these are a transformers.TrainingArguments, whose class is not imported for that."""
-    return is_dataclass(args) and hasattr(args, "output_dir")
-
-
-def _settings(args: Any) -> dict[str, Any]:
-    """Return the settings of `args` as a tree, of TrainingArguments only those that are needed before the others."""
-    if _is_arguments(args):
-        text_field = getattr(args, "dataset_text_field", "text")  # of an SFTConfig; data.kind is found by it
-        return {"run_dir": args.output_dir, "data": {"text_field": text_field} if text_field != "text" else {}}
-    if args is None:
-        return {}
-    if isinstance(args, (str, Path)):
-        return read_settings(Path(args))
-    if not isinstance(args, Mapping):
-        raise ConfigError(
-            f"args: expected settings, the path of a YAML file or TrainingArguments, got a {type(args).__name__}"
-        )
-    tree: dict[str, Any] = {}
-    set_keys(tree, args)
-    return tree
 
 
 def _check_absolute(config: TrainConfig) -> None:
@@ -358,19 +359,10 @@ def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None, leftovers:
     record_model(run.path, run_spec.source.config, run_spec.structure, first or leftovers)
     before = run.read_plan() if run.has_begun else None
     run.begin(run_spec.plan.to_json(), manifest.step if manifest else 0)
-    _report_plan_change(before, run_spec.plan)
+    report_change(before, run_spec.plan)
     run.keep_tokenizer()
     for path in left:
         log.info("deleted what a dead run left: %s", path)
-
-
-def _report_plan_change(before: Plan | None, plan: Plan) -> None:
-    """Log the plan's hash before step 1, and print what differs from the plan of the previous start, if any."""
-    log.info("plan.json has the SHA-256 %s", plan.sha256)
-    if before is None or before.sha256 == plan.sha256:
-        return
-    report = log.info if is_same_placement(before, plan) else say
-    report(f"the plan is another one than that of the start before: {changes(before, plan) or 'by its rates'}")
 
 
 def _report_formats(train: OptimizationConfig, manifest: Manifest | None) -> None:

@@ -79,6 +79,9 @@ class OptimizationConfig(Group):
     """sft: cross-entropy of tokens. The others, over data.kind: pairs, prefer chosen answers to rejected ones."""
     preference: PreferenceConfig = PreferenceConfig()
     """Numbers of the objectives over pairs."""
+    reference: Text | None = None
+    """Model whose log-probabilities of the targets come with batches: `model` (model.path without adapters), a folder,
+    hub id or run directory. It is never loaded beside the model that is trained. null: none."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0

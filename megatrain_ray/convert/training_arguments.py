@@ -8,14 +8,39 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.yaml_file import read_settings, set_keys
 from megatrain_ray.console.logs import say
 from megatrain_ray.convert.key_tables import Rule, Table, apply, by_reason, load_table
 from megatrain_ray.convert.resolve_settings import resolve
 from megatrain_ray.errors import ConfigError
 
 SPLIT = ("batch_size", "micro_batch_size", "accumulate")
+
+
+def is_arguments(args: Any) -> bool:
+    """Return whether these are a transformers.TrainingArguments, whose class is not imported for that."""
+    return dataclasses.is_dataclass(args) and hasattr(args, "output_dir")
+
+
+def settings_of(args: Any) -> dict[str, Any]:
+    """Return the settings of `args` as a tree, of TrainingArguments only those that are needed before the others."""
+    if is_arguments(args):
+        text_field = getattr(args, "dataset_text_field", "text")  # of an SFTConfig; data.kind is found by it
+        return {"run_dir": args.output_dir, "data": {"text_field": text_field} if text_field != "text" else {}}
+    if args is None:
+        return {}
+    if isinstance(args, (str, Path)):
+        return read_settings(Path(args))
+    if not isinstance(args, Mapping):
+        raise ConfigError(
+            f"args: expected settings, the path of a YAML file or TrainingArguments, got a {type(args).__name__}"
+        )
+    tree: dict[str, Any] = {}
+    set_keys(tree, args)
+    return tree
 
 
 def with_arguments(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

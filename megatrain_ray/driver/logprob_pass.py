@@ -99,7 +99,7 @@ def find_or_make(
     """
     settings = {
         "model": model.settings, "precision": config.train.precision, "seq_len": config.data.seq_len,
-        "packing": config.data.packing,
+        "packing": config.data.packing, **({"compute": config.train.compute} if config.train.compute else {}),
     }  # fmt: skip
     names = dict(_named(config, data))
     made_of = {tokens: logprob_provenance(tokens, settings, model.files) for tokens in names}

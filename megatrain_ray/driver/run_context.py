@@ -43,6 +43,9 @@ class RunContext:
     callbacks: Callbacks = field(default_factory=Callbacks)
     # Called when all steps are made, while every process still lives.
     at_end: Callable[[RunContext, WorkerGroup], None] = lambda job, crew: None
+    logprobs: tuple[
+        Path, ...
+    ] = ()  # folders of a reference's log-probabilities, as many as of tokens; none: no reference
     keep: Keep = lambda batches, index, loss: None  # of every evaluation
     left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
 
@@ -52,8 +55,9 @@ class RunContext:
 
     @property
     def token_folders(self) -> tuple[Path, ...]:
-        """Return the folders of all tokens, held-out ones included."""
-        return (*self.tokens, *(self.held_out.tokens if self.held_out else ()))
+        """Return the folders of all tokens and log-probabilities, held-out ones included."""
+        held_out = (*self.held_out.tokens, *self.held_out.logprobs) if self.held_out else ()
+        return (*self.tokens, *self.logprobs, *held_out)
 
 
 class DataTokens(NamedTuple):

@@ -62,6 +62,7 @@ def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any
     return {
         "data": config.data,
         "tokens": job.tokens,
+        "logprobs": job.logprobs,
         "vocab_size": job.run_spec.structure.vocab_size,
         "batch_size": plan.batch_size,
         "num_readers": plan.hosts.num_gpus,

@@ -53,7 +53,9 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     # Its tokens are needed anyway, and those of the training data are not.
     update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
-    with _without_updates(name, config, step, update) as changed:
+    reference = config.train.reference
+    train = {"reference": config.model.path if reference == "model" else reference}  # not the model that is evaluated
+    with _without_updates(name, config, step, update, train) as changed:
         yield changed
 
 
@@ -67,20 +69,22 @@ def pass_config(name: str | None, config: TrainConfig, step: SaveChoice = None) 
     """
     data = config.data
     update = {} if config.evaluates else {"eval_path": data.path, "eval_dataset": data.dataset, "eval_fraction": None}
-    with _without_updates(name, config, step, update) as changed:
+    # Any objective over such data will do.
+    train: dict[str, Any] = {"reference": None, "objective": "simpo" if data.in_pairs else "sft", "preference": {}}
+    with _without_updates(name, config, step, update, train) as changed:
         yield changed
 
 
 @contextmanager
 def _without_updates(
-    name: str | None, config: TrainConfig, step: SaveChoice, data: Mapping[str, Any]
+    name: str | None, config: TrainConfig, step: SaveChoice, data: Mapping[str, Any], train: Mapping[str, Any]
 ) -> Iterator[TrainConfig]:
-    """Yield a configuration without updates. `data`: settings of data that replace those of `config`."""
+    """Yield a configuration without updates. `data`, `train`: settings that replace those of `config`."""
     tree, files = config.model_dump(), _run_of(name)
     with ExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatrain-eval-"))
         tree |= {**OWN, "run_dir": run_dir}
-        tree["train"] |= OWN_TRAIN
+        tree["train"] |= {**OWN_TRAIN, **train}
         if files is not None:
             folder = stack.enter_context(exported(files.path, step=step, merge=False))
             tree |= _of_run(files.read_config(), folder, tree["train"])

@@ -1,15 +1,28 @@
-"""Compares a plan with the plan of the previous start of the run. Pure."""
+"""Compares a plan with the plan of the previous start of the run."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatrain_ray.console.logs import say
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_groups import MemoryLimits
 from megatrain_ray.io.storage.disk_io import DiskIo
 from megatrain_ray.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+def report_change(before: Plan | None, plan: Plan) -> None:
+    """Log the plan's hash before step 1, and print what differs from the plan of the previous start, if any."""
+    log.info("plan.json has the SHA-256 %s", plan.sha256)
+    if before is None or before.sha256 == plan.sha256:
+        return
+    report = log.info if is_same_placement(before, plan) else say
+    report(f"the plan is another one than that of the start before: {changes(before, plan) or 'by its rates'}")
 
 
 def is_same_placement(before: Plan, now: Plan) -> bool:

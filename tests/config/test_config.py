@@ -62,6 +62,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "schedule": "cosine",
             "objective": "sft",
             "preference": {"beta": 0.1, "gamma": 0.5, "label_smoothing": 0.0, "sft_weight": 0.0},
+            "reference": None,
             "epochs": None,
             "warmup_steps": 0,
             "warmup_from_zero": False,
