@@ -295,7 +295,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="train")
     train = actions.add_parser("train", help="a byte-level BPE, written as a folder that data.tokenizer can name")
     train.add_argument("paths", nargs="+", metavar="PATH", help="file, folder or glob, as in data.path")
     train.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new or empty")

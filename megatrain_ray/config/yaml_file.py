@@ -31,6 +31,7 @@ FREE_ON_RESUME = (
 
 SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
 
+DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst")
 MERGE_TAG = "tag:yaml.org,2002:merge"
 FLOAT_TAG = "tag:yaml.org,2002:float"
 # In YAML 1.2, 1e-4 and 1E5 are numbers. PyYAML implements 1.1, which requires a dot and a signed exponent.
@@ -145,6 +146,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 
     Raises ConfigError if there is no such file, its YAML is broken, or it holds no mapping.
     """
+    if path.suffix.lower() in DATA_SUFFIXES and path.is_file():
+        raise ConfigError(f"{path} is a file of data; expected a configuration, a YAML that names it under data.path")
     tree = _parse(_read(path), str(path))
     if not isinstance(tree, dict):
         kind = "nothing" if tree is None else f"a {type(tree).__name__}"

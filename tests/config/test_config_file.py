@@ -119,6 +119,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     assert refusal(tmp_path).endswith(f"; that of the run there is {tmp_path / 'config.yaml'}")
     assert "Is a directory" in refusal(tmp_path)
+    (tmp_path / "chats.jsonl").write_text("{}")
+    assert refusal(tmp_path / "chats.jsonl").endswith("a YAML that names it under data.path")
 
 
 def test_an_override_of_steps_replaces_epochs_and_the_other_way_round(tmp_path: Path) -> None:
