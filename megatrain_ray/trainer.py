@@ -218,7 +218,7 @@ class Trainer:
 
     def _reference(self, run: RunDir, data: DataTokens, startup: Startup) -> LogprobFolders:
         """Return the log-probabilities of the reference model; empty if there is none. Raises as compute_logprobs."""
-        name = run.config.train.reference
+        name = run.config.train.reference_model
         if name is None:
             return LogprobFolders()
         startup.tell(f"log-probabilities of the reference ({name})")

@@ -23,12 +23,14 @@ class Targets(NamedTuple):
     weights: FP32, of the same shape, 0 where a token does not count; None: all others count 1.
     real: bool, of the same shape, which inputs are no pads; None: all, or not known, as in a chunk.
     documents: where pairs of documents lie; None: there are no pairs, or this is a chunk.
+    reference: FP32, of the same shape, log-probabilities by a reference model; None: there is none, or this is a chunk.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor | None = None
     real: torch.Tensor | None = None
     documents: Documents | None = None
+    reference: torch.Tensor | None = None
 
     def chunks(self, num_tokens: int) -> list[Targets]:
         """Return chunks of `num_tokens` tokens, in the order of rows."""

@@ -25,6 +25,7 @@ class MicroBatch:
     positions: torch.Tensor | None = None  # beginning at 0 in every document of a row; None: each row is one document
     loss_weights: torch.Tensor | None = None  # as in `Batch`
     real: torch.Tensor | None = None  # as in `Batch`
+    reference: torch.Tensor | None = None  # `Batch.reference_logprobs`
     in_pairs: bool = False  # whether each two documents of a row are a pair
 
     @property
@@ -35,12 +36,13 @@ class MicroBatch:
 
     def uploaded_targets(self, upload: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
         """Return what the tokens are to predict, on the device."""
-        weights, real = (None if tensor is None else upload(tensor) for tensor in (self.loss_weights, self.real))
+        given = (self.loss_weights, self.real, self.reference)
+        weights, real, reference = (None if tensor is None else upload(tensor) for tensor in given)
         documents = None
         if self.in_pairs:
             assert self.positions is not None and self.real is not None  # every row has two documents or more
             documents = Documents.of(self.positions, self.real)
-        return Targets(upload(self.targets), weights, real, documents)
+        return Targets(upload(self.targets), weights, real, documents, reference)
 
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
@@ -48,7 +50,9 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
 
     All of them have positions or none has, and so with loss weights and with what says which inputs are no pads.
     """
-    arrays = (batch.input_ids, batch.targets, batch.positions, batch.loss_weights, batch.real)
+    arrays = (
+        batch.input_ids, batch.targets, batch.positions, batch.loss_weights, batch.real, batch.reference_logprobs,
+    )  # fmt: skip
     num_parts = -(-len(batch.input_ids) // size)
     parts = ((None,) * num_parts if array is None else _split(array, size) for array in arrays)
     return tuple(map(partial(MicroBatch, in_pairs=batch.num_pairs is not None), *parts))

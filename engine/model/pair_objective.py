@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from megatrain_ray.io.tokens.token_files import IGNORED
 
-PairKind = Literal["simpo", "orpo"]
+PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
+WITHOUT_REFERENCE = ("simpo", "orpo")
 LARGEST_MEAN = -1e-7  # of log-probabilities of which ORPO takes the odds: those of a certain answer are infinite
 
 
@@ -58,6 +59,8 @@ class PairTargets(Protocol):
     def ids(self) -> torch.Tensor: ...
     @property
     def documents(self) -> Documents | None: ...
+    @property
+    def reference(self) -> torch.Tensor | None: ...
 
 
 class OfPairs(NamedTuple):
@@ -92,17 +95,24 @@ class PairObjective:
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
 
-    def of_pairs(self, sums: torch.Tensor, counts: torch.Tensor) -> OfPairs:
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether rewards are relative to a reference model."""
+        return self.kind not in WITHOUT_REFERENCE
+
+    def of_pairs(self, sums: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None = None) -> OfPairs:
         """Return the losses and rewards. Differentiable by `sums`.
 
         sums: of the log-probabilities of each document's supervised tokens, FP32 [P, 2]: chosen, rejected.
         counts: number of these tokens, FP32 [P, 2].
+        reference: sums by the reference model, FP32 [P, 2], if the objective needs them.
         """
         means = sums / counts
-        losses = _LOSSES[self.kind](self, means)
+        scores = means if reference is None else sums - reference
+        losses = _LOSSES[self.kind](self, scores / counts if self.kind == "ipo" else scores)
         if self.sft_weight:
             losses = losses - self.sft_weight * means[:, 0]
-        return OfPairs(losses, self.beta * means.detach())
+        return OfPairs(losses, self.beta * scores.detach())
 
     def loss(self, logprobs: torch.Tensor, targets: PairTargets, num_pairs: float | torch.Tensor) -> PairLoss:
         """Return the loss of a micro-batch's pairs and the loss weights of its tokens.
@@ -113,9 +123,13 @@ class PairObjective:
         documents, supervised = targets.documents, targets.ids.flatten() != IGNORED
         assert documents is not None  # the data are pairs
         counts = documents.sums(supervised.float())
+        reference = None
+        if self.needs_reference:
+            assert targets.reference is not None  # the run has computed it
+            reference = documents.sums(targets.reference.flatten())
         sums = documents.sums(logprobs).requires_grad_()
         with torch.enable_grad():
-            losses, rewards = self.of_pairs(sums, counts)
+            losses, rewards = self.of_pairs(sums, counts, reference)
             loss = losses.sum() / num_pairs
         (slopes,) = torch.autograd.grad(loss, sums)
         weights = documents.spread(-slopes).masked_fill(~supervised, 0.0)
@@ -130,13 +144,32 @@ class PairObjective:
 
 
 def _simpo(objective: PairObjective, means: torch.Tensor) -> torch.Tensor:
-    """Return the loss of Y. Meng et al., "SimPO", 2024, equation 6.
+    """Return the loss of Y. Meng et al., "SimPO", 2024, equation 6."""
+    return _sigmoid(objective, means[:, 0] - means[:, 1] - objective.gamma / objective.beta)
 
-    Label smoothing is that of E. Mitchell, "A note on DPO with noisy preferences", 2023, equation 3.
-    """
-    scaled = objective.beta * (means[:, 0] - means[:, 1] - objective.gamma / objective.beta)
-    share = objective.label_smoothing
+
+def _dpo(objective: PairObjective, ratios: torch.Tensor) -> torch.Tensor:
+    """Return the loss of R. Rafailov et al., "Direct preference optimization", 2023, equation 7."""
+    return _sigmoid(objective, ratios[:, 0] - ratios[:, 1])
+
+
+def _sigmoid(objective: PairObjective, margins: torch.Tensor) -> torch.Tensor:
+    """Return -log σ(β × margin), smoothed as in E. Mitchell, "A note on DPO with noisy preferences", 2023."""
+    scaled, share = objective.beta * margins, objective.label_smoothing
     return -F.logsigmoid(scaled) * (1 - share) - F.logsigmoid(-scaled) * share
+
+
+def _ipo(objective: PairObjective, ratios: torch.Tensor) -> torch.Tensor:
+    """Return the loss of M. G. Azar et al., 2023 (arXiv:2310.12036), equation 17.
+
+    ratios: means over tokens. Its authors used these, as TRL learned from them.
+    """
+    return (ratios[:, 0] - ratios[:, 1] - 1 / (2 * objective.beta)) ** 2
+
+
+def _hinge(objective: PairObjective, ratios: torch.Tensor) -> torch.Tensor:
+    """Return the loss of Y. Zhao et al., "SLiC-HF", 2023, equation 1, with rewards relative to the reference."""
+    return torch.relu(1 - objective.beta * (ratios[:, 0] - ratios[:, 1]))
 
 
 def _orpo(objective: PairObjective, means: torch.Tensor) -> torch.Tensor:
@@ -154,4 +187,7 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
     )
 
 
-_LOSSES: dict[PairKind, Callable[[PairObjective, torch.Tensor], torch.Tensor]] = {"simpo": _simpo, "orpo": _orpo}
+# By kind. They take the scores [P, 2] of answers: log-probabilities, relative to the reference or means over tokens.
+_LOSSES: dict[PairKind, Callable[[PairObjective, torch.Tensor], torch.Tensor]] = {
+    "dpo": _dpo, "ipo": _ipo, "hinge": _hinge, "simpo": _simpo, "orpo": _orpo,
+}  # fmt: skip

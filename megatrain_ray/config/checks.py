@@ -33,10 +33,10 @@ KINDS_OF_KEY = {
 
 # Keys of `train.preference` that only some objectives have, and these objectives.
 OBJECTIVES_OF_KEY = {
-    "beta": ("simpo", "orpo"),
+    "beta": ("dpo", "ipo", "hinge", "simpo", "orpo"),
     "gamma": ("simpo",),
-    "label_smoothing": ("simpo",),
-    "sft_weight": ("simpo",),
+    "label_smoothing": ("dpo", "simpo"),
+    "sft_weight": ("dpo", "ipo", "hinge", "simpo"),
 }
 
 EXPECTED = {
@@ -232,7 +232,7 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
 def _objective_disagreements(config: Settings) -> Iterator[str]:
     train, data = config.train, config.data
     if data.in_pairs and train.objective == "sft":
-        yield "train.objective: sft learns single answers, and data.kind is pairs; set simpo or orpo"
+        yield "train.objective: sft learns single answers, and data.kind is pairs; set dpo, ipo, hinge, simpo or orpo"
     if not data.in_pairs and train.objective != "sft":
         yield (
             f"data.kind: {data.kind}, and train.objective: {train.objective} is over pairs of a chosen and a rejected "
@@ -248,6 +248,8 @@ def _objective_disagreements(config: Settings) -> Iterator[str]:
             )
     if train.objective == "sft":
         return
+    if train.reference is not None and train.objective in ("simpo", "orpo"):
+        yield f"train.reference: train.objective: {train.objective} compares with no reference; leave the key out"
     for key in ("z_loss", "label_smoothing"):
         if getattr(train, key):
             hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" else ""

@@ -54,11 +54,11 @@ class PreferenceConfig(Group):
     """Holds the numbers of the objectives over pairs of answers."""
 
     beta: Positive = 0.1
-    """Factor of log-probabilities in rewards: SimPO's β, ORPO's λ."""
+    """Factor of log-probabilities in rewards: DPO's and SimPO's β, IPO's τ, ORPO's λ."""
     gamma: Annotated[float, Field(ge=0)] = 0.5
     """simpo: reward by which the chosen answer shall be ahead."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """simpo: share of the pairs whose answers are taken for swapped."""
+    """dpo, simpo: share of the pairs whose answers are taken for swapped."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Adds this × the chosen answer's mean cross-entropy over its tokens. orpo: always 1."""
 
@@ -75,13 +75,14 @@ class OptimizationConfig(Group):
     """Sequences of one forward; the plan chooses if only batch_size is set."""
     accumulate: Sequences | None = None
     """Micro-batches of an update."""
-    objective: Literal["sft", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "dpo", "ipo", "hinge", "simpo", "orpo"] = "sft"
     """sft: cross-entropy of tokens. The others, over data.kind: pairs, prefer chosen answers to rejected ones."""
     preference: PreferenceConfig = PreferenceConfig()
     """Numbers of the objectives over pairs."""
     reference: Text | None = None
     """Model whose log-probabilities of the targets come with batches: `model` (model.path without adapters), a folder,
-    hub id or run directory. It is never loaded beside the model that is trained. null: none."""
+    hub id or run directory. It is never loaded beside the model that is trained. null: `model` for dpo, ipo and hinge,
+    else none."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -126,6 +127,11 @@ class OptimizationConfig(Group):
     """bf16: sums over micro-batches are rounded once before they leave the device."""
     deterministic: bool = False
     """Use kernels that give the same bits on every run."""
+
+    @property
+    def reference_model(self) -> str | None:
+        """Return train.reference, or the reference that the objective has without it; None: there is none."""
+        return self.reference or ("model" if self.objective in ("dpo", "ipo", "hinge") else None)
 
     @property
     def num_steps(self) -> int:

@@ -53,7 +53,11 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     # Its tokens are needed anyway, and those of the training data are not.
     update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
-    reference = config.train.reference
+    reference = config.train.reference_model
+    if reference == "model" and config.model.path is None:
+        raise ConfigError(
+            "train.reference: model has random weights, which this evaluation cannot make again; name one"
+        )
     train = {"reference": config.model.path if reference == "model" else reference}  # not the model that is evaluated
     with _without_updates(name, config, step, update, train) as changed:
         yield changed

@@ -433,13 +433,14 @@ def test_all_problems_come_in_one_message() -> None:
         ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft or pairs, and data.kind is pretrain; leave"),
         ({"data__chat_template_args": {"a": 1}}, "data.chat_template_args: goes with data.kind: sft"),
         ({"data__kind": "sft", "data__text_field": "body"}, "data.text_field: goes with data.kind: pretrain, and"),
-        ({"data__kind": "pairs"}, "train.objective: sft learns single answers, and data.kind is pairs; set simpo or"),
+        ({"data__kind": "pairs"}, "train.objective: sft learns single answers, and data.kind is pairs; set dpo, ipo,"),
         ({"train__objective": "orpo"}, "data.kind: pretrain, and train.objective: orpo is over pairs of a chosen and"),
         (
             {"train__preference__gamma": 1.0},
             "train.preference.gamma: goes with train.objective: simpo, and train.objective is sft; leave the key out",
         ),
         (PAIRS | {"train__label_smoothing": 0.1}, "train.label_smoothing: is of single tokens, and train.objective is"),
+        (PAIRS | {"train__reference": "model"}, "train.reference: train.objective: orpo compares with no reference"),
         (PAIRS | {"hardware__cuda_graphs": True}, "hardware.cuda_graphs: true goes with train.objective: sft so far"),
     ],
 )

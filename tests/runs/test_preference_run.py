@@ -1,4 +1,4 @@
-"""Runs on preferences through the command line, and what is refused before a process starts."""
+"""Runs on preferences through the command line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.driver import run_context
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.trainer import compute_logprobs, tokenize_all
 from tests.support.in_process import Train
 from tests.support.runs import assert_equals_reference, cli_here, config, losses, rows, write_config
-from tests.support.texts import tokens_of
 from tests.support.tiny import as_tensors, build_tiny
 
 STEPS = 4
@@ -25,28 +25,32 @@ def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_save
 ) -> None:
     records = [{"prompt": "q" * n, "chosen": "a" * (n % 7 + 1), "rejected": "b" * (n % 5 + 1)} for n in range(1, 25)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    numbers = {"beta": 2.0, "gamma": 0.5, "sft_weight": 0.1}
+    numbers = {"beta": 2.0, "label_smoothing": 0.1, "sft_weight": 0.1}
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=2, save_keep=9, eval_every=2)
     tree["train"] |= {
         "steps": STEPS,
         "batch_size": 2,
         "micro_batch_size": 1,
         "accumulate": 2,
-        "objective": "simpo",
+        "objective": "dpo",
         "preference": numbers,
     }
     tree["data"] = {
-        "kind": "pairs", "path": str(tmp_path / "pairs.jsonl"), "eval_fraction": 0.3, "tokenizer": "bytes",
-        "seq_len": 200,
+        "kind": "pairs", "packing": False, "path": str(tmp_path / "pairs.jsonl"), "eval_fraction": 0.3,
+        "tokenizer": "bytes", "seq_len": 200,
     }  # fmt: skip
     path = write_config(tmp_path / "config.yaml", tree)
+    checked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run_context, "check_packing", lambda architecture, *texts: checked.append(texts))
     done = train(str(path))
     assert done.returncode == 0, done.stderr
+    assert {texts[0] for texts in checked} == {"data.kind: pairs: both answers of a preference share a row"}
     first, run_dir = rows(tmp_path / "run"), tmp_path / "run"
     assert f"  margin {first[0]['reward_margin']:.3g}  accuracy {first[0]['reward_accuracy']:.3g}  norm" in done.stdout
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evaluations] == [0, 2, 4]
     assert "perplexity" not in evaluations[0]
+    assert evaluations[0]["eval_reward_chosen"] == 0.0  # the reference is the model before the first update
     assert evaluations[0]["eval_reward_margin"] == pytest.approx(
         evaluations[0]["eval_reward_chosen"] - evaluations[0]["eval_reward_rejected"]
     )
@@ -55,18 +59,11 @@ def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_save
     shutil.rmtree(run_dir / "saves" / "step_4")
     assert train(str(path)).returncode == 0
     assert losses(run_dir) == [row["loss"] for row in first]
-    data = DataConfig.model_validate(tree["data"])
-    stream = open_stream(data, tokens_of(data.model_copy(update={"add_eos": True}), run_dir), 257, 2)
+    with train.actors():  # finds what the run has made
+        settings, data = tokenize_all(load_config(path), 257, run_dir, Startup())
+        found = compute_logprobs(None, settings, data, run_dir)
+    stream = open_stream(settings.data, data.training, 257, 2, found.training)
     batches = [as_tensors(stream.next_batch()) for _ in range(STEPS)]
     assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
     shown = cli_here("data", str(path)).stdout
     assert "── pair 1 of " in shown and ", rejected: " in shown
-
-    def refuse(architecture: object, setting: str, remedy: str) -> None:
-        raise ConfigError(f"{setting}: no; {remedy}")
-
-    monkeypatch.setattr(run_context, "check_packing", refuse)
-    tree["data"]["packing"], tree["run_dir"] = False, str(tmp_path / "other")
-    done = train(str(write_config(tmp_path / "config.yaml", tree)))
-    assert done.returncode == 2
-    assert "data.kind: pairs: both answers of a preference share a row: no; use a model that keeps" in done.stderr

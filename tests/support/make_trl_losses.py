@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -37,6 +38,11 @@ def recorded(trainer_class: Any) -> Any:
                 row |= {f"{key}_input_ids": ids, f"{key}_labels": labels, f"{key}_attention_mask": [1] * len(ids)}
             return row
 
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:  # of DPOTrainer
+            return dataset.rename_column("ids", "prompt_ids").select_columns(
+                ["prompt_ids", "chosen_ids", "rejected_ids"]
+            )
+
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -48,10 +54,14 @@ def recorded(trainer_class: Any) -> Any:
     return Recorded
 
 
+def load_tiny(folder: Path, seed: int) -> Any:
+    return AutoModelForCausalLM.from_pretrained(build_tiny(folder, seed=seed), dtype=torch.float32)
+
+
 def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers: Any) -> list[float]:
     """Return the losses of ten steps of four pairs, one a micro-batch."""
     with tempfile.TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_pretrained(build_tiny(Path(folder) / "model"), dtype=torch.float32)
+        model = load_tiny(Path(folder) / "model", seed=0)
         pairs = list(random_pairs(STEPS * PAIRS, most_prompt))
         rows = [
             {
@@ -69,8 +79,11 @@ def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers
         file = build(Path(folder) / "tokenizer", FAMILIES["qwen2.5"]) / "tokenizer.json"
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+        options = {}
+        if trainer_class is DPOTrainer:  # relative to a model of other weights
+            options["ref_model"] = load_tiny(Path(folder) / "reference", seed=1)
         trainer = recorded(trainer_class)(
-            model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+            model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **options
         )
         trainer.train()
         return [sum(trainer.losses[i : i + PAIRS]) for i in range(0, STEPS * PAIRS, PAIRS)]
@@ -81,3 +94,7 @@ if __name__ == "__main__":
     print("simpo", losses_of(CPOTrainer, CPOConfig, 4, loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.6))
     # Its cross-entropy is of the prompt as well, of which one token is no target.
     print("orpo", losses_of(ORPOTrainer, ORPOConfig, 1, beta=0.25))
+    for kind, name in {"dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge"}.items():
+        print(kind, losses_of(DPOTrainer, DPOConfig, 4, loss_type=[name], beta=0.5, max_length=None))
+    smoothed = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}
+    print("dpo and sft", losses_of(DPOTrainer, DPOConfig, 4, beta=0.5, max_length=None, **smoothed))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
 from megatrain_ray.io.batching.windows import cut
+from tests.support.reference import load_model
 from tests.support.texts import corpus_of
-from tests.support.tiny import VOCAB_SIZE, as_tensors
+from tests.support.tiny import VOCAB_SIZE, as_tensors, build_tiny
 
 
 class Pair(NamedTuple):
@@ -43,3 +47,15 @@ def pair_batches(
     windows = cut(corpus, seq_len=seq_len, packing=packing, vocab_size=VOCAB_SIZE, in_pairs=True)
     stream = BatchStream(windows, batch_size=batch_size, shuffle=False, seed=0)
     return [as_tensors(stream.next_batch()) for _ in range(num_batches)]
+
+
+def referenced(folder: Path, batches: Sequence[Any]) -> list[Batch]:
+    """Return batches with log-probabilities by a tiny model of other weights, which is written to `folder`."""
+    model = load_model(build_tiny(folder, seed=1), torch.float32).eval()
+    found = []
+    for batch in batches:
+        with torch.no_grad():
+            logits = model(input_ids=batch.input_ids, position_ids=batch.positions, use_cache=False).logits
+        losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+        found.append(replace(batch, reference_logprobs=-losses.view(batch.targets.shape)))
+    return found

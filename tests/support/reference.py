@@ -55,6 +55,8 @@ class Sequences(Protocol):
     def real(self) -> Tensor | None: ...
     @property
     def num_pairs(self) -> int | None: ...
+    @property
+    def reference_logprobs(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -224,11 +226,16 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     targets = _weighted_targets(batch, len(inputs), recipe)
     packed = _positions(batch.positions, len(inputs), recipe)
     real = [None] * len(inputs) if batch.real is None else batch.real.to(recipe.device).split(recipe.micro_batch_size)
+    by_reference = [None] * len(inputs)
+    if batch.reference_logprobs is not None:
+        by_reference = [part.flatten() for part in batch.reference_logprobs.split(recipe.micro_batch_size)]
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
         if recipe.loss_chunk_tokens is None or recipe.preference:
-            losses += _backward(model, inputs[j], targets[j], packed[j], total_weight, len(inputs), recipe, real[j])
+            losses += _backward(
+                model, inputs[j], targets[j], packed[j], total_weight, len(inputs), recipe, real[j], by_reference[j]
+            )
         else:
             several = len(inputs) > 1
             losses += _backward_in_chunks(model, inputs[j], targets[j], packed[j], total_weight, recipe, several)
@@ -260,6 +267,7 @@ def _backward(
     num_micro_batches: int,
     recipe: Recipe,
     real: Tensor | None,
+    by_reference: Tensor | None,
 ) -> list[float]:
     """Compute the gradients of one micro-batch into `.grad`; return the parts of its share of the step's loss.
 
@@ -271,7 +279,7 @@ def _backward(
     if recipe.preference is None:
         parts = [_objective(logits, targets, recipe) / total_weight]
     else:
-        losses = pair_losses(logits, targets[0], packed["position_ids"], real, recipe.preference)
+        losses = pair_losses(logits, targets[0], packed["position_ids"], real, recipe.preference, by_reference)
         parts = [losses.sum() / total_weight]
     if getattr(output, "aux_loss", None) is not None:
         coefficient = model.config.get_text_config().router_aux_loss_coef
