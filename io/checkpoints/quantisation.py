@@ -179,7 +179,7 @@ class ScaledTensor:
         row = torch.arange(first, last)
         place = row // rows * _grid(self.scales)[0] + row % rows // self.block[0]  # of each row among rows of scales
         scales = self._scales(place).repeat_interleave(self.block[1], 1)[:, :columns]
-        product = (self._numbers(first, last) * scales).flatten()
+        product = self._numbers(first, last).mul_(scales).flatten()
         values.copy_(product[start - first * columns :][: len(values)])
 
     def _numbers(self, first: int, last: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.quantisation import SETTINGS_KEY
 from megatrain_ray.io.checkpoints.safetensors_folder import CONFIG_NAME, SINGLE_NAME, WeightFolder
+from tests.support.live_bytes import Live
 from tests.support.quantised import FP8, MXFP4, quantise
 
 Held = dict[str, torch.Tensor]
@@ -99,6 +100,20 @@ def test_two_fp4_numbers_in_a_byte(tmp_path: Path) -> None:
     values, scales = random_bytes(4, 32).view(torch.int8), scales_of((4, 2), torch.float32)
     folder = opened(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales}, FP8)
     assert_every_range(folder, "a.weight", fp8.Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32), 11)
+
+
+@pytest.mark.parametrize("start", [5, 700_000])
+def test_a_range_takes_memory_by_its_length_and_not_by_its_layers(tmp_path: Path, start: int) -> None:
+    """FP8: 12 bytes an element. MXFP4: 18, and the packed bytes of one expert, as its elements lie across these."""
+    fp8 = {"a.weight": random_bytes(2048, 512).view(torch.float8_e4m3fn), "a.weight_scale_inv": torch.ones(16, 4)}
+    mxfp4 = {"e_blocks": random_bytes(8, 1024, 16, 16), "e_scales": random_bytes(8, 1024, 16)}
+    one_expert, size = 1024 * 16 * 17, 1 << 16
+    for held, settings, bound in ((fp8, FP8, 12 * size), (mxfp4, MXFP4, 18 * size + one_expert)):
+        folder = opened(tmp_path, held, settings | {"weight_block_size": [128, 128]})
+        (name,) = folder.names
+        with Live() as live:
+            folder.read(name, start, start + size)
+        assert live.most < 1.1 * bound
 
 
 @pytest.mark.parametrize(

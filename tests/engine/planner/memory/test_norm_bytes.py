@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
@@ -20,37 +16,13 @@ from megatrain_ray.engine.planner.memory.device_bytes import norm_bytes
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from tests.engine.layer_calls.test_compiled_layers import factory_of
 from tests.engine.planner.test_planner import MACHINE, REQUEST
+from tests.support.live_bytes import Live
 
 TOKENS, WIDTH = 64, 256
 SHAPE = Qwen2Config(
     hidden_size=WIDTH, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
     vocab_size=64,
 )  # fmt: skip
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that there are."""
-
-    def __init__(self, *given: torch.Tensor) -> None:
-        super().__init__()
-        self.most = 0
-        self._sizes: dict[int, int] = {}
-        for tensor in given:
-            self._count(tensor)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._count(value)
-        return result
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = storage.nbytes()
-            weakref.finalize(storage, self._sizes.pop, storage._cdata)
-            self.most = max(self.most, sum(self._sizes.values()))
 
 
 @pytest.fixture(scope="module")
