@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,6 +39,7 @@ from megatrain_ray.export.evaluation_config import evaluation_config, identity_o
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
 from megatrain_ray.io.batching.data_counts import num_records
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
+from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
@@ -210,10 +210,10 @@ class Trainer:
                 f"evaluate: no run has begun in {files.path}: call train() first; with eval_every it evaluates the "
                 "model before the first update, too"
             )
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch_folder("evaluate") as folder:
             config = files.read_config()
             if eval_dataset is not None:
-                config = with_held_out(config, eval_dataset, Path(folder))
+                config = with_held_out(config, eval_dataset, folder)
             return evaluate_model(str(files.path), config, self._chosen(step))
 
     def _reference(self, run: RunDir, data: DataTokens, startup: Startup) -> LogprobFolders:

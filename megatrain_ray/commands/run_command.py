@@ -6,17 +6,16 @@ Torch and Ray are imported inside the functions, so that a wrong key of a config
 from __future__ import annotations
 
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 
 from megatrain_ray.bench.bench_config import BenchOptions, bench_config
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.workers.early_imports import no_collections
 
 
@@ -63,8 +62,8 @@ def data(options: Namespace) -> int:
 
 def bench(options: Namespace) -> int:
     settings = BenchOptions(**{field.name: getattr(options, field.name) for field in fields(BenchOptions)})
-    with tempfile.TemporaryDirectory(prefix="megatrain-bench-") as folder:
-        config = bench_config(options.config, options.overrides, settings, Path(folder) / "run")
+    with scratch_folder("bench") as folder:
+        config = bench_config(options.config, options.overrides, settings, folder / "run")
         with spinner("importing PyTorch and Ray"):
             from megatrain_ray.bench.bench import measure
             from megatrain_ray.bench.bench_report import print_table, to_json, to_report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from megatrain_ray.data.tokenize_data import describe_template, tokenize
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
 from megatrain_ray.io.batching.windows import SpanWindows, Windows
+from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.tokens.token_files import Corpus, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 from megatrain_ray.model.open_model import read_model
@@ -49,11 +49,11 @@ def show_data(config: TrainConfig) -> None:
         source = read_model(config.model)
         vocab_size, num_positions = source.setting("vocab_size"), source.num_positions
     check_length(config.data, num_positions)
-    with tempfile.TemporaryDirectory() as folder:  # used only if the machine has no token cache
-        opened = [_open(config.data, config.tokenizer, vocab_size, Path(folder))]
+    with scratch_folder("data") as folder:  # used only if the machine has no token cache
+        opened = [_open(config.data, config.tokenizer, vocab_size, folder)]
         if (held_out := config.data.held_out) is not None:
             with naming_held_out(held_out):
-                opened.append(_open(held_out, config.tokenizer, vocab_size, Path(folder)))
+                opened.append(_open(held_out, config.tokenizer, vocab_size, folder))
         _show_records(config, opened[0].windows, vocab_size)
         for part in opened:
             for line in _totals(part, config, num_positions):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatrain_ray.driver.logprob_pass import ModelIdentity
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import SaveChoice, choose_save, exported
+from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.saves.manifest import MANIFEST_NAME
 from megatrain_ray.io.saves.save_folder import save_folder
 from megatrain_ray.io.tokens.token_cache import file_identity
@@ -86,8 +86,7 @@ def _without_updates(
     """Yield a configuration without updates. `data`, `train`: settings that replace those of `config`."""
     tree, files = config.model_dump(), _run_of(name)
     with ExitStack() as stack:
-        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatrain-eval-"))
-        tree |= {**OWN, "run_dir": run_dir}
+        tree |= {**OWN, "run_dir": str(stack.enter_context(scratch_folder("eval")) / "run")}
         tree["train"] |= {**OWN_TRAIN, **train}
         if files is not None:
             folder = stack.enter_context(exported(files.path, step=step, merge=False))

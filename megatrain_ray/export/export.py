@@ -9,7 +9,6 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -33,8 +32,9 @@ from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.quantisation import without_quantisation
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder
+from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder
 from megatrain_ray.io.files.partial_folder import remove_abandoned
+from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
@@ -166,12 +166,12 @@ def _tokenizer_files(files: RunFiles, config: TrainConfig, manifest: Manifest) -
         yield kept
         return
     texts = manifest.model.get("text_config") or manifest.model
-    with TemporaryDirectory(prefix="megatrain-tokenizer-") as name:
+    with scratch_folder("tokenizer") as folder:
         head = "" if config.data.add_eos else NO_EOS_TOKEN  # chats were rendered with or without an eos token
         for file in kept:
-            (Path(name) / file.name).write_text(head + file.read_text(encoding="utf-8"), encoding="utf-8")
-        write_byte_tokenizer(Path(name), vocab_size=texts["vocab_size"])
-        yield sorted(Path(name).iterdir())
+            (folder / file.name).write_text(head + file.read_text(encoding="utf-8"), encoding="utf-8")
+        write_byte_tokenizer(folder, vocab_size=texts["vocab_size"])
+        yield sorted(file for file in folder.iterdir() if file.name != MARK_NAME)
 
 
 def _write(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
-from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.atomic_file import left_by_kills, write_atomically
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.read_file import regular_file
 from megatrain_ray.report.measured_starts import compare_starts, compared_terms
@@ -55,9 +57,28 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
             is_report = TITLE_END.encode() in page.read(4096)
         if not is_report:
             raise ConfigError(f"{out} exists and is no report: nothing else is overwritten; name another file")
-    out = out or files.path / REPORT_NAME
-    write_atomically(out, render(files, time.time()))
+    out, content = out or files.path / REPORT_NAME, render(files, time.time())
+    with _locked(out) as is_alone:
+        for left in left_by_kills(out.parent, [out.name]) if is_alone else ():
+            left.unlink(missing_ok=True)
+        write_atomically(out, content)
     return out
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[bool]:
+    """Lock the folder of a file, if it can be locked. Yield whether no other process writes a report there."""
+    with explained("write", out):
+        folder = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_alone = True
+    except OSError:  # also of file systems that cannot lock a folder
+        is_alone = False
+    try:
+        yield is_alone
+    finally:
+        os.close(folder)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def test_nothing_is_updated_saved_or_left_behind(tmp_path: Path) -> None:
         assert (settings.train.steps, settings.save_every, settings.eval_every) == (0, None, 1)
         assert (settings.data.path, settings.log.wandb, settings.lora) == ("held", None, None)
         assert planning_problem(settings).plan().num_trained == 64
-        folder = Path(settings.run_dir)
+        folder = Path(settings.run_dir).parent
         assert folder.is_dir()
     assert not folder.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,15 @@ from torch import Tensor
 
 from megatrain_ray.io.saves.save_folder import list_saves, save_folder, verify
 from tests.support.disk_faults import DiskCall, Moment, Moments, disk_calls
-from tests.support.in_process import IN_PROCESS
-from tests.support.runs import config, exported_masters, losses, write_config
+from tests.support.in_process import IN_PROCESS, actors_as_threads
+from tests.support.runs import cli_here, config, exported_masters, losses, write_config
 from tests.support.tiny import build_tiny
 
 # Files whose loss is no reason to end a training; and the folder, which is closed to others if that can be done.
 OPTIONAL = {"logs/driver.log", "history.jsonl", "."}
 MOST_MOMENTS = 260
 MOST_OF_EXPORT = 60
+MOST_OF = {"train": 220, "eval": 190, "report": 8}  # of commands on a run that has a save
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES)
 FAULTS = 37  # of calls, evenly spaced; no multiple of the errors
 
@@ -198,6 +200,66 @@ def test_the_same_export_is_made_after_any_kill(
     masters = exported_masters(trained.run_dir, folder / "model")
     assert all(torch.equal(masters[name], values) for name, values in trained.masters.items()), call
     assert names(folder) == {"model"}, call
+
+
+class Commands:
+    """Runs commands on the run as a kill after its first save leaves it. The temporary folder is in its directory."""
+
+    def __init__(self, trained: Trained, folder: Path) -> None:
+        begun = next(moment for moment in trained.moments if moment.call.path == "saves/step_4/owner.json")
+        put_back(trained, begun)
+        (trained.run_dir / "tmp").mkdir()
+        copies = Moments(trained.run_dir, folder / "start")
+        for _ in MOST_OF:
+            copies(begun.call)
+        self._starts = dict(zip(MOST_OF, copies.all, strict=True))
+        self._trained, self._folder = trained, folder
+        self._moments: dict[str, Sequence[Moment]] = {}
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        if command == "train":
+            return self._trained.start()
+        with actors_as_threads():
+            return cli_here(command, str(self._trained.run_dir))
+
+    def moments(self, command: str) -> Sequence[Moment]:
+        if command not in self._moments:
+            put_back(self._trained, self._starts[command])
+            moments = Moments(self._trained.run_dir, self._folder / command)
+            with disk_calls(self._trained.run_dir, moments):
+                done = self.run(command)
+            assert done.returncode == 0, done.stderr
+            assert len(moments.all) <= MOST_OF[command]
+            self._moments[command] = moments.all
+        return self._moments[command]
+
+
+@pytest.fixture(scope="module")
+def commands(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return Commands(trained, tmp_path_factory.mktemp("commands"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("command", "number"), [(name, n) for name, most in MOST_OF.items() for n in range(most)])
+def test_the_same_command_does_its_work_after_a_kill_of_it(
+    trained: Trained, commands: Commands, command: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(trained.run_dir / "tmp"))
+    moments = commands.moments(command)
+    if number >= len(moments):
+        return
+    put_back(trained, moments[number])
+    done = commands.run(command)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    left = [path for path in (trained.run_dir / "tmp").iterdir() if holds_something(path)]
+    assert left + [Path(name) for name in unfinished(trained.run_dir)] == []
+    if command == "train":
+        assert losses(trained.run_dir) == trained.losses
+
+
+def holds_something(folder: Path) -> bool:
+    """Return whether a folder has files, but for a mark that a kill left empty."""
+    return any(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def names(folder: Path) -> set[str]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatrain_ray.io.files.owned_folder import (
     remove_owned,
     why_not_owned,
 )
+from megatrain_ray.io.files.scratch_folder import scratch_folder
 from tests.support.owned_folders import left_by_a_dead_process, made_by
 
 SCRATCH = FolderKind.SCRATCH
@@ -237,3 +239,16 @@ def test_two_processes_that_delete_the_same_are_no_error(tmp_path: Path) -> None
         child.stdin.flush()
     assert [child.communicate()[1] for child in children] == ["", ""]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scratch_folder_goes_and_so_do_those_of_killed_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left_by_a_dead_process(tmp_path / "megatrain-eval-1")
+    others = [left_by_a_dead_process(tmp_path / "megatrain-bench-1"), tmp_path / "megatrain-eval-mine"]
+    others[1].mkdir()  # without a mark
+    with scratch_folder("eval") as folder, scratch_folder("eval") as another:
+        (folder / "file").touch()
+        assert sorted(tmp_path.iterdir()) == sorted([*others, folder, another])
+    assert sorted(tmp_path.iterdir()) == sorted(others)
