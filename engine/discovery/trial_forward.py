@@ -87,7 +87,7 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
     # A loss may be computed from side outputs that a base model returns.
     bases = [c.output for c in recorder.trial.calls if hasattr(c.output, "last_hidden_state")]
     needed = [value for result in (output, *bases) for key, value in vars(result).items() if key not in UNNEEDED]
-    behind = leaves_behind(tensors_in(needed))
+    behind = leaves_behind(tensor.grad_fn for tensor in tensors_in(needed))
     recorder.trial.reached |= {names[id(leaf)] for leaf in behind if id(leaf) in names}
     for module in model.modules():  # remove the trial's hooks, and those by which Transformers collects outputs
         module._forward_pre_hooks.clear()

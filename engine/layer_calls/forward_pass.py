@@ -85,7 +85,7 @@ class _Ends(NamedTuple):
     """Holds where a call begins and ends in the graph of its forward."""
 
     inputs: list[_Edge]  # of its ports
-    outputs: list[_Edge]  # of its aliases
+    outputs: list[_Edge]
     made: int  # age of the youngest node when the call had ended; without outputs nothing is younger
 
 
@@ -117,7 +117,7 @@ class ForwardPass:
             raise RuntimeError("no call is pending")
         if call.needs_gradient:
             self.calls.append(call)
-            outputs = [_Edge.of(tensor) for tensor in call.aliases]
+            outputs = [_Edge.of(tensor) for tensor in outcome.floating]
             youngest = max((edge.age for edge in outputs), default=sys.maxsize)
             self._ends[call.index] = _Ends(self._inputs, outputs, youngest)
         for key, values in outcome.recorded.items():
@@ -196,12 +196,11 @@ class ForwardPass:
     def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
         """Run the backward of the last remaining call: send gradients to its inputs, return those of its parameters.
 
-        `flush_glue` must have been called for it, and it must have a graph. Its leaves and arguments are released.
+        `flush_glue` must have been called for it, and it must have a graph. Its arguments are released.
         """
         ends = self._ends.pop(call.index)
-        for edge, leaf in zip(ends.outputs, call.leaves, strict=True):
-            leaf.grad = self._gradients.pop(edge, None)
-        gradients, of_parameters = call.backward([self._gradients.get(edge) for edge in ends.inputs])
+        of_outputs = [self._gradients.pop(edge, None) for edge in ends.outputs]
+        gradients, of_parameters = call.backward(of_outputs, [self._gradients.get(edge) for edge in ends.inputs])
         self._put(ends.inputs, gradients)
         call.free()
         self.calls.remove(call)

@@ -1,8 +1,11 @@
 """Represents one call of a layer's module from inside the model's own forward.
 
-The call is cut out of autograd. Its input tensors are detached, and its outputs begin at leaves whose `.grad`
-accumulates what later consumers send back. Between calls the model's own operations ("glue") build ordinary small
-graphs. If nothing in a call needs a gradient, neither a parameter nor an input, it has no leaves and no backward.
+The call is cut out of autograd. Its input tensors are detached, and each of its outputs begins a graph. Between calls
+the model's own operations ("glue") build ordinary small graphs. If nothing in a call needs a gradient, neither a
+parameter nor an input, it begins no graph and has no backward.
+
+A call does not hold its outputs. Their memory is freed as soon as nobody reads them any more, which is mostly after the
+backward of the next call.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from megatrain_ray.errors import MegatrainError
 
@@ -78,19 +83,24 @@ class Outcome(NamedTuple):
     added: list[dict[Any, Any]]  # for each container among its arguments, the entries that it added or replaced
     recorded: dict[str, list[torch.Tensor]]  # outputs of inner modules, by key (output_recorder.py)
 
+    @property
+    def floating(self) -> list[torch.Tensor]:
+        """Return its floating-point tensors in order. After `LayerCall.forward` each begins a graph."""
+        return [value for value in tree_leaves(tuple(self)) if is_floating(value)]
+
 
 @dataclass
 class _Graph:
-    """Holds the autograd graph of one call, from `inputs` and `parameters` to `outputs`."""
+    """Holds the autograd graph of one call, from `inputs` and `parameters` to `ends`."""
 
     inputs: list[torch.Tensor]
     entries: list[torch.Tensor]  # aliases of the inputs, one autograd node after them, which the layer received
     parameters: Sequence[torch.Tensor]
-    outputs: list[torch.Tensor]
+    ends: list[GradientEdge | None]  # for each floating-point output; None: it needs no gradient
 
 
 class LayerCall:
-    """Holds the arguments, outputs and side outputs of one call, and its graph if the forward kept one."""
+    """Holds the arguments of one call, where its outputs are, and its graph if the forward kept one."""
 
     def __init__(self, index: int, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.index = index  # number of the call within its micro-batch
@@ -104,8 +114,7 @@ class LayerCall:
         self.ports = list(ports.values())
         self._graph: _Graph | None = None
         self.needs_gradient = False  # whether the call has a backward; known after `forward`
-        self.leaves: list[torch.Tensor] = []  # where the floating-point outputs begin
-        self.aliases: list[torch.Tensor] = []  # for each leaf the alias of it that the model receives
+        self._outputs: list[StorageWeakRef] = []  # storages of the floating-point outputs
 
     def twin(self) -> LayerCall:
         """Return another call with the same arguments, before anything is written to containers among them."""
@@ -119,7 +128,7 @@ class LayerCall:
     def forward(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None, *, keeps: bool = True
     ) -> Outcome:
-        """Run the layer. In the returned outcome, floating-point tensors are replaced by aliases of new leaves.
+        """Run the layer. In the returned outcome, floating-point tensors are replaced by aliases that begin graphs.
 
         function: returns the layer's result and the recorded outputs of inner modules.
         saving: context under which the graph is built and kept for the backward. With None only the arguments are kept,
@@ -133,9 +142,8 @@ class LayerCall:
         self._graph = graph if keeps else None
         for i, value in enumerate(values):
             if is_floating(value):
-                self.leaves.append(value.detach().requires_grad_(True))
-                values[i] = alias_output(self.leaves[-1])
-                self.aliases.append(values[i])
+                values[i] = _BeginGraph.apply(ROOT, value.detach())  # type: ignore[no-untyped-call]
+                self._outputs.append(StorageWeakRef(value.untyped_storage()))  # type: ignore[no-untyped-call]
         return Outcome(*tree_unflatten(values, spec))
 
     def infer(self, function: Function) -> Any:
@@ -151,21 +159,27 @@ class LayerCall:
     def replay(self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None) -> None:
         """Run the layer again as `forward` did, and refill those of its outputs whose memory was released."""
         values, _, _ = self._run(function, parameters, saving)
-        for leaf, value in zip(self.leaves, filter(is_floating, values), strict=True):
-            to, source = leaf.untyped_storage(), value.untyped_storage()
-            if not to.nbytes():
+        for number, value in enumerate(filter(is_floating, values)):
+            to, source = self.output_storage(number), value.untyped_storage()
+            if to is not None and not to.nbytes():
                 to.resize_(source.nbytes())
                 bytes_of(to).copy_(bytes_of(source))
+
+    def output_storage(self, number: int) -> torch.UntypedStorage | None:
+        """Return the storage of a floating-point output; None if nobody reads it any more."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._outputs[number].cdata)
+        return found
 
     @property
     def has_graph(self) -> bool:
         return self._graph is not None
 
     def backward(
-        self, pending: Sequence[torch.Tensor | None]
+        self, of_outputs: Sequence[torch.Tensor | None], pending: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Compute the gradients of the ports and of the parameters, each in order; None where no gradient flowed.
 
+        of_outputs: gradients of the floating-point outputs.
         pending: what later calls sent to each port. It is included in the returned gradients of the ports: it enters at
             the port's entry, so that autograd adds this call's contributions to it one by one, as in a graph of the
             whole model.
@@ -173,17 +187,14 @@ class LayerCall:
         graph = self._graph
         if graph is None:
             raise RuntimeError(f"backward of {self.path} without a graph")
-        pairs = [
-            (output, leaf.grad)
-            for output, leaf in zip(graph.outputs, self.leaves, strict=True)
-            if output.requires_grad and leaf.grad is not None
-        ]
-        pairs += [(entry, p) for entry, p in zip(graph.entries, pending, strict=True) if p is not None]
+        entries = [*graph.ends, *map(get_gradient_edge, graph.entries)]
+        given = zip(entries, [*of_outputs, *pending], strict=True)
+        pairs = [(end, gradient) for end, gradient in given if end is not None and gradient is not None]
         sources = [source for source in (*graph.inputs, *graph.parameters) if source.requires_grad]
         of: dict[int, torch.Tensor | None] = {}
         if pairs and sources:
-            outputs, out_grads = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(outputs, sources, out_grads, allow_unused=True)
+            ends, gradients = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(ends, sources, gradients, allow_unused=True)
             of = {id(source): gradient for source, gradient in zip(sources, grads, strict=True)}
         return [of.get(id(t)) for t in graph.inputs], [of.get(id(t)) for t in graph.parameters]
 
@@ -193,7 +204,7 @@ class LayerCall:
         if graph is None:
             return
         own = {id(tensor) for tensor in (*graph.inputs, *graph.parameters)}
-        for leaf in leaves_behind(graph.outputs):
+        for leaf in leaves_behind(end.node for end in graph.ends if end is not None):
             if id(leaf) not in own:
                 raise MegatrainError(
                     f"{self.path} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and that it was not "
@@ -204,8 +215,6 @@ class LayerCall:
         self._graph = None
         self.arguments = []
         self.ports = []
-        self.leaves = []
-        self.aliases = []
 
     def _run(
         self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None
@@ -218,7 +227,8 @@ class LayerCall:
             entries = [tensor.view_as(tensor) for tensor in inputs]
             outcome = self._call(function, entries)
         values, spec = tree_flatten(tuple(outcome))
-        return values, spec, _Graph(inputs, entries, parameters, [value for value in values if is_floating(value)])
+        ends = [get_gradient_edge(value) if value.requires_grad else None for value in filter(is_floating, values)]
+        return values, spec, _Graph(inputs, entries, parameters, ends)
 
     def _untraced(self, function: Function) -> Outcome:
         with torch.no_grad():
@@ -239,12 +249,6 @@ class LayerCall:
         return Outcome(result, added, recorded)
 
 
-def alias_output(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of the tensor's elements as a new tensor, one autograd node after it."""
-    same: torch.Tensor = _OutputAlias.apply(tensor)  # type: ignore[no-untyped-call]
-    return same
-
-
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the storage's bytes as a 1-D uint8 tensor that shares its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -256,9 +260,9 @@ def _kind_of(value: Any) -> object:
     return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
-def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the leaves of the autograd graphs that produced these tensors."""
-    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+def leaves_behind(nodes: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the leaves of the autograd graphs that end at these nodes."""
+    stack = list(nodes)
     seen = set()
     while stack:
         node = stack.pop()
@@ -276,17 +280,20 @@ def unsaved() -> AbstractContextManager[None]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
-class _OutputAlias(torch.autograd.Function):
-    """Aliases a leaf, one autograd node after it. Unlike a leaf or a view of one, it may be changed in place."""
+ROOT = torch.empty(0, requires_grad=True)  # makes tensors require a gradient; gets none itself
+
+
+class _BeginGraph(torch.autograd.Function):
+    """Aliases a tensor as one that requires a gradient. Unlike a leaf or a view of one, it may be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        same: torch.Tensor = torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(leaf)  # type: ignore[call-overload]
+    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        same: torch.Tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor)  # type: ignore[call-overload]
         return same
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def is_floating(value: Any) -> bool:

@@ -44,14 +44,12 @@ def inputs_to_offload(forward_pass: ForwardPass, part: Part) -> list[torch.Tenso
 
 
 def release_spent(forward_pass: ForwardPass, part: Part) -> None:
-    """Release the memory of call outputs that nothing reads after this part, for work that is submitted next.
-
-    Their leaves stay: gradients are still sent to them, and a leaf's elements are not read for that.
-    """
+    """Release the memory of call outputs that nothing reads after this part, for work that is submitted next."""
     for path, number in part.spent:
         call = forward_pass.last_call(path)
-        if call:
-            call.leaves[number].untyped_storage().resize_(0)
+        storage = call.output_storage(number) if call else None
+        if storage is not None:
+            storage.resize_(0)
 
 
 def glue_storages(saved: Sequence[torch.Tensor], forward_pass: ForwardPass, part: Part) -> list[torch.UntypedStorage]:

@@ -111,9 +111,7 @@ class WarmUp:
         if call.needs_gradient:
             if not call.has_graph:
                 call.recompute(function, parameters, self._model.saving(call.path))
-            for leaf in call.leaves:
-                leaf.grad = torch.zeros_like(leaf)
-            call.backward([None] * len(call.ports))
+            call.backward([torch.zeros_like(tensor) for tensor in outcome.floating], [None] * len(call.ports))
         call.free()
         return outcome
 

@@ -175,9 +175,11 @@ def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
 
     staying: bytes of one micro-batch that stay on the device, of all layers.
 
-    Inputs that wait elsewhere are on the device for one block at a time: its inputs, what its forward or backward makes
-    of them, and one that is copied. The work of a backward already counts two, of one micro-batch. Inputs that are
-    recomputed are there for one segment at a time, and one that is copied.
+    Inputs that wait elsewhere are on the device for one block at a time. In a forward each makes way for what the block
+    makes of it, and in a backward for its gradient. Two more are there: one that is copied, and what is made in the
+    forward; the work of a backward counts two itself. Where a segment or the parts of a block need their inputs to the
+    end of their backwards, all of these are there beside all gradients. Inputs that are recomputed are there for one
+    segment at a time, and one that is copied.
     """
     live = plan.step.num_live_micro_batches
     passing_bytes = [layer.boundary_bytes if layer.boundary in ELSEWHERE else 0 for layer in plan.layers]
@@ -191,8 +193,9 @@ def _boundaries(plan: Plan, structure: ModelStructure, staying: int) -> Row:
         staying -= plan.layers[-1].boundary_bytes  # the head's input, output of the last block, is one that passes
     num_bytes, formula = live * staying, f"{live} micro-batches × {format_bytes(staying)}"
     if passing:
-        num_bytes += (2 * live + 1) * passing
-        formula += f" + {2 * live + 1} × {format_bytes(passing)} that pass"
+        count = 2 * live + 1 if segment_bytes or structure.is_divided else live + 2
+        num_bytes += count * passing
+        formula += f" + {count} × {format_bytes(passing)} that pass"
     if segment_bytes:
         one = max(layer.boundary_bytes for layer in plan.layers if layer.boundary is None)
         num_bytes += live * max(segment_bytes) + one

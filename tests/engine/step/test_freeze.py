@@ -168,9 +168,9 @@ def test_no_gradient_goes_below_the_lowest_trained_layer(tmp_path: Path, monkeyp
     wanted: dict[str, int] = {}
     backward = LayerCall.backward
 
-    def watched(call: LayerCall, pending: Pending) -> tuple[Gradients, Gradients]:
+    def watched(call: LayerCall, of_outputs: Gradients, pending: Pending) -> tuple[Gradients, Gradients]:
         wanted[call.path] = len(call.ports)
-        return backward(call, pending)
+        return backward(call, of_outputs, pending)
 
     monkeypatch.setattr(LayerCall, "backward", watched)
     build_tiny(tmp_path)
@@ -184,7 +184,7 @@ def test_a_call_that_needs_no_gradient_keeps_nothing(trained: bool) -> None:
     saving = torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: weight)
     call = LayerCall(0, "layer", (torch.ones(3),), {})
     outcome = call.forward(lambda hidden: (hidden * weight, {}), [weight], saving)
-    assert call.needs_gradient is call.has_graph is outcome.result.requires_grad is bool(call.leaves) is trained
+    assert call.needs_gradient is call.has_graph is outcome.result.requires_grad is trained
     assert bool(kept) is trained
 
 
