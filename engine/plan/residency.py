@@ -9,7 +9,6 @@ further one.
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -192,19 +191,20 @@ def regions_of(layers: Sequence[int], needed_bytes: Sequence[int], region_bytes:
     """Return the region of each layer, as an index into `region_bytes`.
 
     A layer takes the smallest size that holds its gradient. Layers share the regions of that size in turn, in the order
-    given. So the embedding's and the head's gradient have a region to themselves where they are larger than a block's.
+    given; if there is only one, the next larger one as well. So the embedding's and the head's gradient have a region
+    to themselves where they are larger than a block's and blocks have two.
 
     needed_bytes: bytes of the gradient of each of `layers`.
     Raises ValueError for a layer whose gradient fits no region.
     """
     found: dict[int, int] = {}
-    turns: dict[int, int] = defaultdict(int)
-    for layer, needed in zip(layers, needed_bytes, strict=True):
-        fitting = [size for size in region_bytes if size >= needed]
+    used: dict[int, int] = {}  # turn in which each region was taken last
+    by_size = sorted(range(len(region_bytes)), key=region_bytes.__getitem__)
+    for turn, (layer, needed) in enumerate(zip(layers, needed_bytes, strict=True)):
+        fitting = [index for index in by_size if region_bytes[index] >= needed]
         if not fitting:
             raise ValueError(f"layer {layer}: a gradient of {needed} bytes, and regions of {list(region_bytes)}")
-        size = min(fitting)
-        alike = [index for index, other in enumerate(region_bytes) if other == size]
-        found[layer] = alike[turns[size] % len(alike)]
-        turns[size] += 1
+        num_alike = sum(region_bytes[index] == region_bytes[fitting[0]] for index in fitting)
+        found[layer] = min(fitting[: max(2, num_alike)], key=lambda index: used.get(index, -1))
+        used[found[layer]] = turn
     return found

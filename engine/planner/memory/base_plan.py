@@ -236,7 +236,9 @@ class GradientPlacement:
         """Return the bytes of `count` regions that blocks take in turn, and of one region for embedding and head.
 
         One is enough for embedding and head, because there is a forward or a backward between their gradients. They
-        have no region of their own if that of a block is large enough.
+        have no region of their own if that of a block is large enough. If they share a slot for weights, because device
+        memory is small, theirs is one of those that blocks take: the embedding's gradient then waits until the last
+        block's has left.
         """
         blocks, edges = (
             [i for i in layers if (self.structure.layers[i].kind is LayerKind.BLOCK) is are_blocks]
@@ -244,6 +246,8 @@ class GradientPlacement:
         )
         block_bytes, edge_bytes = (max(self._sizes(some, dtype), default=0) for some in (blocks, edges))
         larger = (edge_bytes,) if edge_bytes > block_bytes else ()
+        if self.candidate.num_edge_slots == 1 and self.candidate.sums is Tier.HBM and not self.layout.with_muon:
+            count -= len(larger)
         return (*larger, *(block_bytes,) * min(count, len(layers) - len(larger) if block_bytes else 0))
 
 

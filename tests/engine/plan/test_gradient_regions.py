@@ -16,6 +16,12 @@ def test_the_largest_have_a_region_to_themselves() -> None:
     assert regions_of([4, 3, 2, 1, 0], [21, 8, 8, 8, 20], [21, 8, 8]) == {4: 0, 3: 1, 2: 2, 1: 1, 0: 0}
 
 
+def test_blocks_share_the_largest_if_they_have_one_of_their_own() -> None:
+    """A block before the embedding holds its region: the embedding waits."""
+    assert regions_of([5, 4, 3, 2, 1, 0], [21, 8, 8, 8, 8, 20], [21, 8]) == {5: 0, 4: 1, 3: 0, 2: 1, 1: 0, 0: 0}
+    assert regions_of([3, 2, 1, 0], [21, 8, 8, 20], [21]) == {3: 0, 2: 0, 1: 0, 0: 0}
+
+
 def test_a_small_one_takes_its_turn_among_the_next_larger() -> None:
     assert regions_of([3, 2, 1, 0], [2, 8, 8, 20], [20, 8, 8]) == {3: 1, 2: 2, 1: 1, 0: 0}
 
