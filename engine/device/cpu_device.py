@@ -164,7 +164,7 @@ class CpuDevice(Device):
         """Do nothing: transfers reach all memory."""
 
     def memory(self) -> MemoryStatistics:
-        return MemoryStatistics(self._reserved_bytes, self._reserved_bytes)
+        return MemoryStatistics(*[self._reserved_bytes] * 3)
 
     def close(self) -> None:
         for thread in self._threads.values():

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain_ray.engine.device.cuda_info import expand_segments, total_memory_bytes
+from megatrain_ray.engine.device.cuda_info import expand_segments, reserved_bytes, total_memory_bytes
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.device import CONTEXT_BYTES, Capture, Device, Event, MemoryStatistics
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
@@ -47,11 +47,15 @@ class CudaDevice(Device):
         tf32: bool = False,
         memory_bytes: int | None = None,
         context_bytes: int = CONTEXT_BYTES,
+        tensor_bytes: int = 0,
+        held_bytes: int = 0,
     ) -> None:
         """Create the streams and set torch's memory limit and numerics. Raises ConfigError if torch sees no GPU.
 
         memory_bytes: GPU memory that the process may use; None: all of it.
         context_bytes: the part of it that is not for tensors.
+        tensor_bytes: planned bytes of all tensors, for `keep_to_plan`.
+        held_bytes: bytes that the allocator may hold then.
         """
         super().__init__(timeline)
         if not torch.cuda.is_available():
@@ -59,6 +63,7 @@ class CudaDevice(Device):
         expand_segments()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         _limit_memory(None if memory_bytes is None else memory_bytes - context_bytes)
+        self._tensor_bytes, self._held_bytes = tensor_bytes, held_bytes
         self._deterministic = deterministic
         # Kernels of a stream with high priority start before waiting kernels of the compute stage. A copy within the
         # device may be a kernel.
@@ -246,7 +251,14 @@ class CudaDevice(Device):
         return [slice(a, b) for a, b in itertools.pairwise([0, *inside, host.numel()])]
 
     def memory(self) -> MemoryStatistics:
-        return MemoryStatistics(self._reserved_bytes, torch.cuda.max_memory_allocated())
+        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        return MemoryStatistics(self._reserved_bytes, torch.cuda.max_memory_allocated(), reserved_bytes(), retries)
+
+    def keep_to_plan(self) -> None:
+        torch.cuda.empty_cache()
+        beside = reserved_bytes() - torch.cuda.memory_allocated()  # pages that are not full, memory of a graph
+        if torch.cuda.max_memory_allocated() + beside <= self._tensor_bytes:
+            _limit_memory(self._held_bytes)
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]

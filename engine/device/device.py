@@ -40,6 +40,8 @@ class Event(Protocol):
 class MemoryStatistics:
     reserved_bytes: int  # total requested from `allocate`: slots, gradient slots, sums
     peak_bytes: int  # peak of all tensors on the device; equals reserved_bytes if the device does not measure it
+    held_bytes: int  # what the allocator of tensors holds now, used or not; reserved_bytes likewise
+    num_retries: int = 0  # how often it had to give back what it held, because it had reached its limit
 
 
 class Capture(Protocol):
@@ -223,6 +225,14 @@ class Device(ABC):
     def free_bytes(self) -> int | None:
         """Return the bytes of device memory that no process holds; None if device memory is host memory."""
         return None
+
+    def keep_to_plan(self) -> None:
+        """Give back memory that no tensor uses, and hold no more than planned from then on.
+
+        Call between steps, when steps have taken as much as they ever will. Nothing else changes if they took
+        more for tensors than planned.
+        """
+        return
 
     @abstractmethod
     def close(self) -> None:

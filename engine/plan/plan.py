@@ -82,8 +82,10 @@ class LayerPlan:
 
 FP32_BYTES = 4  # of an element
 
-# Names of the rows of device memory that torch's allocator does not manage.
+# Names of the rows of device memory that torch's allocator does not manage, and of what it holds beside tensors.
 CONTEXT, EXCHANGE = "context", "exchange"
+ALLOCATOR = "allocator"
+BESIDE_TENSORS = CONTEXT, EXCHANGE, ALLOCATOR
 
 
 @dataclass(frozen=True)

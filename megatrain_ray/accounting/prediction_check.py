@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan
+from megatrain_ray.engine.plan.plan import BESIDE_TENSORS, Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.units import format_bytes
 
@@ -192,7 +192,7 @@ def _mean(values: Iterable[float]) -> float:
 def _memory(plan: Plan, usual: Rows, pss_bytes: int | None) -> Iterator[Term]:
     on_device = plan.total_bytes(Tier.HBM)
     if plan.device == "cuda":  # the measured peak includes only tensors
-        tensors = on_device - plan.item_bytes(Tier.HBM, CONTEXT, EXCHANGE)
+        tensors = on_device - plan.item_bytes(Tier.HBM, *BESIDE_TENSORS)
         yield Term("HBM", TermKind.HELD, tensors, max(row["hbm_peak_bytes"] for row in usual))
     if pss_bytes is not None:
         planned = plan.total_bytes(Tier.HOST) + (on_device if plan.device == "cpu" else 0)

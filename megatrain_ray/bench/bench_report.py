@@ -126,6 +126,8 @@ def _memory(result: BenchResult) -> dict[str, Any]:
         "hbm_bytes": observed.device_memory.num_bytes,
         "hbm_reason": observed.device_memory.reason,
         "hbm_peak_bytes": max(row["hbm_peak_bytes"] for row in result.rows),
+        "hbm_held_bytes": last["hbm_held_bytes"],
+        "hbm_retries": last.get("hbm_retries", 0),
         "arena_bytes": last["host_bytes"],
         "pss_bytes": sum(sum(kinds.values()) for kinds in observed.pss_bytes.values()),
         "pss_bytes_by_process": observed.pss_bytes,

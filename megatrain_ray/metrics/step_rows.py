@@ -48,6 +48,7 @@ class StepRows:
         step_s, self._start_s = now_s - self._start_s, now_s
         flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
         named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
+        retries = {"hbm_retries": report.memory.num_retries} if report.memory.num_retries else {}
         return {
             "step": report.step,
             "loss": report.loss,
@@ -60,9 +61,11 @@ class StepRows:
             "model_tflops": flops / step_s / 1e12,
             "exposed_s": _exposed_s(report, step_s, data_s),
             "hbm_peak_bytes": report.memory.peak_bytes,
+            "hbm_held_bytes": report.memory.held_bytes,
             "host_bytes": self._host_bytes,
             **report.metrics,
             **named,
+            **retries,
             **({"aliased": True} if self._is_aliased else {}),
         }
 

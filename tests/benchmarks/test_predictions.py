@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import predictions
-from benchmarks.predictions import pairs_of, totals
+from benchmarks.predictions import device_rows, pairs_of, totals
 
 RESULTS = Path(predictions.__file__).parent / "results"
 SMALL = RESULTS / "2026-11-22_h200_3.1b.json"
@@ -56,6 +56,18 @@ def test_the_table_and_its_totals(capsys: pytest.CaptureFixture[str]) -> None:
         "host: 1 of 2 within 5%; the furthest -7.9%",
     ]
     assert not list(totals([]))
+
+
+def test_rows_of_device_memory_beside_what_was_measured() -> None:
+    """What the allocator held is known from newer reports; the rest that NVML counts is the context."""
+    lines = list(device_rows(report(hbm_bytes=145_000_000_000, hbm_held_bytes=144_200_000_000, hbm_retries=3)))
+    sums = {line[2:24].strip(): line.split()[-2:] for line in lines if line.startswith("=")}
+    assert sums == {
+        "tensors, peak": ["143255", "+1141"], "allocator, held": ["144200", "+196"], "context": ["800", "+274"],
+        "all, NVML": ["145000", "+470"],
+    }  # fmt: skip
+    assert lines[-1] == "  retries of the allocator: 3"
+    assert sum("not measured" in line for line in device_rows(report())) == 2
 
 
 def test_of_aliased_memory_what_was_held_is_predicted() -> None:

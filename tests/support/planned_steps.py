@@ -17,7 +17,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.activation_staging import with_staging_buffers
-from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan import BESIDE_TENSORS, Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.memory.host_bytes import disk_memory_items
 from megatrain_ray.engine.planner.memory.plan_builder import with_uploads
@@ -92,7 +92,7 @@ def measured(
     on_machine = predicted(plan, profile)
     exposed = {cause: slower * on_machine.exposed_s.get(cause, 0.0) + waits.get(cause, 0.0) for cause in WAITS}
     step_s = slower * on_machine.step_s + sum(waits.values())
-    tensors = sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HBM and row.name != "context")
+    tensors = sum(row.num_bytes for row in plan.memory_items if row.tier is Tier.HBM and row.name not in BESIDE_TENSORS)
     usual = {"step_s": step_s, "exposed_s": {**exposed, "loss": 0.3}, "hbm_peak_bytes": tensors}
     if updates_s := on_machine.busy_s.get("optimizer", 0.0):
         usual["update_s"] = slower * updates_s

@@ -40,7 +40,7 @@ MACHINE = Machine(device="cpu", num_cpus=1, num_nodes=1, ram_bytes=64 << 30, hbm
 STEPS = 3
 ROW = {
     "step", "loss", "grad_norm", "lr", "tokens", "skipped", "step_s", "tokens_per_s", "model_tflops", "exposed_s",
-    "hbm_peak_bytes", "host_bytes",
+    "hbm_peak_bytes", "hbm_held_bytes", "host_bytes",
 }  # fmt: skip
 EXPOSED = {"h2d", "d2h", "optimizer", "host_accumulation", "loss", "data", "python"}
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
@@ -163,8 +163,14 @@ async def test_evaluations_change_no_row(ready: RunSpec, handles: Handles) -> No
     assert [[row[key] for key in NUMBERS] for row in plain] == [[row[key] for key in NUMBERS] for row in evaluated]
 
 
-async def test_the_keys_of_a_row(ready: RunSpec, handles: Handles) -> None:
-    for row in await run(ready, handles, (1, 2)):
+async def test_the_keys_of_a_row(ready: RunSpec, handles: Handles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the second step the device is told once to hold no more memory than planned."""
+    kept = list[CpuDevice]()
+    monkeypatch.setattr(CpuDevice, "keep_to_plan", lambda device: kept.append(device))
+    rows = await run(ready, handles, (1, 2, 3))
+    assert len(kept) == 1
+    for row in rows:
+        assert row["hbm_held_bytes"] == row["hbm_peak_bytes"]
         assert set(row) - {"update_s"} == ROW  # of an update that has ended by then
         assert set(row["exposed_s"]) == EXPOSED
         assert row["skipped"] is False

@@ -9,6 +9,7 @@ import pytest
 
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.workers import open_device
@@ -28,5 +29,11 @@ def test_a_device_leaves_what_nccl_takes_beside_it(
     plan = make_plan(structure, activations, MACHINE, Request(Precision.BF16, False, True, 1, 2, 64, **changes))
     made = open_device.make_device(plan, deterministic=False)
     assert made.memory_bytes == LIMIT - (beside << 30)  # type: ignore[attr-defined]
+    bytes_of = {row.name: row.num_bytes for row in plan.memory_items if row.tier is Tier.HBM}
+    between = bytes_of.pop("allocator")
+    again = "boundary activations", "kept activations", "attention masks", "work"
+    assert between == sum(bytes_of[name] for name in again) // 32
+    tensor_bytes = sum(bytes_of.values()) - bytes_of["context"] - (beside << 30)
+    assert (made.tensor_bytes, made.held_bytes) == (tensor_bytes, tensor_bytes + between)  # type: ignore[attr-defined]
     unlimited = open_device.make_device(replace(plan, limits=replace(plan.limits, hbm_bytes=None)), deterministic=False)
     assert unlimited.memory_bytes is None  # type: ignore[attr-defined]

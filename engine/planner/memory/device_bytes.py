@@ -16,7 +16,7 @@ from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.optimizer.muon import work_bytes
-from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, ActivationPolicy, LayerPlan, MemoryItem, Plan
+from megatrain_ray.engine.plan.plan import ALLOCATOR, CONTEXT, EXCHANGE, ActivationPolicy, LayerPlan, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_groups import dtype_name
 from megatrain_ray.engine.planner.memory.chunk_sizes import loss_bytes
 from megatrain_ray.units import format_bytes
@@ -43,6 +43,11 @@ BESIDE_GRADIENTS = 0.6
 # Peak memory of an uncompiled norm's backward, as a multiple of what its forward keeps. This is RMSNorm's, whose
 # products are in FP32 (counted operation by operation).
 NORM_BACKWARD = 4
+# What torch's allocator may hold between tensors, as a share of the memory that it is asked for again and again, and at
+# most. It keeps pages of 20 MiB that are not full; the device lets it keep no more (Device.keep_to_plan). The share is
+# a guess. Without a limit it held up to 1/12 of that memory, and 6 GB.
+ALLOCATOR_SHARE = 1 / 32
+ALLOCATOR_BYTES = 1 << 30
 
 
 Row = tuple[int, str]  # bytes, and the formula that they come from
@@ -124,8 +129,12 @@ def activation_rows(
             f"one layer's backward, the last norm's or the loss: logits of {plan.compute.loss_chunk_tokens} tokens, "
             f"head gradient, tied ones{f'; {format_bytes(in_fp8)} of FP8 copies' if in_fp8 else ''}",
         ),
-        CONTEXT: (plan.limits.context_bytes if plan.device == "cuda" else 0, "CUDA context and kernels of libraries"),
     }
+    if plan.device == "cuda":
+        between = min(ALLOCATOR_BYTES, int(ALLOCATOR_SHARE * sum(num_bytes for num_bytes, _ in rows.values())))
+        rows[ALLOCATOR] = between, "pages of torch's allocator that are not full"
+    context_bytes = plan.limits.context_bytes if plan.device == "cuda" else 0
+    rows[CONTEXT] = context_bytes, "CUDA context and kernels of libraries"
     if plan.hosts.num_gpus > 1 and plan.device == "cuda":
         count = 2 if plan.slots.gathered else 1
         rows |= {EXCHANGE: (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
