@@ -85,21 +85,11 @@ def times(works: Sequence[Callable[[], None]]) -> list[float]:
     return [total / rounds for total in totals]
 
 
-def layer_row(shape: Shape, batch: int, seq_len: int, budget: float) -> dict[str, float]:
-    torch._dynamo.reset()
-    config = Qwen2Config(
-        hidden_size=shape.hidden, intermediate_size=shape.inner, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, num_hidden_layers=1, attn_implementation="sdpa",
-    )  # fmt: skip
-    layer = Qwen2DecoderLayer(config, 0).to("cuda", torch.bfloat16)
-    hidden = torch.randn(batch, seq_len, shape.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    rotation = Qwen2RotaryEmbedding(config).to("cuda")(hidden, torch.arange(seq_len, device="cuda")[None])
-    gradient, sources = torch.randn_like(hidden), [hidden, *layer.parameters()]
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = layer(x, position_embeddings=rotation, attention_mask=None)
-        return out[0] if isinstance(out, tuple) else out
-
+def measured(
+    run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, sources: Sequence[torch.Tensor],
+    gradient: torch.Tensor, budget: float, flops: float,
+) -> tuple[dict[str, float], Callable[[], None], Callable[[], None]]:  # fmt: skip
+    """Return the numbers of a compiled function with `flops` of forward and backward, and both of these as works."""
     compiled = torch.compile(run, fullgraph=True, dynamic=False, options=compiler_options())
     made: list[torch.Tensor] = []
 
@@ -115,12 +105,31 @@ def layer_row(shape: Shape, batch: int, seq_len: int, budget: float) -> dict[str
     _, kept = memory_of(forward)
     _, work = memory_of(backward)
     forward_ms, backward_ms = times([forward, backward])
-    return {
-        "sequences": batch, "seq_len": seq_len, "budget": budget,
-        "forward_ms": forward_ms, "backward_ms": backward_ms,
-        "model_tflops": shape.flops(batch, seq_len) / (forward_ms + backward_ms) / 1e9,
+    row = {
+        "budget": budget, "forward_ms": forward_ms, "backward_ms": backward_ms,
+        "model_tflops": flops / (forward_ms + backward_ms) / 1e9,
         "kept_bytes": kept.after, "backward_bytes": work.most,
     }  # fmt: skip
+    return row, forward, backward
+
+
+def layer_row(shape: Shape, batch: int, seq_len: int, budget: float) -> dict[str, float]:
+    torch._dynamo.reset()
+    config = Qwen2Config(
+        hidden_size=shape.hidden, intermediate_size=shape.inner, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, num_hidden_layers=1, attn_implementation="sdpa",
+    )  # fmt: skip
+    layer = Qwen2DecoderLayer(config, 0).to("cuda", torch.bfloat16)
+    hidden = torch.randn(batch, seq_len, shape.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rotation = Qwen2RotaryEmbedding(config).to("cuda")(hidden, torch.arange(seq_len, device="cuda")[None])
+    gradient, sources = torch.randn_like(hidden), [hidden, *layer.parameters()]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = layer(x, position_embeddings=rotation, attention_mask=None)
+        return out[0] if isinstance(out, tuple) else out
+
+    row, *_ = measured(run, hidden, sources, gradient, budget, shape.flops(batch, seq_len))
+    return {"sequences": batch, "seq_len": seq_len, **row}
 
 
 def loss_row(shape: Shape, num_tokens: int, chunk: int) -> dict[str, float]:

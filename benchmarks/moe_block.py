@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.nn.attention import sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.compiled_layer import BACKENDS, memory_of, times
+from benchmarks.compiled_layer import BACKENDS, measured, times
 from megatrain_ray.engine.layer_calls.compiled_call import compiler_options
 from megatrain_ray.engine.model.routed_experts import use_routed_experts
 from megatrain_ray.machine.environment import hardware, versions
@@ -137,30 +136,11 @@ def block_row(
         out = module(x, position_embeddings=rotation, attention_mask=None) if whole else module(x)
         return out[0] if isinstance(out, tuple) else out
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=False, options=compiler_options())
-    made: list[Tensor] = []
-
-    def forward() -> None:
-        made.append(compiled(hidden))
-
-    def backward() -> None:
-        torch.autograd.grad(made.pop(), sources, gradient)
-
-    with functorch_config.patch(activation_memory_budget=budget):
-        forward()
-        backward()
-    _, kept = memory_of(forward)
-    _, work = memory_of(backward)
-    forward_ms, backward_ms = times([forward, backward])
     model_flops = flops(block, options.tokens, attends=whole)
-    row = {
-        "way": way, "budget": budget, "forward_ms": forward_ms, "backward_ms": backward_ms,
-        "model_tflops": 3 * model_flops / (forward_ms + backward_ms) / 1e9,
-        "kept_bytes": kept.after, "backward_bytes": work.most,
-    }  # fmt: skip
+    numbers, forward, backward = measured(run, hidden, sources, gradient, budget, 3 * model_flops)
+    row: dict[str, Any] = {"way": way, **numbers}
     if not options.no_kernels:
         row |= {"forward_kernels": kernels(forward), "backward_kernels": kernels(backward)}
-    made.clear()
     return row
 
 

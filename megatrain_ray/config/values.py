@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -79,13 +80,12 @@ def seconds_of(text: str) -> float:
     return float(match[1])
 
 
-def steps_or_seconds(value: Any) -> Any:
-    """Accept a number of steps, or text such as 30s. Raises ValueError for anything else."""
-    is_steps = type(value) is int and 1 <= value <= MOST
-    if not is_steps and not isinstance(value, str):
-        raise ValueError(f"expected a number of steps from 1 on, or seconds as in 30s, got {value!r}")
+def steps_or_text(read: Callable[[str], object], fewest: int, expected: str, value: Any) -> Any:
+    """Accept a number of steps from `fewest` on, or a text that `read` accepts. Raises ValueError for anything else."""
     if isinstance(value, str):
-        seconds_of(value)
+        read(value)
+    elif type(value) is not int or not fewest <= value <= MOST:
+        raise ValueError(f"expected a number of steps from {expected}, got {value!r}")
     return value
 
 
@@ -101,18 +101,6 @@ def epochs_of(text: str) -> Fraction:
     if not (match := re.fullmatch(r"(\d+\.?\d*|\.\d+) ?epochs?", text)) or not float(match[1]):
         raise ValueError(f"expected epochs, as in 1 epoch or 0.5 epochs, got {text!r}")
     return Fraction(match[1])
-
-
-def steps_or_epochs(value: Any) -> Any:
-    """Accept a number of steps, or text such as 1 epoch. Raises ValueError for anything else."""
-    is_steps = type(value) is int and 0 <= value <= MOST
-    if not is_steps and not isinstance(value, str):
-        raise ValueError(
-            f"expected a number of steps from 0 to {MOST}, or epochs as in 1 epoch or 0.5 epochs, got {value!r}"
-        )
-    if isinstance(value, str):
-        epochs_of(value)
-    return value
 
 
 def steps_or_share(value: Any) -> int | float:
@@ -257,8 +245,9 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1), AfterValidator(p
 Rate = Annotated[float, Field(ge=0, lt=1)]
 WarmUp = Annotated[int | float, BeforeValidator(steps_or_share)]
 Switch = Annotated[Literal["auto", True, False], BeforeValidator(auto_or_switch)]
-StepsOrEpochs = Annotated[int | str, BeforeValidator(steps_or_epochs)]
-StepsOrSeconds = Annotated[int | str, BeforeValidator(steps_or_seconds)]
+EPOCHS, SECONDS = f"0 to {MOST}, or epochs as in 1 epoch or 0.5 epochs", "1 on, or seconds as in 30s"
+StepsOrEpochs = Annotated[int | str, BeforeValidator(partial(steps_or_text, epochs_of, 0, EPOCHS))]
+StepsOrSeconds = Annotated[int | str, BeforeValidator(partial(steps_or_text, seconds_of, 1, SECONDS))]
 Sources = Annotated[str | tuple[Source, ...], BeforeValidator(sources_of_data)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(name_patterns)]
