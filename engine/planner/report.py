@@ -53,7 +53,7 @@ def describe(plan: Plan) -> str:
         f"save      {format_bytes(plan.save_bytes)}{_copies(plan)}{_left_out(plan)}",
         f"recover   {plan.shards.recovery.value} when an optimizer shard dies, "
         f"{'by the same step again' if plan.repeats_steps else 'from the last save'} when the GPU worker does",
-        *(_predicted(plan.prediction) if plan.prediction else ()),
+        *(_predicted(plan, plan.prediction) if plan.prediction else ()),
     ]
     return "\n".join(map(escaped, lines))
 
@@ -113,7 +113,7 @@ def _keeping(plan: Plan) -> str:
     )
 
 
-def _predicted(prediction: Prediction) -> Iterator[str]:
+def _predicted(plan: Plan, prediction: Prediction) -> Iterator[str]:
     total_s = prediction.step_s
     waits = ", ".join(
         f"{cause.replace('_', ' ')} {waited_s / total_s:.0%}"
@@ -127,6 +127,16 @@ def _predicted(prediction: Prediction) -> Iterator[str]:
     )
     source = "rates of" if prediction.is_measured else "built-in rates, as nobody measured this machine:"
     yield f"          {source} {prediction.rates}"
+    waited_s = prediction.exposed_s.get("optimizer", 0.0)
+    if waited_s > total_s / 20 and not plan.uses_disk:
+        # With clipping updates wait for the norm, and so for the end of the backward.
+        is_late = plan.step.update_order is UpdateOrder.FORWARD
+        beside_s = prediction.compute_s["forward"] if is_late else sum(prediction.compute_s.values())
+        tokens = plan.batch_size * plan.step.seq_len * (1 + waited_s / beside_s)
+        yield (
+            f"          updates would hide behind the {'forward' if is_late else 'step'} from about "
+            f"{format_count(float(f'{tokens:.2g}'))} tokens a step on"
+        )
 
 
 def _waiting_lines(plan: Plan) -> list[str]:
