@@ -129,12 +129,12 @@ def _predicted(plan: Plan, prediction: Prediction) -> Iterator[str]:
     yield f"          {source} {prediction.rates}"
     waited_s = prediction.exposed_s.get("optimizer", 0.0)
     if waited_s > total_s / 20 and not plan.uses_disk:
-        # With clipping updates wait for the norm, and so for the end of the backward.
-        is_late = plan.step.update_order is UpdateOrder.FORWARD
-        beside_s = prediction.compute_s["forward"] if is_late else sum(prediction.compute_s.values())
+        # Updates run beside a forward if they wait for the norm of all gradients, else beside a backward.
+        is_late, forward_s = plan.step.update_order is UpdateOrder.FORWARD, prediction.compute_s["forward"]
+        beside_s = forward_s if is_late else sum(prediction.compute_s.values()) - forward_s
         tokens = plan.batch_size * plan.step.seq_len * (1 + waited_s / beside_s)
         yield (
-            f"          updates would hide behind the {'forward' if is_late else 'step'} from about "
+            f"          updates would hide behind the {'forward' if is_late else 'backward'} from about "
             f"{format_count(float(f'{tokens:.2g}'))} tokens a step on"
         )
 

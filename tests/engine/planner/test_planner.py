@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import replace
 from functools import cache
@@ -29,6 +30,7 @@ from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.units import format_bytes
 from tests.support.candidate_plans import build_plan
+from tests.support.planned_steps import PROFILE, planned
 from tests.support.shapes import qwen
 
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
@@ -432,3 +434,20 @@ def test_the_device_is_filled_from_the_first_layer_on(monkeypatch: pytest.Monkey
     assert on_cpu.hbm_layers == frozenset()
     muon = make_plan(*model(rules=ParameterRules(muon=True)), MACHINE, replace(REQUEST, hbm_layers=None))
     assert muon.hbm_layers == {0, LAYERS + 1}
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_plan_says_how_many_tokens_hide_the_updates(clip: bool) -> None:
+    """With so many they are hardly waited for; with the tokens that it has, most of the time."""
+
+    def waiting(plan: Plan) -> float:
+        assert plan.prediction
+        return plan.prediction.exposed_s["optimizer"] / plan.prediction.step_s
+
+    plan = planned(PROFILE, clip=clip)
+    assert waiting(plan) > 0.5
+    found = re.search(r"would hide behind the (\w+) from about ([\d.]+)k tokens a step on", describe(plan))
+    assert found and found[1] == ("forward" if clip else "backward")
+    enough = planned(PROFILE, clip=clip, num_micro_batches=round(1000 * float(found[2]) / plan.step.seq_len))
+    assert waiting(enough) < 0.07
+    assert "would hide" not in describe(planned(PROFILE, clip=clip, num_micro_batches=64))
