@@ -141,7 +141,8 @@ class Session:
         if not self._policy.is_done(self._seen()):
             steps = self._config.train.num_steps
             next_step = self._progress.step + 1
-            self._job.startup.tell(f"step {next_step} of {steps}" if next_step <= steps else "evaluating")
+            scores = "computing log-probabilities" if self._job.run_spec.keeps_logprobs else "evaluating"
+            self._job.startup.tell(f"step {next_step} of {steps}" if next_step <= steps else scores)
         self._stall.reset()
 
     def _loop(self) -> None:
