@@ -246,10 +246,10 @@ def _objective_disagreements(config: Settings) -> Iterator[str]:
                 f"train.preference.{key}: goes with train.objective: {expected}, and train.objective is "
                 f"{train.objective}; leave the key out"
             )
+    if train.reference is not None and train.objective in ("sft", "simpo", "orpo"):
+        yield f"train.reference: train.objective: {train.objective} compares with no reference; leave the key out"
     if train.objective == "sft":
         return
-    if train.reference is not None and train.objective in ("simpo", "orpo"):
-        yield f"train.reference: train.objective: {train.objective} compares with no reference; leave the key out"
     for key in ("z_loss", "label_smoothing"):
         if getattr(train, key):
             hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" else ""

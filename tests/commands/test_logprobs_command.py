@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import torch
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData
-from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.tokens.logprob_files import LogprobWriter
-from megatrain_ray.workers.gpu_steps import GpuSteps
 from tests.support.held_out_loss import plain_logprobs
 from tests.support.in_process import Train
 from tests.support.reference import Recipe
@@ -53,22 +50,6 @@ def scored(train: Train, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr.partition("log-probabilities: ")[2]
 
 
-def batches_of_runs(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], list[Batch]]:
-    """Return lists that get the batches of steps and of evaluations, as a GPU worker has them."""
-    steps: list[Batch] = []
-    evaluations: list[Batch] = []
-
-    async def taken(self: GpuSteps, fetching: Awaitable[Batch], name: str) -> Batch:
-        batch = await take(self, fetching, name)
-        if not self._run_spec.keeps_logprobs:
-            (evaluations if name.startswith("held-out") else steps).append(batch)
-        return batch
-
-    take = GpuSteps._take_batch
-    monkeypatch.setattr(GpuSteps, "_take_batch", taken)
-    return steps, evaluations
-
-
 def assert_plain(data: DataConfig, rows: list[dict[str, Any]], model: Path) -> None:
     """Assert that what batches have of these folders are the plain model's log-probabilities, bit for bit."""
     tokens, logprobs = ([Path(row[key]) for row in rows] for key in ("tokens", "logprobs"))
@@ -87,7 +68,7 @@ def assert_plain(data: DataConfig, rows: list[dict[str, Any]], model: Path) -> N
 def test_they_are_the_plain_models_and_are_computed_once(
     tmp_path: Path, cache: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run's pass is interrupted, then made; the run's save has another. Two GPU workers replace what is damaged."""
+    """First the pass is interrupted. Then it is made, also by two GPU workers, and for the save of a run."""
     tree = tree_of(tmp_path)
     path, data = write_config(tmp_path / "config.yaml", tree), DataConfig.model_validate(tree["data"])
 
@@ -97,36 +78,28 @@ def test_they_are_the_plain_models_and_are_computed_once(
         write(self, index, *arguments)
 
     write = LogprobWriter.write
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, train.actors():
         patch.setattr(LogprobWriter, "write", interrupted)
-        done = train(str(path), "train.reference=model")
-    assert done.returncode == 130
+        done = cli_here("logprobs", str(path))
+    assert (done.returncode, done.stdout) == (130, "")
     assert "of which nothing is kept; the same command begins it again" in done.stderr
     assert len(list(cache.iterdir())) == 2, "tokens and nothing else"
 
-    seen = batches_of_runs(monkeypatch)
-    done = train(str(path), "train.reference=model", "train.steps=2")
-    assert done.returncode == 0, done.stderr
-    assert "log-probabilities: 1.07k tokens in " in done.stderr
-    more = train(str(path), "train.reference=model")
-    assert (more.returncode, "log-probabilities: " in more.stderr) == (0, False)
-    trained, evaluated = seen
-    assert (len(trained), len(evaluated)) == (3, 3)
-    batches = list(map(as_tensors, (*trained, *evaluated)))
-    ours = torch.cat([batch.reference_logprobs.flatten() for batch in batches])
-    assert torch.equal(ours, plain_logprobs(tmp_path / "model", batches, Recipe(1, num_threads=1)))
-
     rows, said = scored(train, str(path))
-    assert (said, [row["targets"] for row in rows]) == ("", [969, 96])
+    assert said.startswith("1.07k tokens in ")
+    assert [row["targets"] for row in rows] == [969, 96]
     assert_plain(data, rows, tmp_path / "model")
+    assert not (tmp_path / "run").exists()
+    assert scored(train, str(path)) == (rows, "")
 
     Path(rows[0]["logprobs"]).write_bytes(b"\0" * Path(rows[0]["logprobs"]).stat().st_size)
     again, said = scored(train, str(path), "hardware.num_gpus=2", "train.accumulate=2")
     assert (again, said[:12]) == (rows, "972 tokens i"), "only of the damaged source"
     assert_plain(data, rows, tmp_path / "model")
 
+    assert train(str(path), "train.steps=2").returncode == 0
     arguments = str(path), "--model", str(tmp_path / "run"), "data.eval_path=null"
-    of_run, said = scored(train, *arguments, "--step", "3")
+    of_run, said = scored(train, *arguments, "--step", "2")
     assert said
     assert scored(train, *arguments) == (of_run, "")
     assert cli_here("export", str(tmp_path / "run"), str(tmp_path / "out")).returncode == 0

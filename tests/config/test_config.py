@@ -440,6 +440,10 @@ def test_all_problems_come_in_one_message() -> None:
             "train.preference.gamma: goes with train.objective: simpo, and train.objective is sft; leave the key out",
         ),
         (PAIRS | {"train__label_smoothing": 0.1}, "train.label_smoothing: is of single tokens, and train.objective is"),
+        (
+            {"train__reference": "model"},
+            "train.reference: train.objective: sft compares with no reference; leave the key",
+        ),
         (PAIRS | {"train__reference": "model"}, "train.reference: train.objective: orpo compares with no reference"),
         (PAIRS | {"hardware__cuda_graphs": True}, "hardware.cuda_graphs: true goes with train.objective: sft so far"),
     ],

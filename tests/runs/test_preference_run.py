@@ -59,7 +59,11 @@ def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_save
     shutil.rmtree(run_dir / "saves" / "step_4")
     assert train(str(path)).returncode == 0
     assert losses(run_dir) == [row["loss"] for row in first]
-    with train.actors():  # finds what the run has made
+    with train.actors():  # both find what the run has made
+        alone = cli_here("eval", str(run_dir), "--json")
+        assert (alone.returncode, "log-probabilities: " in alone.stderr) == (0, False), alone.stderr
+        for key in ("eval_loss", "eval_reward_margin"):
+            assert json.loads(alone.stdout)[key] == evaluations[-1][key]
         settings, data = tokenize_all(load_config(path), 257, run_dir, Startup())
         found = compute_logprobs(None, settings, data, run_dir)
     stream = open_stream(settings.data, data.training, 257, 2, found.training)
