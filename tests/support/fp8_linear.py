@@ -34,12 +34,12 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x.flatten(0, 1), weight).view(*x.shape[:-1], -1)
+        return product(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        tokens, given = gradient.flatten(0, 1), x.flatten(0, 1)
+        tokens, given = gradient.flatten(0, -2), x.flatten(0, -2)
         of_x = product(tokens, weight.T).view_as(x)
         pad = (0, -len(given) % 16)
         return of_x, product(F.pad(tokens.T, pad), F.pad(given.T, pad))
