@@ -222,7 +222,12 @@ class Trainer:
         if name is None:
             return LogprobFolders()
         startup.tell(f"log-probabilities of the reference ({name})")
-        return compute_logprobs(None if name == "model" else name, run.config, data, run.path)
+        lost = (
+            "warning: the reference's log-probabilities of this run are not in the cache any more: the files of the "
+            "reference or the data have changed, or nothing used them for long; they are computed again"
+        )
+        reference = None if name == "model" else name
+        return compute_logprobs(reference, run.config, data, run.path, note=lost if run.has_begun else None)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
@@ -255,8 +260,9 @@ def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> d
 
 
 def compute_logprobs(
-    name: str | None, config: TrainConfig, data: DataTokens, run_dir: Path, step: SaveChoice = None
-) -> LogprobFolders:
+    name: str | None, config: TrainConfig, data: DataTokens, run_dir: Path, step: SaveChoice = None, *,
+    note: str | None = None,
+) -> LogprobFolders:  # fmt: skip
     """Return the folders of a model's log-probabilities of all targets of the data, made by a pass if missing.
 
     The pass is a run of its own: all its processes have ended when this returns.
@@ -265,11 +271,14 @@ def compute_logprobs(
     config: of the data, with marks and commits decided.
     data: its tokens. Held-out ones are included unless they are None.
     run_dir: where folders go if the user's cache cannot be written to.
+    note: is printed before a pass.
 
     Raises as `Trainer.train` and export_run. If it is interrupted, nothing is kept.
     """
 
     def make(missing: LogprobPass) -> None:
+        if note:
+            say(note)
         with pass_config(name, config, step) as settings:
             trainer = _PassTrainer(settings, missing)
             try:

@@ -12,6 +12,7 @@ from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.driver import run_context
+from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.trainer import compute_logprobs, tokenize_all
 from tests.support.in_process import Train
 from tests.support.runs import assert_equals_reference, cli_here, config, losses, rows, write_config
@@ -57,7 +58,11 @@ def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_save
     assert f"eval_loss {evaluations[-1]['eval_loss']:.4f}  margin " in cli_here("inspect", str(run_dir)).stdout
 
     shutil.rmtree(run_dir / "saves" / "step_4")
-    assert train(str(path)).returncode == 0
+    for logprobs in cache_folder().glob("tokens/*/logprobs.bin"):
+        shutil.rmtree(logprobs.parent)
+    again = train(str(path))
+    assert again.returncode == 0
+    assert "log-probabilities of this run are not in the cache any more" in again.stderr
     assert losses(run_dir) == [row["loss"] for row in first]
     with train.actors():  # both find what the run has made
         alone = cli_here("eval", str(run_dir), "--json")
