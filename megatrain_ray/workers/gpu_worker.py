@@ -160,7 +160,7 @@ class GpuWorker:
             shapes = WarmUpShapes(
                 objective,
                 packed=config.data.joins_documents,
-                weighted=self._run_spec.weighted or config.data.in_pairs,
+                weighted=self._run_spec.weighted,
                 evaluates=config.evaluates,
                 trains=config.train.num_steps > 0,
             )
