@@ -30,7 +30,7 @@ def row_of(model_type: str) -> dict[str, Any]:
     try:
         settings = settings_of(model_type)
     except Exception as error:  # a configuration that needs others
-        return as_row(refused(model_type, f"no default configuration: {error}"[:400]))
+        return as_row(refused(model_type, f"no default configuration: {error}"[:400])) | {"seconds": 0.0}
     with TemporaryDirectory() as folder:
         try:
             row = as_row(judge(model_type, settings, Path(folder)))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto as auto
 
 from megatrain_ray.model.small_copy import shrink
 
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-AXES = {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}
-HALF_AXES = {"head_dim": 16, "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+IS_4 = transformers.__version__.startswith("4.")
+ROPE_KEY = "rope_scaling" if IS_4 else "rope_parameters"
+AXES = {ROPE_KEY: {**ROPE, "mrope_section": [2, 1, 1]}}
+HALF_AXES = {"head_dim": 16, ROPE_KEY: {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 NGRAMS = {
     "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1, "ple_layer_ids": [1], "ngram_size": 3,
@@ -83,6 +86,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba": {"use_mamba_kernels": False, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"use_mamba_kernels": False},
 }  # fmt: skip
+if IS_4:  # where these have other defaults
+    CHANGES |= {"jamba": CHANGES["zamba2"], "qwen3_vl": CHANGES["qwen2_vl"], "qwen3_vl_moe": CHANGES["qwen2_vl"]}
 
 
 def all_types() -> list[str]:
