@@ -52,8 +52,6 @@ def text_after_answer(template: ChatTemplate) -> str:
 
     Empty if the template refuses an answer.
     """
-    if tagged := _tagged_after_answer(template):
-        return tagged
     whole = _answered(template)
     try:
         around = find_surroundings(template)
@@ -61,7 +59,10 @@ def text_after_answer(template: ChatTemplate) -> str:
     except ConfigError:  # with {% generation %} tags such a template may do
         pass
     after = whole.rpartition(_ANSWER)[2]
-    return after if after.strip() else user_mark(template)
+    if not after.strip():
+        return user_mark(template)
+    tagged = _tagged_after_answer(template)  # may go on to what closes a conversation, or end before the template does
+    return tagged if tagged and not tagged.startswith(after.strip()) else after
 
 
 def _tagged_after_answer(template: ChatTemplate) -> str:

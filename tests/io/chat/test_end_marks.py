@@ -57,6 +57,23 @@ def test_a_mark_within_answers_ends_none(tmp_path: Path) -> None:
     assert find_end_marks(tmp_path, chats=True).ends[0] == end
 
 
+@pytest.mark.parametrize(
+    "closing",
+    [
+        "{{ '<|endoftext|>' if loop.last and not add_generation_prompt }}{% endgeneration %}",  # Phi-3's for training
+        "{% endgeneration %}<|endoftext|>",
+    ],
+)
+def test_an_answer_ends_within_its_tags_and_before_what_closes_the_conversation(tmp_path: Path, closing: str) -> None:
+    build(tmp_path, FAMILIES["qwen2.5"])
+    answer = "{% generation %}{{ m.content }}<|im_end|>" + closing
+    turn = "{% if m.role == 'assistant' %}" + answer + "{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}" + turn + "{% endfor %}"
+    settings(tmp_path, chat_template=source + "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}")
+    end = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<|im_end|>")
+    assert find_end_marks(tmp_path, chats=True).ends[0] == end
+
+
 def test_a_template_that_refuses_an_answer_has_no_mark(tmp_path: Path) -> None:
     build(tmp_path, FAMILIES["qwen2.5"])
     settings(tmp_path, chat_template="{{ raise_exception('no') }}")
