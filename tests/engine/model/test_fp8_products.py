@@ -106,7 +106,9 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(64, 64, dtype=dtype)
         linears = {name: nn.Linear(*both, dtype=dtype) for name, both in sides.items()}
-        self.layers = nn.ModuleList([nn.ModuleDict(linears | {"experts": nn.ModuleList([nn.Linear(64, 64)])})])
+        self.layers = nn.ModuleList(
+            [nn.ModuleDict(linears | {"experts": nn.ModuleList([nn.Linear(64, 64, dtype=dtype)])})]
+        )
         self.head = nn.Linear(64, 64, dtype=dtype)
 
 

@@ -101,6 +101,21 @@ def test_products_in_fp8_have_a_rate_of_their_own_and_are_rounded_first() -> Non
         assert seconds(names, unmeasured, name) == pytest.approx(plain + rounding_s), "as fast as bf16, until measured"
 
 
+def test_a_backward_in_fp8_holds_what_a_product_rounds() -> None:
+    """The up projection, uncompiled: weight, input and twice the gradient in FP8; the widest of them in FP32, twice."""
+    structure, activations = shape()
+    names = frozenset(p.name for p in structure.layers[1].parameters if len(p.shape) == 2)
+
+    def work(fp8: frozenset[str]) -> int:
+        candidate = Candidate(OUTER, KEEP, 3, 2)
+        plan = build_plan(replace(structure, fp8=fp8), activations.times(16), MACHINE, REQUEST, candidate)
+        return plan.item_bytes(Tier.HBM, "work")
+
+    outputs, inputs, tokens = 18944, 3584, 16 * 1024
+    copies = outputs * inputs + tokens * (inputs + 2 * outputs)
+    assert work(names) - work(frozenset()) == copies + 2 * 4 * outputs * outputs
+
+
 def test_near_a_run_of_the_engine() -> None:
     """benchmarks/results/2026-11-21_h200_7b_train.json: 16 × 1024 tokens, kept, clipping, one micro-batch."""
     prediction = predicted(replace(REQUEST, num_micro_batches=1), Candidate(OUTER, KEEP, 3, 2))
