@@ -27,11 +27,9 @@ from tests.support.tiny import build_tiny, text_batches, tiny_batches
 
 STEPS = 3
 RECIPE = Recipe(STEPS, precision="bf16", compute="fp8", micro_batch_size=2)
-KEEP, LAYERS = ActivationPolicy.KEEP, LoopOrder.LAYERS_OUTER
+LAYERS = LoopOrder.LAYERS_OUTER
 MODES = {
-    "kept": Mode(num_fragments=3),
     "recomputed": Mode(LAYERS, ActivationPolicy.RECOMPUTE, num_shards=3, num_fragments=3),
-    "kept on the host": Mode(LAYERS, KEEP, boundaries=Tier.HOST, kept=Tier.HOST),
     "divided blocks": Mode(block_parts=8),
     "some on the device": Mode(hbm_layers=frozenset({0, 2})),
 }
@@ -114,7 +112,7 @@ def test_what_compiled_blocks_keep_is_planned_and_offloaded(tmp_path: Path, monk
 
     monkeypatch.setattr(WeightBindings, "_pack_own", note)
     build_tiny(tmp_path)
-    mode = dataclasses.replace(MODES["kept on the host"], activation_budget=1.0)
+    mode = Mode(LAYERS, ActivationPolicy.KEEP, boundaries=Tier.HOST, kept=Tier.HOST, activation_budget=1.0)
     ours = train_engine(tmp_path, tiny_batches(STEPS), RECIPE, mode)
     theirs = train_reference(tmp_path, tiny_batches(STEPS), RECIPE)
     assert torch.float8_e4m3fn in saved
