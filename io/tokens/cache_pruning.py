@@ -8,7 +8,6 @@ deleted while a run reads it.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from megatrain_ray.io.files.atomic_file import POLL_S
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned, why_not_owned
 from megatrain_ray.io.tokens.token_cache import file_identity
 from megatrain_ray.io.tokens.token_files import META_NAME, VERSION
+from megatrain_ray.read_file import parse_json
 
 UNUSED_DAYS = 30
 HELD_S = 10.0  # a pruning process holds the lock of one folder for less time than this
@@ -103,7 +103,7 @@ def _is_given_up(folder: Path) -> bool:
     meta = folder / META_NAME
     if time.time() - meta.stat().st_mtime > UNUSED_DAYS * 86400:
         return True
-    provenance = json.loads(meta.read_text(encoding="utf-8"))["provenance"]
+    provenance = parse_json(meta.read_bytes())["provenance"]
     return provenance["version"] != VERSION or any(map(_has_changed, provenance["files"]))
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum
+from megatrain_ray.read_file import parse_json
 
 LOGPROBS_NAME = "logprobs.bin"
 
@@ -89,11 +90,13 @@ def logprob_provenance(tokens: Path, settings: Mapping[str, Any], files: list[An
 def read_logprob_meta(folder: Path) -> LogprobMeta | None:
     """Return the description of a folder of log-probabilities; None if it is missing, strange or truncated."""
     try:
-        meta = LogprobMeta(**json.loads((folder / META_NAME).read_text(encoding="utf-8"))["logprobs"])
+        meta = LogprobMeta(**parse_json((folder / META_NAME).read_bytes())["logprobs"])
         size = (folder / LOGPROBS_NAME).stat().st_size
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return meta if size == meta.num_values * WEIGHT_TYPE.itemsize else None
+    is_sound = type(meta.num_targets) is int and type(meta.mean) is float
+    whole = is_sound and size == meta.num_values * WEIGHT_TYPE.itemsize and 0 <= meta.num_targets <= meta.num_values
+    return meta if whole else None
 
 
 def holds_logprobs(folder: Path) -> bool:

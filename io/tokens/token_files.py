@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.records.record_location import RecordLocation
+from megatrain_ray.read_file import parse_json
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 LossWeights = NDArray[np.float32]
@@ -209,7 +209,7 @@ class TokenMeta:
 def read_meta(folder: Path) -> TokenMeta | None:
     """Return the description of a folder of tokens; None if it is missing, of another version, or truncated."""
     try:
-        tree = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["tokens"]
+        tree = parse_json((folder / META_NAME).read_bytes())["tokens"]
         crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
         lines = {"places": tuple(tree["places"]), "report": tuple(tree.get("report", ()))}
         meta = TokenMeta(**tree | lines | {"crc32": crc32})

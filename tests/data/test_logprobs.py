@@ -22,7 +22,7 @@ from megatrain_ray.io.tokens.logprob_files import (
     open_logprobs,
     read_logprob_meta,
 )
-from megatrain_ray.io.tokens.token_files import IGNORED
+from megatrain_ray.io.tokens.token_files import IGNORED, read_meta
 from tests.support.texts import tokens_of, write
 from tests.support.tiny import VOCAB_SIZE
 
@@ -117,6 +117,15 @@ def test_a_folder_says_what_it_holds_and_whether_it_is_whole(tmp_path: Path) -> 
     assert (meta.num_values, meta.num_targets) == (201, np.count_nonzero(values))
     assert meta.mean == pytest.approx(values[values != 0].mean(), rel=1e-6)
     assert holds_logprobs(folder)
+    described = (folder / "meta.json").read_text()
+    for name, forged in (("mean", "x"), ("num_targets", "2"), ("num_targets", 202), ("num_targets", -1)):
+        tree = json.loads(described)
+        tree["logprobs"][name] = forged
+        (folder / "meta.json").write_text(json.dumps(tree))
+        assert read_logprob_meta(folder) is None, (name, forged)
+    (folder / "meta.json").write_text("[" * 100_000)
+    assert (read_logprob_meta(folder), read_meta(folder)) == (None, None)
+    (folder / "meta.json").write_text(described)
     provenance = json.loads((folder / "meta.json").read_text())["provenance"]
     assert provenance["tokens"] == tokens[0].name
     assert [Path(file[0]).name for file in provenance["files"]] == ["a.txt", "b.txt"]
