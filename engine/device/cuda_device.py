@@ -47,15 +47,11 @@ class CudaDevice(Device):
         tf32: bool = False,
         memory_bytes: int | None = None,
         context_bytes: int = CONTEXT_BYTES,
-        tensor_bytes: int = 0,
-        held_bytes: int = 0,
     ) -> None:
         """Create the streams and set torch's memory limit and numerics. Raises ConfigError if torch sees no GPU.
 
         memory_bytes: GPU memory that the process may use; None: all of it.
         context_bytes: the part of it that is not for tensors.
-        tensor_bytes: planned bytes of all tensors, for `keep_to_plan`.
-        held_bytes: bytes that the allocator may hold then.
         """
         super().__init__(timeline)
         if not torch.cuda.is_available():
@@ -63,7 +59,6 @@ class CudaDevice(Device):
         expand_segments()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         _limit_memory(None if memory_bytes is None else memory_bytes - context_bytes)
-        self._tensor_bytes, self._held_bytes = tensor_bytes, held_bytes
         self._deterministic = deterministic
         # Kernels of a stream with high priority start before waiting kernels of the compute stage. A copy within the
         # device may be a kernel.
@@ -253,12 +248,6 @@ class CudaDevice(Device):
     def memory(self) -> MemoryStatistics:
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
         return MemoryStatistics(self._reserved_bytes, torch.cuda.max_memory_allocated(), reserved_bytes(), retries)
-
-    def keep_to_plan(self) -> None:
-        torch.cuda.empty_cache()
-        beside = reserved_bytes() - torch.cuda.memory_allocated()  # pages that are not full, memory of a graph
-        if torch.cuda.max_memory_allocated() + beside <= self._tensor_bytes:
-            _limit_memory(self._held_bytes)
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]

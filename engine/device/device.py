@@ -226,14 +226,6 @@ class Device(ABC):
         """Return the bytes of device memory that no process holds; None if device memory is host memory."""
         return None
 
-    def keep_to_plan(self) -> None:
-        """Give back memory that no tensor uses, and hold no more than planned from then on.
-
-        Call between steps, when steps have taken as much as they ever will. Nothing else changes if they took
-        more for tensors than planned.
-        """
-        return
-
     @abstractmethod
     def close(self) -> None:
         """Wait for all submitted work, then release threads, streams and pinned ranges. Idempotent."""

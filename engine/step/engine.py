@@ -67,7 +67,6 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._residency = self._residency_of(self.plan.visits(self.model.layout.lowest_trained))
-        self._num_steps = 0  # that this engine has run
 
     async def run_warm_up(self, coming: WarmUpShapes) -> None:
         """Compile what steps like `coming` need, and capture them if the plan says so. Call before the first step."""
@@ -104,9 +103,6 @@ class Engine:
                 "lower train.lr, and the same command resumes"
             )
         exposed_s = await self.on_compute_thread(self.device.take_exposed)
-        self._num_steps += 1
-        if self._num_steps == 2:  # whose forward ran while gradients of the first still left
-            await self.on_compute_thread(self.device.keep_to_plan)
         step_s = time.perf_counter() - start
         return StepReport(
             **vars(output), step=step.step, step_s=step_s, exposed_s=exposed_s, memory=self.device.memory()

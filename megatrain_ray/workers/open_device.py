@@ -12,7 +12,7 @@ from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.device.cuda_device import CudaDevice
 from megatrain_ray.engine.device.device import Device
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.plan.plan import ALLOCATOR, CONTEXT, EXCHANGE, Plan
+from megatrain_ray.engine.plan.plan import CONTEXT, EXCHANGE, Plan
 from megatrain_ray.errors import CapacityError, LostDeviceError
 from megatrain_ray.units import format_bytes
 
@@ -25,12 +25,10 @@ def make_device(plan: Plan, *, deterministic: bool) -> Device:
     """Open the device with the plan's numerics, threads and memory limit. Changes settings of the whole process."""
     if plan.device == "cuda":
         limit = plan.limits.hbm_bytes  # None: no limit
-        held = plan.total_bytes(Tier.HBM) - plan.item_bytes(Tier.HBM, CONTEXT, EXCHANGE)
         own = None if limit is None else limit - plan.item_bytes(Tier.HBM, EXCHANGE)  # NCCL allocates the rest itself
         return CudaDevice(
             deterministic=deterministic, tf32=plan.precision.compute == "tf32", memory_bytes=own,
-            context_bytes=plan.item_bytes(Tier.HBM, CONTEXT), tensor_bytes=held - plan.item_bytes(Tier.HBM, ALLOCATOR),
-            held_bytes=held,
+            context_bytes=plan.item_bytes(Tier.HBM, CONTEXT),
         )  # fmt: skip
     if deterministic:
         torch.use_deterministic_algorithms(True)

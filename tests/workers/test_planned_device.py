@@ -33,7 +33,5 @@ def test_a_device_leaves_what_nccl_takes_beside_it(
     between = bytes_of.pop("allocator")
     again = "boundary activations", "kept activations", "attention masks", "work"
     assert between == sum(bytes_of[name] for name in again) // 32
-    tensor_bytes = sum(bytes_of.values()) - bytes_of["context"] - (beside << 30)
-    assert (made.tensor_bytes, made.held_bytes) == (tensor_bytes, tensor_bytes + between)  # type: ignore[attr-defined]
     unlimited = open_device.make_device(replace(plan, limits=replace(plan.limits, hbm_bytes=None)), deterministic=False)
     assert unlimited.memory_bytes is None  # type: ignore[attr-defined]

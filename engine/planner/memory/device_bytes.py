@@ -44,8 +44,8 @@ BESIDE_GRADIENTS = 0.6
 # products are in FP32 (counted operation by operation).
 NORM_BACKWARD = 4
 # What torch's allocator may hold between tensors, as a share of the memory that it is asked for again and again, and at
-# most. It keeps pages of 20 MiB that are not full; the device lets it keep no more (Device.keep_to_plan). The share is
-# a guess. Without a limit it held up to 1/12 of that memory, and 6 GB.
+# most. It keeps pages of 20 MiB that are not full. The share is a guess: with room for more it held up to 1/12 of that
+# memory, and 6 GB.
 ALLOCATOR_SHARE = 1 / 32
 ALLOCATOR_BYTES = 1 << 30
 
