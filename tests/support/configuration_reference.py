@@ -24,7 +24,7 @@ MORE = {
     "data.chat_format": "sft_data.md", "data.chat_template": "sft_data.md",
     "data.truncation": "sft_data.md", "data.packing": "data.md", "train.trainable": "freezing.md",
     "train.freeze": "freezing.md", "train.groups": "freezing.md", "train.optimizer": "muon.md",
-    "train.compute": "fp8.md", "train.moments": "narrow_moments.md", "lora": "lora.md",
+    "train.compute": "less_precise.md", "train.moments": "less_precise.md", "lora": "lora.md",
     "eval_every": "metrics.md#evaluationsjsonl", "log.wandb": "metrics.md", "log.mlflow": "metrics.md",
     "log.trace": "trace.md", "save_compress": "save_format.md", "hardware.profile": "hardware_profile.md",
     "hardware.nodes": "numa.md", "hardware.num_gpus": "several_gpus.md",
