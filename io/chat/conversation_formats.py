@@ -263,6 +263,9 @@ class PairLayout:
 
     def _recognised(self, record: Mapping[str, Any]) -> tuple[ChatLayout, Mapping[str, Any]]:
         """Return the layout of the prompt, and the record with the prompt taken out of the answers if it was there."""
+        answers = record[self.chosen], record[self.rejected]
+        if all(_is_whole(record, answer) for answer in answers):
+            return PROMPT_COMPLETION, self._divided(record)
         for name in ("messages", "conversations"):
             if record.get(name) is not None:
                 return _recognised(record, name), record
@@ -270,8 +273,11 @@ class PairLayout:
             return ALPACA, record
         if record.get("prompt") is not None:
             return PROMPT_COMPLETION, record
+        return PROMPT_COMPLETION, self._divided(record)
+
+    def _divided(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         prompt, chosen, rejected = _common_prompt(record[self.chosen], record[self.rejected])
-        return PROMPT_COMPLETION, {**record, "prompt": prompt, self.chosen: chosen, self.rejected: rejected}
+        return {**record, "prompt": prompt, self.chosen: chosen, self.rejected: rejected}
 
     def _answered(self, record: Mapping[str, Any], layout: ChatLayout, key: str) -> Conversation:
         if isinstance(layout, AlpacaLayout):
@@ -289,6 +295,19 @@ class PairLayout:
         if any(weight != 1 for _, weight in conversation.answers):
             raise RecordError(f"{key}: weights other than 0 and 1 have no meaning in a preference; remove weight")
         return conversation
+
+
+def _is_whole(record: Mapping[str, Any], answer: Any) -> bool:
+    """Return whether an answer is a conversation that begins with what is also given as the prompt.
+
+    So it is in HuggingFaceH4/ultrafeedback_binarized, beside a text and the messages of the chosen one.
+    """
+    if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):
+        return False
+    prompt = record.get("prompt")
+    asks = answer[0].get("role") in ("system", "developer", "user")
+    lists = (prompt, record.get("messages"))
+    return (isinstance(prompt, str) and asks) or any(isinstance(x, list) and x[:1] == answer[:1] for x in lists)
 
 
 def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

@@ -25,10 +25,14 @@ PROMPT = (("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "R"))
 ASKED = said(*PROMPT)
 HISTORY = {"instruction": "R", "input": "", "history": [["Q", "A"]], "system": "S"}
 SHAREGPT = [{"from": role, "value": text} for role, text in zip(("human", "gpt", "human"), "QAR", strict=True)]
+WHOLE = {"chosen": [*ASKED, *said(("assistant", "B"))], "rejected": [*ASKED, *said(("assistant", "C"))]}
 SAME: dict[str, Any] = {
     "explicit": {"prompt": ASKED, "chosen": said(("assistant", "B")), "rejected": said(("assistant", "C"))},
     "explicit, one message": {"prompt": ASKED, "chosen": said(("assistant", "B"))[0], "rejected": "C"},
-    "implicit": {"chosen": [*ASKED, *said(("assistant", "B"))], "rejected": [*ASKED, *said(("assistant", "C"))]},
+    "implicit": WHOLE,
+    "implicit, beside a text and the chosen conversation": WHOLE | {"prompt": "R", "messages": WHOLE["chosen"]},
+    "implicit, beside messages": WHOLE | {"messages": WHOLE["chosen"]},
+    "implicit, beside the prompt": WHOLE | {"prompt": ASKED},
     "ranking, alpaca": HISTORY | {"chosen": "B", "rejected": "C"},
     "ranking, sharegpt": {"conversations": SHAREGPT, "system": "S"}
     | {"chosen": {"from": "gpt", "value": "B"}, "rejected": {"from": "gpt", "value": "C"}},
