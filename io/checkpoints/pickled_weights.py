@@ -39,8 +39,10 @@ def read_pickled(path: Path) -> dict[str, TensorLocation]:
 
 
 def _is_range(value: object) -> bool:
-    """Return whether a value is a tensor whose elements follow one another in its storage."""
-    if not isinstance(value, torch.Tensor) or not value.is_contiguous():
+    """Return whether a value is a tensor whose elements lie in the file, one after the other and as they are."""
+    if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.is_neg() or value.is_conj():
+        return False
+    if getattr(value.untyped_storage(), "_checkpoint_offset", None) is None:  # it was saved on the meta device
         return False
     end = (value.storage_offset() + value.numel()) * value.itemsize
     return value.storage_offset() >= 0 and end <= value.untyped_storage().nbytes()

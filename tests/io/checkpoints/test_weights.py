@@ -121,6 +121,8 @@ class Runs:
         ({"x": Runs()}, {}, "is damaged, or not of torch.save since torch 1.6: Weights only load failed"),
         ({"x": torch.ones(2)}, {"_use_new_zipfile_serialization": False}, "is damaged, or not of torch.save"),
         ({"x": torch.ones(2, 3).t()}, {}, "holds not only tensors that lie in it as they are; load it with Transf"),
+        ({"x": torch._neg_view(torch.ones(2))}, {}, "holds not only tensors"),
+        ({"x": torch.ones(2, device="meta")}, {}, "holds not only tensors"),
         ({"x": {"y": torch.ones(2)}}, {}, "holds not only tensors"),
         (torch.ones(2), {}, "holds not only tensors"),
         ({"x": torch.ones(2, dtype=torch.int64)}, {}, "x is of type I64, expected one of"),
