@@ -109,7 +109,9 @@ class PairObjective:
         """
         means = sums / counts
         scores = means if reference is None else sums - reference
-        losses = _LOSSES[self.kind](self, scores / counts if self.kind == "ipo" else scores)
+        if self.kind == "ipo":
+            scores = scores / counts
+        losses = _LOSSES[self.kind](self, scores)
         if self.sft_weight:
             losses = losses - self.sft_weight * means[:, 0]
         return OfPairs(losses, self.beta * scores.detach())

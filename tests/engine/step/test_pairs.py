@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatrain_ray.engine.model.pair_objective import PairObjective
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from tests.engine.step.test_parity import assert_equal
@@ -67,6 +69,14 @@ def test_it_is_bit_equal(
     assert metrics["reward_accuracy"] * (batches[0].num_pairs or 0) == pytest.approx(
         round(metrics["reward_accuracy"] * (batches[0].num_pairs or 0))
     )
+
+
+def test_rewards_of_ipo_are_of_the_means_that_its_loss_compares() -> None:
+    """Log-probabilities fell by 4 and by 6, of 2 and of 6 tokens: the chosen answer's fell more for each token."""
+    sums, counts, reference = torch.tensor([[[-5.0, -7.0]], [[2.0, 6.0]], [[-1.0, -1.0]]])
+    found = PairObjective("ipo", 0.5).of_pairs(sums, counts, reference)
+    assert found.rewards.tolist() == [[-1.0, -0.5]]
+    assert found.losses.tolist() == [4.0]
 
 
 def test_chunks_micro_batches_and_packing_change_nothing_but_rounding(tmp_path: Path) -> None:
