@@ -140,14 +140,24 @@ def test_pickled_weights_that_cannot_be_read_in_parts_are_refused(
     assert not Path("ran").exists()
 
 
-def test_pickled_weights_that_are_compressed_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("compression", "changed"),
+    [
+        (zipfile.ZIP_DEFLATED, {}),
+        (zipfile.ZIP_STORED, {"byteorder": b"big"}),
+        (zipfile.ZIP_STORED, {"data/0": b"four"}),  # fewer bytes than the tensor has
+    ],
+)
+def test_pickled_weights_of_which_torch_would_change_bytes_are_refused(
+    tmp_path: Path, compression: int, changed: dict[str, bytes]
+) -> None:
     file = tmp_path / "pytorch_model.bin"
     torch.save({"x": torch.arange(4.0)}, file)
     with zipfile.ZipFile(file) as records:
         held = {record.filename: records.read(record) for record in records.infolist()}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as records:
+    with zipfile.ZipFile(file, "w", compression) as records:
         for name, data in held.items():
-            records.writestr(name, data)
+            records.writestr(name, changed.get(name.partition("/")[2], data))
     with pytest.raises(ConfigError, match="holds not only tensors that lie in it as they are"):
         WeightFolder.open(tmp_path)
 
