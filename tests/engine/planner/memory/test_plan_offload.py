@@ -41,7 +41,7 @@ SHAPE = LlamaConfig(
 )  # fmt: skip
 REQUEST = Request(Precision.BF16, False, True, 1, 1, SEQ_LEN, compiled=True, saves=False)
 MACHINE = Machine(
-    device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=3584 << 20, profile=TYPICAL_GPU
+    device="cuda", num_cpus=16, num_nodes=1, ram_bytes=64 << 30, hbm_bytes=3660 << 20, profile=TYPICAL_GPU
 )
 
 
