@@ -115,7 +115,7 @@ def trained(
     monkeypatch.setattr(session, "start_processes", lambda *_: SaveRates(1e9, 1e9))
     monkeypatch.setattr(run_saves, "RunningSave", FakeSave)
     settings = run.config.model_copy(update={"save_every": save_every})
-    run_spec: Any = SimpleNamespace(config=settings, plan=planned(PROFILE))
+    run_spec: Any = SimpleNamespace(config=settings, plan=planned(PROFILE), keeps_logprobs=False)
     interrupts: Any = SimpleNamespace(requested=interrupted, put_off=nullcontext)
     others: Any = SimpleNamespace(check=lambda: None)
     job = RunContext(run_spec, (), 40, None, run, interrupts, others, Startup(), others)
