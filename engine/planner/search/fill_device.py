@@ -9,8 +9,6 @@ from functools import cached_property
 
 from megatrain_ray.engine.discovery.compile_trial import ACTIVATION_BUDGETS
 from megatrain_ray.engine.layout.tier import ELSEWHERE, Tier
-from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.planner.limits import missing_bytes
 from megatrain_ray.engine.planner.memory.plan_builder import PlanBuilder
 from megatrain_ray.engine.planner.memory.spill_choice import ORDERS
 from megatrain_ray.engine.planner.request import Candidate
@@ -53,17 +51,18 @@ class Filling:
         """
         return self._candidate(0, self.builder.num_blocks if self._offloads else self._most_tail_blocks)
 
-    def smallest(self) -> Plan:
-        """Return the plan that takes the least memory.
+    def smallest(self) -> Iterator[Candidate]:
+        """Yield the candidates that may take the least memory: with everything offloaded that may be, and with nothing.
 
-        It has as little on the device as the host allows. If the host has too little memory in any case, it has as many
-        layers on the device as there is room for, using all of the limit.
+        They have as little on the device as the host allows. If the host has too little memory in any case, they have
+        as many layers on the device as there is room for, using all of the limit.
         """
         fewest = self._fewest
         count = fewest if self.fixed else min(fewest, max(0, self._most_within(1.0)))
-        numbers = (0, self.builder.num_blocks) if self._offloads else (0,)
-        plans = [self.builder.plan(self._candidate(count, num_offloading=number)) for number in numbers]
-        return min(plans, key=missing_bytes)
+        nothing = self._candidate(count)
+        yield nothing._replace(tail_budget=1.0, kept=Tier.HBM)  # the same for all candidates that differ in these
+        if self._offloads:
+            yield self._candidate(count, num_offloading=self.builder.num_blocks)
 
     def candidates(
         self,

@@ -57,7 +57,7 @@ def _smallest(
 
     missing: computes how much a plan misses.
     """
-    found = split_searches(basis, machine, request, activations, SearchResults())
+    found = split_searches(basis, machine, request, activations, SearchResults(), least_memory=True)
     return min((plan for search in found for plan in search.smallest()), key=missing)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -188,8 +189,9 @@ class SplitSearch:
         return num_live * sum(self._activations.boundary[first :: candidate.segment])
 
     def smallest(self) -> Iterator[Plan]:
-        """Return for every candidate the plan that takes the least memory."""
-        return (self._filling(candidate, self._residency_order).smallest() for candidate in self._candidates)
+        """Yield the plans that may take the least memory: for every candidate those with as little as it can take."""
+        every = (self._filling(candidate, self._residency_order).smallest() for candidate in self._candidates)
+        return map(self._builder.plan, dict.fromkeys(itertools.chain.from_iterable(every)))
 
     @cached_property
     def _orders(self) -> Iterable[tuple[int, ...]]:
@@ -298,18 +300,22 @@ def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> C
 
 
 def split_searches(
-    basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: SearchResults
-) -> Iterator[SplitSearch]:
+    basis: CostBasis, machine: Machine, request: Request, activations: ActivationBytes, found: SearchResults, *,
+    least_memory: bool = False,
+) -> Iterator[SplitSearch]:  # fmt: skip
     """Yield a search for each split.
 
     There is a second one with small logits on a small device, and with MLPs in chunks if micro-batches are large.
 
     found: collects the plans that fit.
+    least_memory: leave out the first one where the second one takes less memory.
     """
     for split in splits(request):
         split_activations = activations.times(split.micro_batch_size // request.micro_batch_size)
-        yield SplitSearch(basis, machine, split, split_activations, found)
-        if may_be_small(machine.hbm_bytes):
+        is_small = may_be_small(machine.hbm_bytes)
+        if not (is_small and least_memory):
+            yield SplitSearch(basis, machine, split, split_activations, found)
+        if is_small:
             yield SplitSearch(basis, machine, replace(split, small_logits=True), split_activations, found)
         tokens = split.micro_batch_size * split.seq_len
         if not may_chunk(tokens, split.seq_len, has_disk=machine.spill is not None):
