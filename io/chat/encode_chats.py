@@ -202,7 +202,9 @@ class EncodedRecord(NamedTuple):
         lacks = not all(chat.loss_weights[1:].any() for chat in pair)
         loses = not all(chat.loss_weights[1:length].any() for chat, length in zip(pair, cuts, strict=True))
         found = [*outcomes]
-        if lacks or is_cut:
+        if np.array_equal(pair[0].ids, pair[1].ids):
+            found.append(RecordOutcome.ALIKE)
+        elif lacks or is_cut:
             dropped = RecordOutcome.NOTHING_LABELLED if lacks else RecordOutcome.TOO_LONG
             found.append(dropped if lacks or loses or truncation == "drop" else RecordOutcome.CUT)
         kept = [(chat.ids[:length], chat.loss_weights[:length]) for chat, length in zip(pair, cuts, strict=True)]

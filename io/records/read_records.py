@@ -167,6 +167,7 @@ class RecordOutcome(Enum):
     NO_ANSWER = "without an assistant turn, dropped"
     NOTHING = "without a token that its template marks as the assistant's, dropped"
     NOTHING_LABELLED = "without a token to learn, dropped"
+    ALIKE = "with twice the same answer, dropped"
     TRAILING = "with turns after the last answer, which were left out"
     SPLIT = "made into several sequences, as the template writes earlier answers otherwise"
     UNOPENED = (
@@ -182,7 +183,7 @@ class RecordOutcome(Enum):
 
 DROPPED = (
     RecordOutcome.BAD, RecordOutcome.EMPTY, RecordOutcome.NO_ANSWER, RecordOutcome.NOTHING,
-    RecordOutcome.NOTHING_LABELLED, RecordOutcome.TOO_LONG,
+    RecordOutcome.NOTHING_LABELLED, RecordOutcome.ALIKE, RecordOutcome.TOO_LONG,
 )  # fmt: skip
 CUT = (RecordOutcome.CUT_AT_TURN, RecordOutcome.CUT_INSIDE, RecordOutcome.CUT)
 

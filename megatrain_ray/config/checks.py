@@ -311,7 +311,7 @@ def _unknown(key: str, root: type[BaseModel]) -> str:
     group, _, name = without_numbers(key).rpartition(".")
     keys = list(_fields(root))
     siblings = [other for other in keys if other.rpartition(".")[0] == group]
-    near = key_of(key, root) or key_of(name, root) or _nearest(name, siblings, cutoff=0.85)
+    near = key_of(key, root) or key_of(name, root) or _nearest(name, siblings, cutoff=0.8)
     if near is None and (reason := reason_for(name)):
         return f"{key}: unknown key; {reason}"
     near = near or _nearest_alias(name, root) or _nearest(name, siblings) or _nearest(name, keys, cutoff=0.8)

@@ -202,6 +202,8 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"train__learning_rate": 1.0}, "train.learning_rate: unknown key; did you mean train.lr?"),
         ({"train__learing_rate": 1.0}, "train.learing_rate: unknown key; did you mean train.lr?"),
+        ({"data__eval_frac": 0.1}, "data.eval_frac: unknown key; did you mean data.eval_fraction?"),
+        ({"data__test_size": 0.1}, "data.test_size: unknown key; did you mean data.eval_fraction?"),
         ({"num_epoch": 3}, "num_epoch: unknown key; did you mean train.epochs?"),
         ({"model__name": "x"}, "model.name: unknown key; did you mean model.path?"),
         ({"optim": "adamw"}, "optim: unknown key; did you mean train.optimizer?"),

@@ -98,7 +98,7 @@ def test_the_ranking_of_llama_factory(tmp_path: Path) -> None:
 
 def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: Path) -> None:
     """Rows of twelve tokens. A template without marks: a token is a byte."""
-    texts = "q ab c", "qqqqqqqq ab c", "q abcdefgh c", "q abcdefgh abcdefgi", "r s t"
+    texts = "q ab c", "qqqqqqqq ab c", "q abcdefgh c", "q abcdefgh abcdefgi", "r s t", "u v v"
     records = [dict(zip(("prompt", "chosen", "rejected"), text.split(), strict=True)) for text in texts]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "plain.jinja").write_text(PLAIN)
@@ -110,7 +110,7 @@ def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: 
     (folder,) = tokens_of(data, tmp_path)
     meta = read_meta(folder)
     assert meta is not None
-    assert (meta.num_records, meta.num_cut, meta.num_dropped, meta.longest) == (5, 2, 1, 21)
+    assert (meta.num_records, meta.num_cut, meta.num_dropped, meta.longest) == (6, 2, 2, 21)
     (windows,) = open_windows(data, (folder,), 257, whole=False)
     rows = windows.rows(np.arange(windows.num_windows))
     kept = [bytes(ids[real].tolist()).decode() for ids, real in zip(rows.ids, rows.documents >= 0, strict=True)]
@@ -122,4 +122,4 @@ def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: 
     dropped = DataConfig.model_validate(settings | {"truncation": "drop"})
     (folder,) = tokens_of(dropped, tmp_path)
     meta = read_meta(folder)
-    assert meta is not None and (meta.num_cut, meta.num_dropped) == (0, 3)
+    assert meta is not None and (meta.num_cut, meta.num_dropped) == (0, 4)
