@@ -24,6 +24,7 @@ from megatrain_ray.run.run_history import read_history
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
+REWARDS = "reward_chosen", "reward_margin", "reward_accuracy"  # of preferences
 SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}  # columns
 EVALUATED = {"eval_loss", "eval_tokens", "eval_s"}
 SPLIT = {"exposed_s", "step_s"}  # columns that rows of earlier versions lack
@@ -130,10 +131,11 @@ def _verdict(step: int, problems: list[str]) -> list[str]:
 def _row(row: dict[str, Any]) -> str:
     if not row.keys() >= SHOWN:
         return f"step {row['step']:<8} incomplete row: {sorted(SHOWN - row.keys())} missing"
+    rewards = [f"  {key.removeprefix('reward_')} {_number(row[key])}" for key in REWARDS if key in row]
     notes = "  skipped" if row["skipped"] else ""
     notes += "  host memory aliased: the loss means nothing" if row.get("aliased") else ""
     return (
-        f"step {row['step']:<8} loss {_number(row['loss'])}  grad_norm {_number(row['grad_norm'])}  "
+        f"step {row['step']:<8} loss {_number(row['loss'])}{''.join(rewards)}  grad_norm {_number(row['grad_norm'])}  "
         f"lr {row['lr']:.3g}  {format_count(row['tokens_per_s'])} tokens/s{notes}"
     )
 

@@ -55,7 +55,12 @@ def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_save
     assert evaluations[0]["eval_reward_margin"] == pytest.approx(
         evaluations[0]["eval_reward_chosen"] - evaluations[0]["eval_reward_rejected"]
     )
-    assert f"eval_loss {evaluations[-1]['eval_loss']:.4f}  margin " in cli_here("inspect", str(run_dir)).stdout
+    shown = cli_here("inspect", str(run_dir)).stdout
+    assert f"eval_loss {evaluations[-1]['eval_loss']:.4f}  margin " in shown
+    assert f"  chosen {rows(run_dir)[-1]['reward_chosen']:.4f}  margin " in shown
+    assert cli_here("report", str(run_dir)).returncode == 0
+    page = (run_dir / "report.html").read_text()
+    assert "Mean reward of the answers" in page and "whose chosen answer has more reward" in page
 
     shutil.rmtree(run_dir / "saves" / "step_4")
     for logprobs in cache_folder().glob("tokens/*/logprobs.bin"):
