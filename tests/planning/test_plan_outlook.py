@@ -97,7 +97,8 @@ def test_the_table_compares_speeds(path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_where_nothing_fits_what_would_is_shown_all_the_same(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(path), "hardware.hbm_limit=4GiB", "hardware.ram_limit=4GiB", "--what-if"]) == 3
+    limits = "hardware.hbm_limit=4GiB", "hardware.ram_limit=4GiB"
+    assert main(["plan", str(path), "train.batch_size=2", *limits, "--what-if"]) == 3
     shown = capsys.readouterr()
     assert "of host RAM, 4.00 GiB available" in shown.err
     lines = shown.out.splitlines()
