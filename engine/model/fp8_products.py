@@ -1,8 +1,8 @@
 """Multiplies the matrices of a model's layers in FP8, with a scale for each row (train.compute: fp8).
 
 A product contracts the rows of two matrices. Each row is divided by a scale, so that its largest element becomes the
-largest number of e4m3, and rounded. The products of a pair of rows are summed in FP32, times both scales. The recipe is
-`rowwise` of torchao, without its rounding of scales to powers of two:
+largest number of e4m3, and rounded. The products of a pair of rows are summed in FP32, times both scales. GPUs may keep
+fewer bits of a forward's sums. The recipe is `rowwise` of torchao, without its rounding of scales to powers of two:
 
     forward                     y  = x Wᵀ    a scale for each token of x, and for each output of W
     gradient of the input       dx = g W     for each token of g, and for each input of W
@@ -101,7 +101,7 @@ class _Product(torch.autograd.Function):
 def _multiply(left: Tensor, right: Tensor, *, fast: bool = False) -> Tensor:
     """Return the product of the rows of `left` [M, K] with those of `right` [N, K]: [M, N] in bf16.
 
-    fast: GPUs may sum with fewer bits than FP32 has, as torchao lets them in a forward.
+    fast: GPUs may keep fewer bits of the sums than FP32 has, as torchao lets them in a forward.
     """
     return multiply_quantised(quantised(left), quantised(right), fast=fast)
 

@@ -30,6 +30,15 @@ def write_byte_tokenizer(folder: Path, *, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
+def is_byte_tokenizer(folder: Path) -> bool:
+    """Return whether the tokenizer in a folder is one that `write_byte_tokenizer` wrote."""
+    try:
+        model = json.loads((folder / "tokenizer.json").read_bytes())["model"]
+        return bool(model["vocab"] == _byte_characters() and not model["merges"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _byte_characters() -> dict[str, int]:
     """Return the character that stands for each byte in byte-level tokenizers, with the byte as its id.
 

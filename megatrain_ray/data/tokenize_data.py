@@ -29,6 +29,7 @@ from megatrain_ray.io.files.disk_errors import DiskError
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
+from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus
@@ -124,14 +125,19 @@ def other_tokenizer(config: TrainConfig) -> str | None:
     used, folder = config.data.tokenizer, Path(config.model.path or "")
     if used is None or config.model.path is None or not holds_tokenizer(folder):
         return None
-    name, place = "tokenizer.json", Path(used) if used == "bytes" else tokenizer_folder(used)
-    own, given = (path.read_bytes() if path.is_file() else b"" for path in (folder / name, place / name))
-    if own == given or folder.resolve() == place.resolve():
+    if is_byte_tokenizer(folder) if used == "bytes" else _is_same(folder, tokenizer_folder(used)):
         return None
     return (
         f"warning: data.tokenizer: {used} is not the tokenizer in {folder}, whose ids the model was trained on; leave "
         "data.tokenizer out to use that"
     )
+
+
+def _is_same(folder: Path, other: Path) -> bool:
+    """Return whether two folders hold the same tokenizer.json, or are the same."""
+    files = (at / "tokenizer.json" for at in (folder, other))
+    own, given = (path.read_bytes() if path.is_file() else b"" for path in files)
+    return own == given or folder.resolve() == other.resolve()
 
 
 def open_marks(data: DataConfig, tokenizer: str) -> tuple[str, ...]:

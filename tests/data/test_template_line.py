@@ -9,6 +9,7 @@ import pytest
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.tokenize_data import describe_template, other_tokenizer
+from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from megatrain_ray.trainer import Trainer
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.fake_hub import files_of, fill_cache
@@ -29,6 +30,9 @@ def test_another_tokenizer_than_the_models_is_warned_of(tmp_path: Path, monkeypa
     assert warning(None) is warning(own) is warning(same) is warning("owner/same") is None
     for tokenizer in (other, "bytes"):
         assert str(warning(tokenizer)).startswith(f"warning: data.tokenizer: {tokenizer} is not the tokenizer in {own}")
+    write_byte_tokenizer(Path(own), vocab_size=257)  # as an exported model of bytes has it
+    assert warning("bytes") is None
+    assert warning(other) is not None
 
 
 def test_a_template_without_an_end_mark_is_warned_of(tmp_path: Path) -> None:
