@@ -43,6 +43,7 @@ class Batch:
     reference_logprobs: NDArray[np.float32] | None = None
     # Preferences: each two documents of a row are one, the chosen one first. None: documents are of no such pairs.
     num_pairs: int | None = None
+    margins: NDArray[np.float32] | None = None  # [batch, seq_len], of preferences, at their first tokens; None: all 0
 
     @property
     def total_weight(self) -> float:
@@ -216,6 +217,7 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, in_pairs: 
     weights = np.where(real & (inputs == documents[:, 1:]), loss_weights[:, 1:], WEIGHT_TYPE.type(0))
     supervised = weights != 0
     positions = _positions(inputs)
+    margins = np.where(real & (positions == 0), loss_weights[:, :-1], WEIGHT_TYPE.type(0)) if in_pairs else None
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
     return Batch(
         input_ids=np.ascontiguousarray(ids[:, :-1]),
@@ -224,10 +226,11 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, in_pairs: 
         num_supervised=int(supervised.sum()),
         num_tokens=int(real.sum()),
         sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
-        loss_weights=weights if weighted else None,
+        loss_weights=weights if weighted and not in_pairs else None,
         real=real,
         reference_logprobs=np.where(supervised, logprobs[:, 1:], WEIGHT_TYPE.type(0)) if referenced else None,
         num_pairs=int((documents.max(axis=1) + 1).sum()) // 2 if in_pairs else None,
+        margins=margins if margins is not None and margins.any() else None,
     )
 
 

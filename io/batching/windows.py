@@ -78,11 +78,11 @@ class SpanWindows:
         """Pack sequences of chats without cutting any: each goes into the first window that has room.
 
         packing: else each has a window of its own.
-        in_pairs: each two sequences are one preference, and stay together.
+        in_pairs: each two sequences are one preference. They stay together, and all of their tokens are inputs.
         """
         lengths, together = np.asarray(corpus.document_lengths), 2 if in_pairs else 1
         sums = lengths.reshape(-1, together).sum(axis=1)
-        windows = np.repeat(first_fit(sums, seq_len + 1) if packing else np.arange(sums.size), together)
+        windows = np.repeat(first_fit(sums, seq_len + 1 - in_pairs) if packing else np.arange(sums.size), together)
         order = np.argsort(windows, kind="stable")
         firsts = np.searchsorted(windows[order], np.arange(windows.max(initial=-1) + 2))
         starts = np.cumsum(lengths) - lengths
@@ -195,7 +195,7 @@ def cut(
     """Cut a corpus into windows.
 
     One document is cut in the same way with packing and without. Sequences of chats, of at most seq_len + 1 tokens,
-    stay whole.
+    stay whole; two of a preference have at most seq_len tokens.
 
     whole: whether to keep the last short windows, so that no document is left out.
     in_pairs: whether the sequences are preferences, which lie two by two in the corpus.

@@ -17,12 +17,13 @@ Learn = Literal["all", "last"]
 # Keys that change what is learned in ways that neither a Conversation nor a pair of them can express.
 REFUSED_KEYS = ("kto_tag", "image", "images", "video", "videos", "audio", "audios")
 CHOSEN, REJECTED = "chosen", "rejected"  # keys of the two answers of a preference
+MARGIN = "margin"  # key of the reward by which the chosen answer shall be ahead
 
 # Keys that a turn may have in addition to role and content; templates read these names.
 MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", *THOUGHT_KEYS})
 LEARN_KEYS = ("train", "weight")  # that say how much a turn is learned
 FORMAT_KEYS = ("messages", "conversations", "instruction", "output", "prompt", "completion")  # tell formats apart
-LARGEST_WEIGHT = 3.4e38  # of FP32, about
+LARGEST_NUMBER = 3.4e38  # of FP32, about
 MESSAGE_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES = {
     "system": "system",
@@ -232,6 +233,16 @@ def read_pair(record: Any, layout: PairLayout) -> tuple[Conversation, Conversati
     return layout.read(_learnable(record))
 
 
+def read_margin(record: Any) -> float:
+    """Return the margin of a preference, which a reward model keeps; 0 if it has none. Raises RecordError."""
+    margin = as_mapping(record).get(MARGIN)
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_NUMBER:
+        raise RecordError(f"{MARGIN}: expected a number, got {margin!r:.60}")
+    return float(margin)
+
+
 def _learnable(record: Any) -> Mapping[str, Any]:
     fields = as_mapping(record)
     if refused := [key for key in REFUSED_KEYS if fields.get(key) not in (None, [], "")]:
@@ -348,7 +359,7 @@ def _loss_weight(turn: Mapping[str, Any], role: str) -> float:
     train, weight = turn.get("train", True), turn.get("weight", 1)
     if not isinstance(train, bool):
         raise RecordError(f"train: expected true or false, got {train!r:.60}")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_NUMBER:
         raise RecordError(f"weight: expected a number of 0 and more, got {weight!r:.60}")
     if role != "assistant":
         for key in LEARN_KEYS:

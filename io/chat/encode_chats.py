@@ -19,6 +19,7 @@ from megatrain_ray.io.chat.conversation_formats import (
     Learn,
     PairLayout,
     read_conversation,
+    read_margin,
     read_pair,
 )
 from megatrain_ray.io.chat.find_chats import ChatSource
@@ -47,7 +48,8 @@ Truncation = Literal["turn", "drop"]
 class ChatRecipe:
     """Makes sequences from chats. Each is a document of at most `seq_len` + 1 tokens.
 
-    A preference makes two, the chosen one first, which have so many tokens together.
+    A preference makes two, the chosen one first, which have at most `seq_len` tokens together, so that all of these are
+    inputs. In place of the loss weight of the chosen one's first token, which is never a target, it has the margin.
     """
 
     sources: tuple[ChatSource, ...]
@@ -79,6 +81,7 @@ class ChatRecipe:
             **self.choice.settings(),
             "learn": [self.learn, self.learn_reasoning],
             "turns": True,  # are checked for what a template leaves out; an earlier release did not
+            **({"margins": True} if any(isinstance(source.layout, PairLayout) for source in self.sources) else {}),
             **({"nulls": False} if any(suffix_of(file) in (PARQUET, ARROW) for file in self.files) else {}),
         }
 
@@ -167,7 +170,7 @@ class EncodedRecord(NamedTuple):
     """Holds the result of one record: the ids and loss weights of what is kept of it, and its outcomes for the tally.
 
     problem: what is wrong with the record; None: nothing.
-    longest: tokens of its longest sequence, before it was cut.
+    longest: tokens of the window that its longest sequence needs, before it was cut.
     """
 
     kept: list[tuple[TokenArray, LossWeights]]
@@ -189,12 +192,12 @@ class EncodedRecord(NamedTuple):
     def of_pair(
         pair: Sequence[EncodedChat], max_tokens: int, truncation: Truncation, outcomes: Sequence[RecordOutcome]
     ) -> EncodedRecord:
-        """Return what is kept of a preference, of at most `max_tokens` together, and add to its outcomes.
+        """Return what is kept of a preference, of fewer than `max_tokens` together, and add to its outcomes.
 
         A longer one is cut at the end, each sequence to what the other one leaves, or to half. It is left out if then
         nothing is left to learn of one of them.
         """
-        lengths = [chat.ids.size for chat in pair]
+        lengths, max_tokens = [chat.ids.size for chat in pair], max_tokens - 1  # the last token is an input as well
         cuts = [
             min(n, max(max_tokens // 2, max_tokens - other)) for n, other in zip(lengths, lengths[::-1], strict=True)
         ]
@@ -208,7 +211,7 @@ class EncodedRecord(NamedTuple):
             dropped = RecordOutcome.NOTHING_LABELLED if lacks else RecordOutcome.TOO_LONG
             found.append(dropped if lacks or loses or truncation == "drop" else RecordOutcome.CUT)
         kept = [(chat.ids[:length], chat.loss_weights[:length]) for chat, length in zip(pair, cuts, strict=True)]
-        return EncodedRecord([] if set(found) & set(DROPPED) else kept, found, longest=sum(lengths))
+        return EncodedRecord([] if set(found) & set(DROPPED) else kept, found, longest=sum(lengths) + 1)
 
 
 def _kept_length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
@@ -267,8 +270,11 @@ class RecordEncoder:
                         f"{key}: the chat template writes its answers as {len(chats)} sequences; keep one"
                     )
                 pair += chats
+            margins = read_margin(record), 0.0
         except RecordError as error:
             return EncodedRecord([], [], str(error))
+        for chat, margin in zip(pair, margins, strict=True):
+            chat.loss_weights[:1] = margin
         outcomes = [*dict.fromkeys(note for chat in pair for note in chat.notes)]
         return EncodedRecord.of_pair(pair, self.max_tokens, self.truncation, outcomes)
 

@@ -186,7 +186,7 @@ def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) ->
     for name, windows, folder in zip(names, part.windows, part.folders, strict=True):
         yield name if name.startswith(part.data.key) else f"{part.data.key}: {name}"
         corpus, seq_len = windows.corpus, part.data.seq_len
-        lines = [*_records(folder, corpus, seq_len, num_positions), *_lengths(corpus), *_rows(windows, seq_len)]
+        lines = [*_records(folder, windows, seq_len, num_positions), *_lengths(corpus), *_rows(windows, seq_len)]
         yield from (f"  {line}" for line in lines)
     if not isinstance(part.data, HeldOutConfig):
         num_rows = sum(windows.num_windows for windows in part.windows)
@@ -195,7 +195,7 @@ def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) ->
         yield f"an epoch is {format_quantity(num_rows, 'row')}, {steps}"
 
 
-def _records(folder: Path, corpus: Corpus, seq_len: int, num_positions: int | None) -> Iterator[str]:
+def _records(folder: Path, windows: Windows, seq_len: int, num_positions: int | None) -> Iterator[str]:
     """Yield what became of the records: the lines of the tally, or the counts of texts."""
     meta = read_meta(folder)
     assert meta is not None  # it was just opened
@@ -210,7 +210,8 @@ def _records(folder: Path, corpus: Corpus, seq_len: int, num_positions: int | No
         more = "".join(f", {count} {what} ones skipped" for count, what in skipped if count)
         yield f"{format_quantity(meta.num_documents, 'text')}, {meta.num_tokens} tokens{more}"
         yield from (f"  {place}" for place in meta.places)
-    if corpus.weighted and corpus.loss_weights is not None:
+    corpus = windows.corpus
+    if corpus.weighted and corpus.loss_weights is not None and not windows.in_pairs:
         weights = np.asarray(corpus.loss_weights)
         learned = weights[weights != 0]
         yield (

@@ -13,7 +13,7 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_windows
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import assemble
-from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, PairLayout, read_pair
+from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, PairLayout, read_margin, read_pair
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.records.read_records import RecordError, read_records
 from megatrain_ray.io.tokens.token_files import read_meta
@@ -80,6 +80,12 @@ def test_what_is_wrong_is_named(record: Any, problem: str) -> None:
         read(record)
 
 
+def test_a_margin_that_is_no_number_is_named() -> None:
+    for margin in ("wide", True, float("nan"), 1e39):
+        with pytest.raises(RecordError, match="margin: expected a number, got "):
+            read_margin({"margin": margin})
+
+
 def test_the_ranking_of_llama_factory(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"q": "Q", "good": "A", "bad": "B"}]))
     columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
@@ -97,27 +103,33 @@ def test_the_ranking_of_llama_factory(tmp_path: Path) -> None:
 
 
 def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: Path) -> None:
-    """Rows of twelve tokens. A template without marks: a token is a byte."""
+    """Rows of twelve inputs. A template without marks: a token is a byte."""
     texts = "q ab c", "qqqqqqqq ab c", "q abcdefgh c", "q abcdefgh abcdefgi", "r s t", "u v v"
     records = [dict(zip(("prompt", "chosen", "rejected"), text.split(), strict=True)) for text in texts]
+    margins = [{}, {}, {"margin": -0.5}, {"margin": None}, {"margin": 2}, {"margin": 3}]
+    records = [record | margin for record, margin in zip(records, margins, strict=True)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "plain.jinja").write_text(PLAIN)
     settings = {
-        "kind": "pairs", "path": str(tmp_path / "pairs.jsonl"), "tokenizer": "bytes", "seq_len": 11,
+        "kind": "pairs", "path": str(tmp_path / "pairs.jsonl"), "tokenizer": "bytes", "seq_len": 12,
         "chat_template": str(tmp_path / "plain.jinja"),
     }  # fmt: skip
     data = DataConfig.model_validate(settings)
     (folder,) = tokens_of(data, tmp_path)
     meta = read_meta(folder)
     assert meta is not None
-    assert (meta.num_records, meta.num_cut, meta.num_dropped, meta.longest) == (6, 2, 2, 21)
+    assert (meta.num_records, meta.num_cut, meta.num_dropped, meta.longest) == (6, 2, 2, 22)
     (windows,) = open_windows(data, (folder,), 257, whole=False)
     rows = windows.rows(np.arange(windows.num_windows))
     kept = [bytes(ids[real].tolist()).decode() for ids, real in zip(rows.ids, rows.documents >= 0, strict=True)]
     # What is too long is cut to what the other leaves of twelve tokens, or to half of them.
     assert kept == ["qab.qc.", "qabcdefghqc.", "qabcdeqabcde", "rs.rt."]
-    batch = assemble(rows, weighted=False, in_pairs=True)
+    batch = assemble(rows, weighted=True, in_pairs=True)
     assert batch.num_pairs == 4 == batch.total_weight
+    assert batch.num_tokens == 7 + 12 + 12 + 6  # all are inputs, those at the end of a full row as well
+    assert batch.margins is not None and batch.loss_weights is None
+    assert batch.margins[batch.margins != 0].tolist() == [-0.5, 2.0]
+    assert {batch.input_ids[batch.margins == margin].item() for margin in (-0.5, 2)} == {ord("q"), ord("r")}
     assert batch.positions is not None
     dropped = DataConfig.model_validate(settings | {"truncation": "drop"})
     (folder,) = tokens_of(dropped, tmp_path)
