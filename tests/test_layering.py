@@ -23,7 +23,8 @@ IO = (
 )  # fmt: skip
 ENGINE = (
     # What the optimizer computes knows elements and no models.
-    "engine.layout", "engine.optimizer", "engine.model", "engine.device", "engine.layer_calls", "engine.discovery",
+    "engine.layout", "engine.optimizer", "engine.objectives", "engine.model", "engine.device", "engine.layer_calls",
+    "engine.discovery",
     "engine.weights", "engine.plan", "engine.spill", "engine.host", "engine.shards", "engine.activations",
     "engine.gradients", "engine.weights_stream", "engine.step", "engine.measure",
     # What runs a plan does not know how it was made.

@@ -5,14 +5,14 @@ So the logits of all tokens never exist at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.engine.model.pair_objective import Documents, PairObjective
+from megatrain_ray.engine.objectives.objective import Documents, LogprobObjective
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 
@@ -22,8 +22,9 @@ class Targets(NamedTuple):
     ids: int64, `IGNORED` where a token does not count. [B, T], or [t] for a chunk of tokens.
     weights: FP32, of the same shape, 0 where a token does not count; None: all others count 1.
     real: bool, of the same shape, which inputs are no pads; None: all, or not known, as in a chunk.
-    documents: where pairs of documents lie; None: there are no pairs, or this is a chunk.
+    documents: where documents lie; None: the objective asks for single tokens, or this is a chunk.
     reference: FP32, of the same shape, log-probabilities by a reference model; None: there is none, or this is a chunk.
+    columns: as `Batch.columns`; empty in a chunk.
     """
 
     ids: torch.Tensor
@@ -31,6 +32,7 @@ class Targets(NamedTuple):
     real: torch.Tensor | None = None
     documents: Documents | None = None
     reference: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = {}
 
     def chunks(self, num_tokens: int) -> list[Targets]:
         """Return chunks of `num_tokens` tokens, in the order of rows."""
@@ -44,8 +46,7 @@ class Targets(NamedTuple):
 class Objective:
     """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
 
-    Each token's sum of these is multiplied by its loss weight. With `pairs` it is minimised for each pair of documents
-    instead.
+    Each token's sum of these is multiplied by its loss weight. `of_documents` takes the place of all of them.
     """
 
     # Weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
@@ -53,11 +54,11 @@ class Objective:
     # Targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception architecture
     # for computer vision", 2016).
     label_smoothing: float = 0.0
-    pairs: PairObjective | None = None
+    of_documents: LogprobObjective | None = None
 
     @property
     def is_cross_entropy(self) -> bool:
-        return not self.z_loss and not self.label_smoothing and self.pairs is None
+        return not self.z_loss and not self.label_smoothing and self.of_documents is None
 
     def sums(self, scores: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sums of the objective and, without a graph, of the plain cross-entropy.

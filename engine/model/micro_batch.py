@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
 from megatrain_ray.engine.model.chunked_loss import Targets
-from megatrain_ray.engine.model.pair_objective import Documents
+from megatrain_ray.engine.objectives.objective import Documents
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the tokens of one micro-batch, in host memory. All tensors are [B, T], and int64 except the last two."""
+    """Holds the tokens of one micro-batch, in host memory. All tensors are [B, T]."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor  # a target of -100 is not supervised
@@ -26,7 +26,8 @@ class MicroBatch:
     loss_weights: torch.Tensor | None = None  # as in `Batch`
     real: torch.Tensor | None = None  # as in `Batch`
     reference: torch.Tensor | None = None  # `Batch.reference_logprobs`
-    in_pairs: bool = False  # whether each two documents of a row are a pair
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `Batch.columns`
+    tells_documents: bool = False  # whether the objective asks for documents
 
     @property
     def is_packed(self) -> bool:
@@ -39,10 +40,11 @@ class MicroBatch:
         given = (self.loss_weights, self.real, self.reference)
         weights, real, reference = (None if tensor is None else upload(tensor) for tensor in given)
         documents = None
-        if self.in_pairs:
-            assert self.positions is not None and self.real is not None  # every row has two documents or more
+        if self.tells_documents:
+            assert self.real is not None
             documents = Documents.of(self.positions, self.real)
-        return Targets(upload(self.targets), weights, real, documents, reference)
+        columns = {name: upload(column) for name, column in self.columns.items()}
+        return Targets(upload(self.targets), weights, real, documents, reference, columns)
 
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
@@ -55,7 +57,9 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     )  # fmt: skip
     num_parts = -(-len(batch.input_ids) // size)
     parts = ((None,) * num_parts if array is None else _split(array, size) for array in arrays)
-    return tuple(map(partial(MicroBatch, in_pairs=batch.num_pairs is not None), *parts))
+    split = {name: _split(array, size) for name, array in batch.columns.items()}
+    columns = ({name: of_parts[j] for name, of_parts in split.items()} for j in range(num_parts))
+    return tuple(map(MicroBatch, *parts, columns, repeat(batch.num_documents is not None)))
 
 
 def _split(array: NDArray[Any], size: int) -> tuple[torch.Tensor, ...]:

@@ -23,9 +23,10 @@ from megatrain_ray.engine.model.chunked_loss import (
     score_chunks,
     target_logprobs,
 )
-from megatrain_ray.engine.model.pair_objective import PairLoss
+from megatrain_ray.engine.objectives.objective import LogprobLoss
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
+from megatrain_ray.io.batching.batch_stream import BatchCounts
 from megatrain_ray.virtual_clock import Op
 
 Named = list[tuple[Segment, torch.Tensor]]  # parameters of the head's modules
@@ -33,19 +34,20 @@ Named = list[tuple[Segment, torch.Tensor]]  # parameters of the head's modules
 
 @dataclass(frozen=True)
 class LossShare:
-    """Says what a micro-batch's loss is a share of. Both numbers are of the step over all ranks."""
+    """Says what a micro-batch's loss is a share of. All numbers are of the step over all ranks."""
 
     objective: Objective
     total_weight: float | torch.Tensor  # as in `StepInput`
     num_parts: int  # micro-batches
+    counts: BatchCounts | None = None  # as in `StepInput`
 
 
 @dataclass(frozen=True)
 class MicroBatchLoss:
     """Holds the loss of one micro-batch and the gradients of the head.
 
-    losses: shares of the step's loss, one a chunk, or one of all pairs; then one for side outputs if there are any.
-    metrics: by name, shares of the step's: the plain cross-entropies of the chunks, or what is known of the pairs.
+    losses: shares of the step's loss, one a chunk, or one of all documents; then one for side outputs if there are any.
+    metrics: by name, shares of the step's: the plain cross-entropies of the chunks, or what is known of the documents.
     gradients: by parameter name; None if nothing flowed, or if the gradient was already added to the step's sum.
     """
 
@@ -79,12 +81,12 @@ class StepLoss:
         hidden = forward_pass.final_hidden
         with self._bound() as named:
             with self._device.compute(Op("loss", self._head, j)):
-                if share.objective.pairs is None:
+                if share.objective.of_documents is None:
                     result = self._chunked(hidden, targets, named, share)
                     losses, metrics = [*result.losses], {"cross_entropy": result.cross_entropies}
                 else:
-                    result, found = self._of_pairs(hidden, targets, named, share)
-                    losses, metrics = [found.loss], {name: [value] for name, value in found.metrics.items()}
+                    result, found = self._of_documents(hidden, targets, named, share)
+                    losses, metrics = [found.loss.share], {name: [mean.share] for name, mean in found.metrics.items()}
             auxiliary = self._model.proxied.auxiliary(forward_pass.result, targets.real)
         forward_pass.send(hidden, result.hidden)
         if auxiliary is not None:  # averaged over the step's micro-batches: this term is no sum over tokens
@@ -101,7 +103,7 @@ class StepLoss:
         targets: [B, T].
         """
         with self._bound() as named:
-            of_tokens = replace(objective, pairs=None)
+            of_tokens = replace(objective, of_documents=None)
             self._chunked(hidden, targets, named, LossShare(of_tokens, targets.ids.numel(), 1))
         self._gradients.begin()
 
@@ -116,20 +118,21 @@ class StepLoss:
             stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
             yield named
 
-    def _of_pairs(
+    def _of_documents(
         self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare
-    ) -> tuple[LossResult, PairLoss]:
-        """Compute the loss of pairs in two passes over the chunks: log-probabilities, and gradients by their weights.
+    ) -> tuple[LossResult, LogprobLoss]:
+        """Compute a loss of documents in two passes over the chunks: log-probabilities, and gradients by their weights.
 
         The logits of the first pass are not compiled, so they exist in FP32 as well. Its chunks are half as long then.
         """
-        assert share.objective.pairs is not None
+        objective, counts = share.objective.of_documents, share.counts
+        assert objective is not None and counts is not None
         compute = self._plan.compute
         chunk_tokens = -(-compute.loss_chunk_tokens // 2) if compute.compiled_loss else compute.loss_chunk_tokens
         scores = score_chunks(self._model.proxied.logits, hidden, targets, target_logprobs, chunk_tokens=chunk_tokens)
-        found = share.objective.pairs.loss(scores, targets, share.total_weight)
+        found = objective.loss(scores, targets, counts)
         weighted = targets._replace(weights=found.weights)
-        of_tokens = replace(share, objective=replace(share.objective, pairs=None), total_weight=1.0)
+        of_tokens = replace(share, objective=replace(share.objective, of_documents=None), total_weight=1.0)
         return self._chunked(hidden, weighted, named, of_tokens), found
 
     def _chunked(self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare) -> LossResult:

@@ -22,12 +22,14 @@ from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, relea
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
+from megatrain_ray.engine.objectives.objective import joining
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Phase, Visit
 from megatrain_ray.engine.step.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
+from megatrain_ray.io.batching.batch_stream import BatchCounts
 from megatrain_ray.virtual_clock import Op
 
 Gradients = dict[str, torch.Tensor | None]  # by parameter; None: no gradient flowed
@@ -44,6 +46,7 @@ class StepInput:
     total_weight: float | torch.Tensor
     dropout_seed: int
     objective: Objective = field(default_factory=Objective)
+    counts: BatchCounts | None = None  # of the step, over all ranks; None: the objective is of single tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class StepOutput:
     """Holds the loss and the gradient norm of a step."""
 
     loss: float
-    # By name: the plain cross-entropy in the loss if the loss has other terms; of pairs, rewards and the like.
+    # By name: the plain cross-entropy in the loss if the loss has other terms; of documents, rewards and the like.
     metrics: dict[str, float]
     grad_norm: float  # of all gradients, before clipping
     bad_parameter: str | None  # the first in model order whose gradient is not finite; None if all are finite
@@ -153,7 +156,7 @@ class StepRunner:
             *values, norm = submitted.values.tolist()
         metrics, bad = {}, None
         for name, count in submitted.counts.items():
-            metrics[name], values = sum(values[:count]), values[count:]
+            metrics[name], values = joining(name)(values[:count]), values[count:]
         if not math.isfinite(norm):
             names, norms = self._layout.parameter_order, self._gradients.norms
             bad = next((name for name in names if not bool(torch.isfinite(norms[name]))), "the norm of all")
@@ -262,7 +265,7 @@ class StepRunner:
 
     def _loss(self, j: int, state: _StepState) -> Gradients:
         step = state.step
-        share = LossShare(step.objective, step.total_weight, len(state.passes) * self._ranks.size)
+        share = LossShare(step.objective, step.total_weight, len(state.passes) * self._ranks.size, step.counts)
         found = self._step_loss.run(j, state.passes[j], state.targets[j], share)
         state.losses.extend(found.losses)
         for name, parts in found.metrics.items():

@@ -81,7 +81,7 @@ class WarmUp:
             if not any(outcome.added):  # not reused if the layer added to a container: that belongs to this layer only
                 results[kind] = outcome.result
             forward_pass.resume(outcome)
-        weighted = coming.weighted or coming.objective.pairs is not None  # pairs make loss weights of tokens
+        weighted = coming.weighted or coming.objective.of_documents is not None  # it makes loss weights
         weights = torch.ones_like(ids, dtype=torch.float32) if weighted else None
         self._loss(forward_pass.final_hidden, Targets(torch.zeros_like(ids), weights), coming.objective)
         forward_pass.free()

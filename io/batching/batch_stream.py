@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,13 @@ from megatrain_ray.io.batching.windows import Rows, Windows
 from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, Fingerprint
 
 MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
+
+
+class BatchCounts(NamedTuple):
+    """Counts what a loss may be a mean over: the documents of an update, and their supervised targets."""
+
+    documents: int
+    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +48,21 @@ class Batch:
     real: NDArray[np.bool_] | None = None  # [batch, seq_len], which inputs are no pads; None: all
     # [batch, seq_len], log-probabilities of the targets in a reference model, 0 if a target is -100; None: no reference
     reference_logprobs: NDArray[np.float32] | None = None
-    # Preferences: each two documents of a row are one, the chosen one first. None: documents are of no such pairs.
-    num_pairs: int | None = None
+    # By name: further numbers of the targets, [batch, seq_len], 0 if a target is -100.
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    # Documents that are whole answers, of which the objective has a loss. Each two of preferences are one, the chosen
+    # one first. None: the objective is of single tokens.
+    num_documents: int | None = None
     margins: NDArray[np.float32] | None = None  # [batch, seq_len], of preferences, at their first tokens; None: all 0
 
     @property
+    def counts(self) -> BatchCounts | None:
+        """Return what the loss of whole answers is a mean over; None: the objective is of single tokens."""
+        return None if self.num_documents is None else BatchCounts(self.num_documents, self.num_supervised)
+
+    @property
     def total_weight(self) -> float:
-        """Return what a step's loss is divided by: the sum of the weights of all targets, or the number of pairs."""
-        if self.num_pairs is not None:
-            return self.num_pairs
+        """Return what a step's loss of single tokens is divided by: the sum of the weights of all targets."""
         if self.loss_weights is None:
             return self.num_supervised
         return float(np.asarray(self.loss_weights, np.float64).sum())
@@ -84,9 +97,9 @@ class BatchStream:
         return self._windows.logprobs is not None
 
     @property
-    def in_pairs(self) -> bool:
-        """Return whether the data are preferences."""
-        return self._windows.in_pairs
+    def documents_per_record(self) -> int:
+        """Return documents_per_record as for `cut`."""
+        return self._windows.documents_per_record
 
     @property
     def num_drawn(self) -> int:
@@ -119,7 +132,9 @@ class BatchStream:
 
     def next_batch(self) -> Batch:
         rows = self.draw(self._batch_size)
-        return assemble(rows, weighted=self.weighted, referenced=self.referenced, in_pairs=self.in_pairs)
+        return assemble(
+            rows, weighted=self.weighted, referenced=self.referenced, documents_per_record=self.documents_per_record
+        )
 
     def draw(self, count: int) -> Rows:
         """Return the next `count` windows."""
@@ -182,8 +197,12 @@ class HeldOut:
         rows = source.rows(windows)
         pads = Rows.of_pads(-len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1)
         whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
-        referenced = source.logprobs is not None
-        return assemble(whole, weighted=source.corpus.weighted, referenced=referenced, in_pairs=source.in_pairs)
+        return assemble(
+            whole,
+            weighted=source.corpus.weighted,
+            referenced=source.logprobs is not None,
+            documents_per_record=source.documents_per_record,
+        )
 
     def places(self, index: int) -> NDArray[np.int64]:
         """Return the index of each target of a batch among the tokens of its source, [rows, seq_len]; -1 for a pad.
@@ -205,19 +224,23 @@ class HeldOut:
         return source, np.arange(first, min(first + self._batch_size, source.num_windows))
 
 
-def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, in_pairs: bool = False) -> Batch:
+def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_per_record: int = 0) -> Batch:
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
 
     weighted: whether tokens may weigh other than 0 and 1, so that the batch has loss weights.
     referenced: whether the windows have log-probabilities of a reference.
-    in_pairs: whether the documents of a row are preferences.
+    documents_per_record: as for `cut`; if not 0, the batch has the number of documents.
     """
     ids, documents, loss_weights, logprobs = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
     weights = np.where(real & (inputs == documents[:, 1:]), loss_weights[:, 1:], WEIGHT_TYPE.type(0))
     supervised = weights != 0
     positions = _positions(inputs)
-    margins = np.where(real & (positions == 0), loss_weights[:, :-1], WEIGHT_TYPE.type(0)) if in_pairs else None
+    margins = (
+        np.where(real & (positions == 0), loss_weights[:, :-1], WEIGHT_TYPE.type(0))
+        if documents_per_record == 2
+        else None
+    )
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
     return Batch(
         input_ids=np.ascontiguousarray(ids[:, :-1]),
@@ -226,10 +249,10 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, in_pairs: 
         num_supervised=int(supervised.sum()),
         num_tokens=int(real.sum()),
         sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
-        loss_weights=weights if weighted and not in_pairs else None,
+        loss_weights=weights if weighted and not documents_per_record else None,
         real=real,
         reference_logprobs=np.where(supervised, logprobs[:, 1:], WEIGHT_TYPE.type(0)) if referenced else None,
-        num_pairs=int((documents.max(axis=1) + 1).sum()) // 2 if in_pairs else None,
+        num_documents=int((documents.max(axis=1) + 1).sum()) if documents_per_record else None,
         margins=margins if margins is not None and margins.any() else None,
     )
 

@@ -59,7 +59,9 @@ class MixedStream:
         order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
         whole = Rows(*(np.concatenate(parts)[order] for parts in zip(*rows, strict=True)))
         first = self._streams[0]  # in what follows all sources are alike
-        return assemble(whole, weighted=self.weighted, referenced=first.referenced, in_pairs=first.in_pairs)
+        return assemble(
+            whole, weighted=self.weighted, referenced=first.referenced, documents_per_record=first.documents_per_record
+        )
 
     def skip(self, num_batches: int) -> None:
         drawn = self._drawn()

@@ -40,7 +40,7 @@ class SpanWindows:
     """Makes each window of one or several spans of the corpus, side by side, and pads.
 
     joins_documents: whether a window may hold several documents.
-    in_pairs: whether each two documents of a window are a preference, the chosen one first.
+    documents_per_record: as for `cut`.
     """
 
     corpus: Corpus
@@ -50,7 +50,7 @@ class SpanWindows:
     seq_len: int
     joins_documents: bool
     logprobs: Logprobs | None = None  # [num_places]
-    in_pairs: bool = False
+    documents_per_record: int = 0
 
     @staticmethod
     def of_documents(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SpanWindows:
@@ -74,21 +74,26 @@ class SpanWindows:
         )
 
     @staticmethod
-    def of_sequences(corpus: Corpus, seq_len: int, *, packing: bool = True, in_pairs: bool = False) -> SpanWindows:
+    def of_sequences(
+        corpus: Corpus, seq_len: int, *, packing: bool = True, documents_per_record: int = 0
+    ) -> SpanWindows:
         """Pack sequences of chats without cutting any: each goes into the first window that has room.
 
         packing: else each has a window of its own.
-        in_pairs: each two sequences are one preference. They stay together, and all of their tokens are inputs.
+        documents_per_record: as for `cut`. Those of a record stay together, and all of their tokens are inputs.
         """
-        lengths, together = np.asarray(corpus.document_lengths), 2 if in_pairs else 1
+        lengths, together = np.asarray(corpus.document_lengths), documents_per_record or 1
         sums = lengths.reshape(-1, together).sum(axis=1)
-        windows = np.repeat(first_fit(sums, seq_len + 1 - in_pairs) if packing else np.arange(sums.size), together)
+        windows = np.repeat(
+            first_fit(sums, seq_len + (not documents_per_record)) if packing else np.arange(sums.size), together
+        )
         order = np.argsort(windows, kind="stable")
         firsts = np.searchsorted(windows[order], np.arange(windows.max(initial=-1) + 2))
         starts = np.cumsum(lengths) - lengths
         return SpanWindows(
-            corpus, starts[order], lengths[order], firsts, seq_len, joins_documents=True, in_pairs=in_pairs
-        )
+            corpus, starts[order], lengths[order], firsts, seq_len, packing or together > 1,
+            documents_per_record=documents_per_record,
+        )  # fmt: skip
 
     @property
     def num_windows(self) -> int:
@@ -141,7 +146,7 @@ class PackedWindows:
     whole: bool = False
     logprobs: Logprobs | None = None  # [num_places]
     joins_documents: ClassVar[bool] = True
-    in_pairs: ClassVar[bool] = False
+    documents_per_record: ClassVar[int] = 0
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -190,22 +195,23 @@ Windows = SpanWindows | PackedWindows
 
 
 def cut(
-    corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False, in_pairs: bool = False
+    corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False, documents_per_record: int = 0
 ) -> Windows:
     """Cut a corpus into windows.
 
     One document is cut in the same way with packing and without. Sequences of chats, of at most seq_len + 1 tokens,
-    stay whole; two of a preference have at most seq_len tokens.
+    stay whole; those of a record, if the objective is of whole documents, have at most seq_len tokens.
 
     whole: whether to keep the last short windows, so that no document is left out.
-    in_pairs: whether the sequences are preferences, which lie two by two in the corpus.
+    documents_per_record: sequences that are the answers of one record, one after the other: 2 of a preference. They
+        are not cut, and the objective is of whole documents. 0: it is of single tokens.
 
     Raises ConfigError if there is no window, or if several documents are to be packed and the tokenizer has no
     end-of-document id or one outside the vocabulary.
     """
     windows: Windows
-    if in_pairs:
-        windows = SpanWindows.of_sequences(corpus, seq_len, packing=packing, in_pairs=True)
+    if documents_per_record:
+        windows = SpanWindows.of_sequences(corpus, seq_len, packing=packing, documents_per_record=documents_per_record)
     elif packing and corpus.num_documents > 1 and corpus.loss_weights is not None:
         windows = SpanWindows.of_sequences(corpus, seq_len)
     elif packing and corpus.num_documents > 1:

@@ -211,7 +211,7 @@ def _records(folder: Path, windows: Windows, seq_len: int, num_positions: int | 
         yield f"{format_quantity(meta.num_documents, 'text')}, {meta.num_tokens} tokens{more}"
         yield from (f"  {place}" for place in meta.places)
     corpus = windows.corpus
-    if corpus.weighted and corpus.loss_weights is not None and not windows.in_pairs:
+    if corpus.weighted and corpus.loss_weights is not None and not windows.documents_per_record:
         weights = np.asarray(corpus.loss_weights)
         learned = weights[weights != 0]
         yield (

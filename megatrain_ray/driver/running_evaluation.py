@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatrain_ray.engine.objectives.objective import joining
 from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.workers.messages import HeldOutLoss
 
@@ -91,7 +92,7 @@ def evaluation_row(
 ) -> dict[str, Any]:
     """Return a row of evaluations.jsonl from the losses of each source's batches.
 
-    The loss of a source is the mean over its supervised tokens by their loss weights, or over its pairs. Of several
+    The loss of a source is the mean over its supervised tokens by their loss weights, or over its documents. Of several
     sources it is the weighted mean of theirs.
     """
 
@@ -102,9 +103,7 @@ def evaluation_row(
     means = [sum(loss.total for loss in losses) / total for losses, total in zip(sources, totals, strict=True)]
     loss = mean_of(means)
     metrics = {
-        f"eval_{name}": mean_of(
-            [sum(loss.metrics[name] for loss in of) / n for of, n in zip(sources, totals, strict=True)]
-        )
+        f"eval_{name}": mean_of([_joined(name, [loss.metrics[name] for loss in losses]) for losses in sources])
         for name in sources[0][0].metrics
     }
     num_tokens = sum(loss.num_supervised for losses in sources for loss in losses)
@@ -115,6 +114,12 @@ def evaluation_row(
     if len(means) > 1:
         row["eval_losses"] = {str(index): mean for index, mean in enumerate(means)}
     return row
+
+
+def _joined(name: str, parts: Sequence[tuple[float, float]]) -> float:
+    """Return a metric of all batches of a source. parts: of each a sum, and what it is divided by."""
+    totals, counts = zip(*parts, strict=True)
+    return joining(name)(totals) / joining(name)(counts)
 
 
 def perplexity(loss: float) -> float:

@@ -11,7 +11,7 @@ from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
-from megatrain_ray.engine.model.pair_objective import PairObjective
+from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput
@@ -71,7 +71,7 @@ class GpuSteps:
         if step < train.num_steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
         objective = objective_of(self._run_spec)
-        inputs = StepInput(step, self._micro_batches(batch), batch.total_weight, train.seed, objective)
+        inputs = StepInput(step, self._micro_batches(batch), batch.total_weight, train.seed, objective, batch.counts)
         params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
         with memory_explained(self._run_spec.plan, f"step {step}"):
             report = await self._engine.step(inputs, params, train.clip)
@@ -118,19 +118,19 @@ class GpuSteps:
             return loss
 
     async def _held_out_loss(self, batch: Batch, step: int) -> HeldOutLoss:
-        pairs, micro_batches = objective_of(self._run_spec).pairs, self._micro_batches(batch)
+        objective, micro_batches = objective_of(self._run_spec).of_documents, self._micro_batches(batch)
         sums = HeldOutLoss(0.0, batch.num_supervised, batch.total_weight, num_tokens=batch.num_tokens)
-        if pairs is None and not self._run_spec.keeps_logprobs:
+        if objective is None and not self._run_spec.keeps_logprobs:
             return replace(sums, total=await self._engine.evaluate(micro_batches, step))
         logprobs = await self._engine.logprobs(micro_batches, step)
         if self._run_spec.keeps_logprobs:
             # The driver asks rank 0.
             return sums if self._rank else replace(sums, logprobs=logprobs.numpy().reshape(batch.targets.shape))
-        assert pairs is not None
+        assert objective is not None and batch.counts is not None
         (whole,) = micro_batches_of(batch, len(batch.input_ids))
-        found = pairs.loss(logprobs, whole.uploaded_targets(lambda tensor: tensor), 1.0)
-        metrics = {name: value.item() for name, value in found.metrics.items()}
-        return replace(sums, total=found.loss.item(), metrics=metrics)
+        found = objective.loss(logprobs, whole.uploaded_targets(lambda tensor: tensor), batch.counts)
+        metrics = {name: (mean.total.item(), mean.divisor) for name, mean in found.metrics.items()}
+        return replace(sums, total=found.loss.total.item(), total_weight=found.loss.divisor, metrics=metrics)
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name

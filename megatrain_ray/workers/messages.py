@@ -40,11 +40,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Holds the weighted sum of the cross-entropy over the supervised tokens of a batch, or of its pairs' losses.
+    """Holds the weighted sum of the cross-entropy over the supervised tokens of a batch, or its documents' losses.
 
     num_supervised: number of these tokens.
-    total_weight: sum of their loss weights, or number of pairs.
-    metrics: further sums over the pairs, by name.
+    total_weight: sum of their loss weights, or what the sum over documents is divided by.
+    metrics: further sums, by name, each with what it is divided by.
     num_tokens: inputs of the batch that are no pads.
     logprobs: of each target, [rows, seq_len], 0 if it is not supervised, in place of the sum; None: the sum.
     """
@@ -52,6 +52,6 @@ class HeldOutLoss:
     total: float
     num_supervised: int
     total_weight: float
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_tokens: int = 0
     logprobs: Logprobs | None = None

@@ -44,7 +44,7 @@ def pair_batches(
             documents.append([*pair.prompt, *answer])
             weights.append(np.arange(len(documents[-1])) >= len(pair.prompt))
     corpus = replace(corpus_of(*documents), loss_weights=np.concatenate(weights))
-    windows = cut(corpus, seq_len=seq_len, packing=packing, vocab_size=VOCAB_SIZE, in_pairs=True)
+    windows = cut(corpus, seq_len=seq_len, packing=packing, vocab_size=VOCAB_SIZE, documents_per_record=2)
     stream = BatchStream(windows, batch_size=batch_size, shuffle=False, seed=0)
     return [as_tensors(stream.next_batch()) for _ in range(num_batches)]
 

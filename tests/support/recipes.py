@@ -10,8 +10,8 @@ from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
-from megatrain_ray.engine.model.pair_objective import PairObjective
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
+from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.step.step_runner import StepInput
@@ -56,7 +56,7 @@ def adamw_constants(recipe: Recipe) -> AdamWConstants:
 
 def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
     micro_batches = micro_batches_of(batch, recipe.micro_batch_size)
-    return StepInput(step, micro_batches, batch.total_weight, recipe.seed, objective_of(recipe))
+    return StepInput(step, micro_batches, batch.total_weight, recipe.seed, objective_of(recipe), batch.counts)
 
 
 def objective_of(recipe: Recipe) -> Objective:

@@ -54,7 +54,7 @@ class Sequences(Protocol):
     @property
     def real(self) -> Tensor | None: ...
     @property
-    def num_pairs(self) -> int | None: ...
+    def num_documents(self) -> int | None: ...
     @property
     def reference_logprobs(self) -> Tensor | None: ...
 
@@ -219,7 +219,7 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     """Return loss and FP32 gradients of one update: each micro-batch has fresh gradients, which are summed in order."""
     weights = batch.loss_weights
     total_weight = int((batch.targets != -100).sum()) if weights is None else weights.double().sum().item()
-    total_weight = batch.num_pairs if recipe.preference else total_weight
+    total_weight = (batch.num_documents or 0) // 2 if recipe.preference else total_weight
     losses: list[float] = []
     sums: Named = {}
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)

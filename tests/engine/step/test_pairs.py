@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ray.engine.model.pair_objective import PairObjective
+from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from tests.engine.step.test_parity import assert_equal
@@ -66,8 +66,8 @@ def test_it_is_bit_equal(
     metrics = ours.reports[0].metrics
     assert set(metrics) == {"reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"}
     assert metrics["reward_margin"] == pytest.approx(metrics["reward_chosen"] - metrics["reward_rejected"], abs=1e-6)
-    assert metrics["reward_accuracy"] * (batches[0].num_pairs or 0) == pytest.approx(
-        round(metrics["reward_accuracy"] * (batches[0].num_pairs or 0))
+    assert metrics["reward_accuracy"] * (batches[0].num_documents or 0) / 2 == pytest.approx(
+        round(metrics["reward_accuracy"] * (batches[0].num_documents or 0) / 2)
     )
 
 
@@ -86,7 +86,7 @@ def test_chunks_micro_batches_and_packing_change_nothing_but_rounding(tmp_path: 
     # All of the pairs are in one batch, of eight rows or of three and one without a pair less.
     alone = pair_batches(random_pairs(8), 1, packing=False, batch_size=8)
     packed = pair_batches(random_pairs(8), 1, packing=True, batch_size=4)
-    assert alone[0].num_pairs == packed[0].num_pairs == 8
+    assert alone[0].num_documents == packed[0].num_documents == 16
     runs = [
         train_engine(tmp_path, batches, replace(recipe, loss_chunk_tokens=chunk, micro_batch_size=size), Mode())
         for batches, chunk, size in ((alone, None, 1), (packed, None, 2), (packed, 7, 1), (packed, 7, 4))

@@ -124,8 +124,8 @@ def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: 
     kept = [bytes(ids[real].tolist()).decode() for ids, real in zip(rows.ids, rows.documents >= 0, strict=True)]
     # What is too long is cut to what the other leaves of twelve tokens, or to half of them.
     assert kept == ["qab.qc.", "qabcdefghqc.", "qabcdeqabcde", "rs.rt."]
-    batch = assemble(rows, weighted=True, in_pairs=True)
-    assert batch.num_pairs == 4 == batch.total_weight
+    batch = assemble(rows, weighted=True, documents_per_record=2)
+    assert batch.num_documents == 8
     assert batch.num_tokens == 7 + 12 + 12 + 6  # all are inputs, those at the end of a full row as well
     assert batch.margins is not None and batch.loss_weights is None
     assert batch.margins[batch.margins != 0].tolist() == [-0.5, 2.0]

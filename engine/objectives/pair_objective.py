@@ -1,20 +1,19 @@
-"""Computes objectives over pairs of answers, from the log-probabilities of their tokens.
+"""Computes objectives over pairs of answers, from the sums of the log-probabilities of their tokens.
 
-The loss of a pair depends on the sums of log-probabilities of its two documents only. So its derivatives by these sums
-are the loss weights with which the tokens' cross-entropies have the same gradient.
-
-P: pairs; N: tokens of a micro-batch, row after row.
+P: pairs; N: tokens of a micro-batch, row after row. Each two documents are a pair, the chosen one first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from megatrain_ray.engine.objectives.objective import LogprobLoss, LogprobTargets, Mean
+from megatrain_ray.io.batching.batch_stream import BatchCounts
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
@@ -22,64 +21,11 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 LARGEST_MEAN = -1e-7  # of log-probabilities of which ORPO takes the odds: those of a certain answer are infinite
 
 
-class Documents(NamedTuple):
-    """Says where the documents of a micro-batch lie in its tokens. Each two documents are a pair, the chosen one first.
-
-    lengths: number of inputs of each document, and of the pads of a row.
-    are_real: for each of these, whether it is a document.
-    """
-
-    lengths: tuple[int, ...]
-    are_real: tuple[bool, ...]
-
-    @staticmethod
-    def of(positions: torch.Tensor, real: torch.Tensor) -> Documents:
-        """Find the documents of rows. positions, real: [B, T] as in `Batch`, on the host."""
-        begins = torch.nonzero(positions.flatten() == 0).flatten()
-        ends = torch.cat([begins[1:], begins.new_tensor([positions.numel()])])
-        return Documents(tuple((ends - begins).tolist()), tuple(real.flatten()[begins].tolist()))
-
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over each document, [P, 2]. values: FP32 [N]. Each sum is in the order of tokens."""
-        parts = zip(torch.split(values, list(self.lengths)), self.are_real, strict=True)
-        return torch.stack([part.sum() for part, is_real in parts if is_real]).view(-1, 2)
-
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return each document's value at all of its tokens, [N], and 0 at pads. values: [P, 2]."""
-        each = iter(values.flatten())
-        zero = values.new_zeros(())
-        parts = zip(self.lengths, self.are_real, strict=True)
-        return torch.cat([(next(each) if is_real else zero).expand(length) for length, is_real in parts])
-
-
-class PairTargets(Protocol):
-    """Describes what the tokens of a micro-batch are to predict, as `Targets` of chunked_loss.py."""
-
-    @property
-    def ids(self) -> torch.Tensor: ...
-    @property
-    def documents(self) -> Documents | None: ...
-    @property
-    def reference(self) -> torch.Tensor | None: ...
-
-
 class OfPairs(NamedTuple):
     """Holds the losses and rewards of pairs."""
 
     losses: torch.Tensor  # [P]
     rewards: torch.Tensor  # [P, 2]
-
-
-class PairLoss(NamedTuple):
-    """Holds the loss of a micro-batch's pairs.
-
-    loss, metrics: shares of the step's.
-    weights: loss weight of each token, [N], 0 where it is not supervised.
-    """
-
-    loss: torch.Tensor
-    metrics: dict[str, torch.Tensor]
-    weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -116,25 +62,21 @@ class PairObjective:
             losses = losses - self.sft_weight * means[:, 0]
         return OfPairs(losses, self.beta * scores.detach())
 
-    def loss(self, logprobs: torch.Tensor, targets: PairTargets, num_pairs: float | torch.Tensor) -> PairLoss:
-        """Return the loss of a micro-batch's pairs and the loss weights of its tokens.
-
-        logprobs: of the targets, FP32 [N], 0 where they are not supervised.
-        num_pairs: of the whole step.
-        """
-        documents, supervised = targets.documents, targets.ids.flatten() != IGNORED
+    def loss(self, logprobs: torch.Tensor, targets: LogprobTargets, counts: BatchCounts) -> LogprobLoss:
+        """Return the mean loss over pairs, and rewards. See `LogprobObjective`."""
+        documents, supervised, num_pairs = targets.documents, targets.ids.flatten() != IGNORED, counts.documents // 2
         assert documents is not None  # the data are pairs
-        counts = documents.sums(supervised.float())
+        lengths = documents.sums(supervised.float()).view(-1, 2)
         reference = None
         if self.needs_reference:
             assert targets.reference is not None  # the run has computed it
-            reference = documents.sums(targets.reference.flatten())
-        sums = documents.sums(logprobs).requires_grad_()
+            reference = documents.sums(targets.reference.flatten()).view(-1, 2)
+        sums = documents.sums(logprobs).view(-1, 2).requires_grad_()
         with torch.enable_grad():
-            losses, rewards = self.of_pairs(sums, counts, reference)
-            loss = losses.sum() / num_pairs
-        (slopes,) = torch.autograd.grad(loss, sums)
-        weights = documents.spread(-slopes).masked_fill(~supervised, 0.0)
+            losses, rewards = self.of_pairs(sums, lengths, reference)
+            loss = Mean(losses.sum(), num_pairs)
+        (slopes,) = torch.autograd.grad(loss.share, sums)
+        weights = documents.spread(-slopes.flatten()).masked_fill(~supervised, 0.0)
         margins = rewards[:, 0] - rewards[:, 1]
         metrics = {
             "reward_chosen": rewards[:, 0],
@@ -142,7 +84,8 @@ class PairObjective:
             "reward_margin": margins,
             "reward_accuracy": (margins > 0).float(),
         }
-        return PairLoss(loss.detach(), {key: values.sum() / num_pairs for key, values in metrics.items()}, weights)
+        means = {name: Mean(values.sum(), num_pairs) for name, values in metrics.items()}
+        return LogprobLoss(Mean(loss.total.detach(), num_pairs), means, weights)
 
 
 def _simpo(objective: PairObjective, means: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Defines objectives over the log-probabilities of whole answers."""
