@@ -33,10 +33,12 @@ from megatrain_ray.driver.run_context import DataTokens, RunContext, check_input
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
+from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, pass_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
+from megatrain_ray.export.teacher import find_teacher
 from megatrain_ray.io.batching.data_counts import num_records
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.io.files.scratch_folder import scratch_folder
@@ -135,7 +137,8 @@ class Trainer:
             if output := _output_if_done(run, manifest, self.config):
                 return output
             check_position(run.config, data, source.written_vocab_size, manifest)
-            logprobs = self._reference(run, data, startup)
+            teacher = self._pass.teacher if self._pass else find_teacher(run.config, source)
+            logprobs = self._reference(run, data, startup, teacher)
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
@@ -146,7 +149,7 @@ class Trainer:
             _report_formats(run.config.train, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
             weighted = any(map(is_weighted, data.training))
-            run_spec = replace(run_spec, weighted=weighted, keeps_logprobs=self._pass is not None)
+            run_spec = replace(run_spec, weighted=weighted, keeps_logprobs=self._pass is not None, teacher=teacher)
             if manifest is not None:
                 run.report_resume(manifest)
             elif rows := run.rows():
@@ -216,18 +219,23 @@ class Trainer:
                 config = with_held_out(config, eval_dataset, folder)
             return evaluate_model(str(files.path), config, self._chosen(step))
 
-    def _reference(self, run: RunDir, data: DataTokens, startup: Startup) -> LogprobFolders:
-        """Return the log-probabilities of the reference model; empty if there is none. Raises as compute_logprobs."""
+    def _reference(self, run: RunDir, data: DataTokens, startup: Startup, teacher: TopTokens | None) -> LogprobFolders:
+        """Return the log-probabilities of the reference or teacher; empty if there is none. Raises as compute_logprobs.
+
+        teacher: as for compute_logprobs.
+        """
         name = run.config.train.reference_model
         if name is None:
             return LogprobFolders()
-        startup.tell(f"log-probabilities of the reference ({name})")
+        role = "teacher" if teacher else "reference"
+        startup.tell(f"log-probabilities of the {role} ({name})")
         lost = (
-            "warning: the reference's log-probabilities of this run are not in the cache any more: the files of the "
-            "reference or the data have changed, or nothing used them for long; they are computed again"
+            f"warning: the {role}'s log-probabilities of this run are not in the cache any more: the files of the "
+            f"{role} or the data have changed, or nothing used them for long; they are computed again"
         )
         reference = None if name == "model" else name
-        return compute_logprobs(reference, run.config, data, run.path, note=lost if run.has_begun else None)
+        note = lost if run.has_begun else None
+        return compute_logprobs(reference, run.config, data, run.path, note=note, teacher=teacher)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
@@ -261,7 +269,7 @@ def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> d
 
 def compute_logprobs(
     name: str | None, config: TrainConfig, data: DataTokens, run_dir: Path, step: SaveChoice = None, *,
-    note: str | None = None,
+    note: str | None = None, teacher: TopTokens | None = None,
 ) -> LogprobFolders:  # fmt: skip
     """Return the folders of a model's log-probabilities of all targets of the data, made by a pass if missing.
 
@@ -272,6 +280,7 @@ def compute_logprobs(
     data: its tokens. Held-out ones are included unless they are None.
     run_dir: where folders go if the user's cache cannot be written to.
     note: is printed before a pass.
+    teacher: what is recorded of the model's predictions as well; None: nothing.
 
     Raises as `Trainer.train` and export_run. If it is interrupted, nothing is kept.
     """
@@ -292,7 +301,7 @@ def compute_logprobs(
             wait_gone(pid, DEADLINE_S)
         say(missing.describe(row["eval_s"]))
 
-    return find_or_make(config, data, identity_of(name, config, step), run_dir, make)
+    return find_or_make(config, data, identity_of(name, config, step), run_dir, make, teacher)
 
 
 def tokenize_all(

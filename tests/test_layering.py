@@ -24,9 +24,8 @@ IO = (
 ENGINE = (
     # What the optimizer computes knows elements and no models.
     "engine.layout", "engine.optimizer", "engine.objectives", "engine.model", "engine.device", "engine.layer_calls",
-    "engine.discovery",
-    "engine.weights", "engine.plan", "engine.spill", "engine.host", "engine.shards", "engine.activations",
-    "engine.gradients", "engine.weights_stream", "engine.step", "engine.measure",
+    "engine.discovery", "engine.weights", "engine.plan", "engine.spill", "engine.host", "engine.shards",
+    "engine.activations", "engine.gradients", "engine.weights_stream", "engine.step", "engine.measure",
     # What runs a plan does not know how it was made.
     "engine.planner", "engine.planner.memory", "engine.planner.cost", "engine.planner.search",
 )  # fmt: skip

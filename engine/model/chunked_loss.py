@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatrain_ray.engine.objectives.distillation import Distillation, TopLogprobs, TopTokens
 from megatrain_ray.engine.objectives.objective import Documents, LogprobObjective
 from megatrain_ray.io.tokens.token_files import IGNORED
 
@@ -25,6 +26,7 @@ class Targets(NamedTuple):
     documents: where documents lie; None: the objective asks for single tokens, or this is a chunk.
     reference: FP32, of the same shape, log-probabilities by a reference model; None: there is none, or this is a chunk.
     columns: as `Batch.columns`; empty in a chunk.
+    teacher: what a teacher predicts, [B, T, …], or [t, …] for a chunk; None: there is none.
     """
 
     ids: torch.Tensor
@@ -33,20 +35,26 @@ class Targets(NamedTuple):
     documents: Documents | None = None
     reference: torch.Tensor | None = None
     columns: Mapping[str, torch.Tensor] = {}
+    teacher: TopLogprobs | None = None
 
     def chunks(self, num_tokens: int) -> list[Targets]:
         """Return chunks of `num_tokens` tokens, in the order of rows."""
-        ids = torch.split(self.ids.reshape(-1), num_tokens)
-        if self.weights is None:
-            return [Targets(chunk) for chunk in ids]
-        return list(map(Targets, ids, torch.split(self.weights.reshape(-1), num_tokens)))
+        chunks = [Targets(ids) for ids in torch.split(self.ids.reshape(-1), num_tokens)]
+        if self.weights is not None:
+            parts = torch.split(self.weights.reshape(-1), num_tokens)
+            chunks = [chunk._replace(weights=part) for chunk, part in zip(chunks, parts, strict=True)]
+        if self.teacher is not None:
+            of_teacher = zip(*(torch.split(tensor.flatten(0, -2), num_tokens) for tensor in self.teacher), strict=True)
+            chunks = [c._replace(teacher=TopLogprobs(*part)) for c, part in zip(chunks, of_teacher, strict=True)]
+        return chunks
 
 
 @dataclass(frozen=True)
 class Objective:
     """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
 
-    Each token's sum of these is multiplied by its loss weight. `of_documents` takes the place of all of them.
+    Each token's sum of these is multiplied by its loss weight. `of_documents` takes the place of all of them, and
+    `distillation` of the cross-entropy.
     """
 
     # Weight of logsumexp(logits)², which keeps logits near zero (A. Chowdhery et al., "PaLM", 2022, section 5).
@@ -55,10 +63,12 @@ class Objective:
     # for computer vision", 2016).
     label_smoothing: float = 0.0
     of_documents: LogprobObjective | None = None
+    distillation: Distillation | None = None
 
     @property
     def is_cross_entropy(self) -> bool:
-        return not self.z_loss and not self.label_smoothing and self.of_documents is None
+        terms = self.z_loss, self.label_smoothing, self.of_documents, self.distillation
+        return not any(terms)
 
     def sums(self, scores: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sums of the objective and, without a graph, of the plain cross-entropy.
@@ -66,6 +76,8 @@ class Objective:
         scores: FP32 [1, t, V].
         targets: of t tokens.
         """
+        if self.distillation is not None:
+            return _distillation_sums(self.distillation, scores, targets)
         total = _cross_entropy(scores, targets, self.label_smoothing)
         plain = _cross_entropy(scores.detach(), targets) if self.label_smoothing else total.detach()
         if self.z_loss:
@@ -165,7 +177,8 @@ def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torc
     return [next(found) if source.requires_grad else None for source in sources]
 
 
-OfChunk = Callable[[torch.Tensor, Targets], torch.Tensor]  # FP32 scores [1, t, V] and t targets → 1-D, FP32
+# FP32 scores [1, t, V] and t targets → FP32, joined along its first dimension.
+OfChunk = Callable[[torch.Tensor, Targets], torch.Tensor]
 
 
 def score_chunks(
@@ -188,9 +201,36 @@ def cross_entropy_sum(scores: torch.Tensor, targets: Targets) -> torch.Tensor:
     return _cross_entropy(scores, targets)[None]
 
 
+def objective_sums(objective: Objective, scores: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return the sums of the objective and of the plain cross-entropy of a chunk, [2]."""
+    return torch.stack(objective.sums(scores, targets))
+
+
 def target_logprobs(scores: torch.Tensor, targets: Targets) -> torch.Tensor:
     """Return the log-probability of each target of a chunk, [t]; 0 where a token is not supervised."""
     return 0.0 - F.cross_entropy(scores[0], targets.ids, reduction="none", ignore_index=IGNORED)
+
+
+def top_records(top: TopTokens, scores: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return each target's log-probability, and what `top` records of its position: FP32 [t, 1 + k + c].
+
+    All are 0 where a token is not supervised.
+    """
+    records = top.records(scores[0]).masked_fill((targets.ids == IGNORED)[:, None], 0.0)
+    return torch.cat([target_logprobs(scores, targets)[:, None], records], -1)
+
+
+def _distillation_sums(
+    distillation: Distillation, scores: torch.Tensor, targets: Targets
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `Objective.sums` does."""
+    assert targets.teacher is not None  # batches have what the run's teacher predicts
+    divergences = distillation.divergences(scores[0], targets.teacher).masked_fill(targets.ids == IGNORED, 0.0)
+    total = _weighted_sum(divergences, targets.weights)
+    if not distillation.sft_weight:
+        return total, _cross_entropy(scores.detach(), targets)
+    plain = _cross_entropy(scores, targets)
+    return total + distillation.sft_weight * plain, plain.detach()
 
 
 def _cross_entropy(scores: torch.Tensor, targets: Targets, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatrain_ray.engine.model.chunked_loss import Targets
+from megatrain_ray.engine.objectives.distillation import TopLogprobs
 from megatrain_ray.engine.objectives.objective import Documents
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
@@ -18,7 +19,7 @@ from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds the tokens of one micro-batch, in host memory. All tensors are [B, T]."""
+    """Holds the tokens of one micro-batch, in host memory. Tensors are [B, T], but for a teacher's."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor  # a target of -100 is not supervised
@@ -28,6 +29,7 @@ class MicroBatch:
     reference: torch.Tensor | None = None  # `Batch.reference_logprobs`
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `Batch.columns`
     tells_documents: bool = False  # whether the objective asks for documents
+    teacher: TopLogprobs | None = None  # `Batch.teacher`
 
     @property
     def is_packed(self) -> bool:
@@ -44,7 +46,8 @@ class MicroBatch:
             assert self.real is not None
             documents = Documents.of(self.positions, self.real)
         columns = {name: upload(column) for name, column in self.columns.items()}
-        return Targets(upload(self.targets), weights, real, documents, reference, columns)
+        teacher = None if self.teacher is None else TopLogprobs(*map(upload, self.teacher))
+        return Targets(upload(self.targets), weights, real, documents, reference, columns, teacher)
 
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
@@ -59,7 +62,10 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     parts = ((None,) * num_parts if array is None else _split(array, size) for array in arrays)
     split = {name: _split(array, size) for name, array in batch.columns.items()}
     columns = ({name: of_parts[j] for name, of_parts in split.items()} for j in range(num_parts))
-    return tuple(map(MicroBatch, *parts, columns, repeat(batch.num_documents is not None)))
+    teacher: Iterable[TopLogprobs | None] = repeat(None)
+    if batch.teacher is not None:
+        teacher = map(TopLogprobs, *(_split(array, size) for array in batch.teacher))
+    return tuple(map(MicroBatch, *parts, columns, repeat(batch.num_documents is not None), teacher))
 
 
 def _split(array: NDArray[Any], size: int) -> tuple[torch.Tensor, ...]:

@@ -1,1 +1,1 @@
-"""Defines objectives over the log-probabilities of whole answers."""
+"""Defines what is minimised over whole answers, and in comparison with a teacher."""

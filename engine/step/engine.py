@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,8 +18,16 @@ from megatrain_ray.engine.device.device import Device, MemoryStatistics
 from megatrain_ray.engine.device.ranks import Ranks
 from megatrain_ray.engine.gradients.gradient_offloader import GradientOffloader
 from megatrain_ray.engine.host.interfaces import Host
-from megatrain_ray.engine.model.chunked_loss import OfChunk, cross_entropy_sum, target_logprobs
+from megatrain_ray.engine.model.chunked_loss import (
+    Objective,
+    OfChunk,
+    cross_entropy_sum,
+    objective_sums,
+    target_logprobs,
+    top_records,
+)
 from megatrain_ray.engine.model.micro_batch import MicroBatch
+from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import Residency, residency_of
@@ -150,28 +159,41 @@ class Engine:
         await self.gradients.join_deferred()
         await self.host.drain(generation)
 
-    async def evaluate(self, micro_batches: Sequence[MicroBatch], generation: int) -> float:
+    async def evaluate(
+        self, micro_batches: Sequence[MicroBatch], generation: int, objective: Objective | None = None
+    ) -> tuple[float, ...]:
         """Return the cross-entropy of this generation's weights, summed over the supervised tokens of all ranks.
 
         Each chunk is summed in FP32 on the device. The sums of chunks are added in double precision on the host.
+
+        objective: its sum comes first, if it is given.
 
         The model runs in evaluation mode, in the plan's loop order; nothing else changes. Call between steps. Waits
         first until every layer has its update.
         """
 
-        def add(sums: torch.Tensor) -> float:
-            own = torch.tensor([sum(sums.tolist())], dtype=torch.float64, device=sums.device)
-            return float(sum(self.ranks.gather(own).tolist()))
+        num_sums = 1 if objective is None else 2
+        of_chunk = cross_entropy_sum if objective is None else partial(objective_sums, objective)
 
-        return await self._evaluate(micro_batches, generation, cross_entropy_sum, add)
+        def add(sums: torch.Tensor) -> tuple[float, ...]:
+            columns = sums.view(-1, num_sums).T.tolist()
+            own = torch.tensor(list(map(sum, columns)), dtype=torch.float64, device=sums.device)
+            return tuple(map(sum, self.ranks.gather(own).view(-1, num_sums).T.tolist()))
 
-    async def logprobs(self, micro_batches: Sequence[MicroBatch], generation: int) -> torch.Tensor:
+        return await self._evaluate(micro_batches, generation, of_chunk, add)
+
+    async def logprobs(
+        self, micro_batches: Sequence[MicroBatch], generation: int, top: TopTokens | None = None
+    ) -> torch.Tensor:
         """Return the log-probability of every target of all ranks' micro-batches, in the order of tokens.
 
         It is FP32, 1-D and on the host, and 0 where a token is not supervised. Call it as `evaluate`.
+
+        top: what is returned of each position as well, after its target's.
         """
+        of_chunk = target_logprobs if top is None else partial(top_records, top)
         return await self._evaluate(
-            micro_batches, generation, target_logprobs, lambda values: self.ranks.gather(values).cpu()
+            micro_batches, generation, of_chunk, lambda values: self.ranks.gather(values.flatten()).cpu()
         )
 
     async def _evaluate(

@@ -15,6 +15,7 @@ from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.layer_calls.layer_call import Function, LayerCall, Outcome
 from megatrain_ray.engine.model.attention import Attention
 from megatrain_ray.engine.model.chunked_loss import Objective, Targets
+from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.residency import FragmentId, needed_fragments, streamed
 from megatrain_ray.engine.step.step_loss import StepLoss
@@ -32,6 +33,7 @@ class WarmUpShapes:
     weighted: bool = False  # whether their targets have loss weights
     evaluates: bool = False  # whether held-out data are evaluated between them
     trains: bool = True  # whether there is a step at all
+    teacher: TopTokens | None = None  # what is known of a teacher's predictions
 
 
 class WarmUp:
@@ -83,7 +85,9 @@ class WarmUp:
             forward_pass.resume(outcome)
         weighted = coming.weighted or coming.objective.of_documents is not None  # it makes loss weights
         weights = torch.ones_like(ids, dtype=torch.float32) if weighted else None
-        self._loss(forward_pass.final_hidden, Targets(torch.zeros_like(ids), weights), coming.objective)
+        teacher = coming.teacher.zeros(ids) if coming.teacher else None
+        targets = Targets(torch.zeros_like(ids), weights, teacher=teacher)
+        self._loss(forward_pass.final_hidden, targets, coming.objective)
         forward_pass.free()
 
     def _evaluate(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:

@@ -48,6 +48,9 @@ class Batch:
     real: NDArray[np.bool_] | None = None  # [batch, seq_len], which inputs are no pads; None: all
     # [batch, seq_len], log-probabilities of the targets in a reference model, 0 if a target is -100; None: no reference
     reference_logprobs: NDArray[np.float32] | None = None
+    # What a teacher predicts where a target counts: int32 ids [batch, seq_len, k], ascending; FP32 log-probabilities
+    # [batch, seq_len, c] of these and, if c > k, of all others together. Zeros elsewhere. None: no teacher
+    teacher: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     # By name: further numbers of the targets, [batch, seq_len], 0 if a target is -100.
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     # Documents that are whole answers, of which the objective has a loss. Each two of preferences are one, the chosen
@@ -93,7 +96,7 @@ class BatchStream:
 
     @property
     def referenced(self) -> bool:
-        """Return whether batches have log-probabilities of a reference."""
+        """Return whether batches have log-probabilities of a reference, or records of a teacher."""
         return self._windows.logprobs is not None
 
     @property
@@ -195,7 +198,8 @@ class HeldOut:
         """Return batch `index`, from 0 to num_batches - 1. Its number of rows is a multiple of the micro-batch size."""
         source, windows = self._windows_of(index)
         rows = source.rows(windows)
-        pads = Rows.of_pads(-len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1)
+        num_pads = -len(rows.ids) % self._micro_batch_size
+        pads = Rows.of_pads(num_pads, rows.ids.shape[1] - 1, rows.logprobs.dtype)
         whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
         return assemble(
             whole,
@@ -228,7 +232,7 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
 
     weighted: whether tokens may weigh other than 0 and 1, so that the batch has loss weights.
-    referenced: whether the windows have log-probabilities of a reference.
+    referenced: whether the windows have log-probabilities of a reference, or records of a teacher.
     documents_per_record: as for `cut`; if not 0, the batch has the number of documents.
     """
     ids, documents, loss_weights, logprobs = rows
@@ -242,6 +246,9 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_
         else None
     )
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
+    reference = logprobs[:, 1:].copy()
+    reference[~supervised] = np.zeros((), reference.dtype)
+    of_teacher = reference.dtype.names is not None
     return Batch(
         input_ids=np.ascontiguousarray(ids[:, :-1]),
         targets=np.where(supervised, ids[:, 1:], IGNORED),
@@ -251,7 +258,8 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_
         sum_squared_lengths=int((2 * positions + 1)[real].sum()),  # a document of n inputs has 1 + 3 + … + (2n - 1)
         loss_weights=weights if weighted and not documents_per_record else None,
         real=real,
-        reference_logprobs=np.where(supervised, logprobs[:, 1:], WEIGHT_TYPE.type(0)) if referenced else None,
+        reference_logprobs=reference if referenced and not of_teacher else None,
+        teacher=(reference["ids"].copy(), reference["logprobs"].copy()) if of_teacher else None,
         num_documents=int((documents.max(axis=1) + 1).sum()) if documents_per_record else None,
         margins=margins if margins is not None and margins.any() else None,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Corpus, Logprobs, LossWeights
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Corpus, LossWeights
 
 PAD = 0  # any id would do: no supervised token attends to a pad
 
@@ -20,19 +20,20 @@ class Rows(NamedTuple):
 
     documents: a number that tells the documents of a row apart; -1 for a pad.
     loss_weights: how much a token counts in the loss when it is a target.
-    logprobs: of each token as a target; 0 where it is none, or if the windows have none.
+    logprobs: of each token as a target; 0 where it is none, or if the windows have none. With a teacher, its records
+        (teacher_files.py).
     """
 
     ids: NDArray[np.int64]  # [rows, seq_len + 1]
     documents: NDArray[np.int64]  # [rows, seq_len + 1]
     loss_weights: LossWeights  # [rows, seq_len + 1]
-    logprobs: Logprobs  # [rows, seq_len + 1]
+    logprobs: NDArray[Any]  # [rows, seq_len + 1]
 
     @staticmethod
-    def of_pads(num_rows: int, seq_len: int) -> Rows:
+    def of_pads(num_rows: int, seq_len: int, kind: np.dtype[Any] = WEIGHT_TYPE) -> Rows:
+        """Return rows of nothing. `kind`: of `logprobs`."""
         shape = (num_rows, seq_len + 1)
-        zeros = np.zeros(shape, WEIGHT_TYPE)
-        return Rows(np.full(shape, PAD), np.full(shape, -1), zeros, zeros)
+        return Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, WEIGHT_TYPE), np.zeros(shape, kind))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class SpanWindows:
     firsts: NDArray[np.int64]  # [num_windows + 1], index of each window's first span
     seq_len: int
     joins_documents: bool
-    logprobs: Logprobs | None = None  # [num_places]
+    logprobs: NDArray[Any] | None = None  # [num_places]
     documents_per_record: int = 0
 
     @staticmethod
@@ -144,7 +145,7 @@ class PackedWindows:
     seq_len: int
     end_of_document: int
     whole: bool = False
-    logprobs: Logprobs | None = None  # [num_places]
+    logprobs: NDArray[Any] | None = None  # [num_places]
     joins_documents: ClassVar[bool] = True
     documents_per_record: ClassVar[int] = 0
 
@@ -185,10 +186,11 @@ class PackedWindows:
         )
 
 
-def _logprobs_at(places: NDArray[np.int64], logprobs: Logprobs | None) -> Logprobs:
-    if logprobs is None:
-        return np.zeros(places.shape, WEIGHT_TYPE)
-    return np.where(places >= 0, logprobs[np.maximum(places, 0)], WEIGHT_TYPE.type(0))
+def _logprobs_at(places: NDArray[np.int64], logprobs: NDArray[Any] | None) -> NDArray[Any]:
+    found = np.zeros(places.shape, WEIGHT_TYPE if logprobs is None else logprobs.dtype)
+    if logprobs is not None:
+        found[places >= 0] = logprobs[places[places >= 0]]
+    return found
 
 
 Windows = SpanWindows | PackedWindows

@@ -1,11 +1,14 @@
-"""Writes and reads a folder of log-probabilities: one FP32 number for each token that windows are cut from."""
+"""Writes and reads a folder of log-probabilities: one FP32 number for each token that windows are cut from.
+
+That of a teacher holds its predictions as well (teacher_files.py).
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.tokens.teacher_files import TEACHER_NAME, RecordSize, open_records, write_records
 from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum
 from megatrain_ray.read_file import parse_json
 
@@ -26,19 +30,30 @@ class LogprobMeta:
     num_values: numbers in the file. Tokens that are no supervised targets have 0.
     num_targets: how many are of supervised targets.
     mean: over the supervised targets.
+    record: of a teacher's predictions; None: there are none.
     """
 
     num_values: int
     num_targets: int
     mean: float
     crc32: int
+    record: RecordSize | None = None
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file in bytes, by name, in the order of the checksum."""
+        sizes = {LOGPROBS_NAME: self.num_values * WEIGHT_TYPE.itemsize}
+        if self.record is not None:
+            sizes[TEACHER_NAME] = self.num_values * self.record.kind.itemsize
+        return sizes
 
 
 class LogprobWriter:
     """Writes the log-probabilities of one source into a new folder, batch by batch, in any order."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, record: RecordSize | None = None) -> None:
+        """Write into `folder`. `record`: of a teacher's predictions; None: they are not asked for."""
         self._file = folder / LOGPROBS_NAME
+        self._record = record
         self._values: Logprobs | None = None
         self._num_targets: dict[int, int] = {}  # by batch, each of which may be written again
 
@@ -46,7 +61,8 @@ class LogprobWriter:
         """Write batch `index`. Raises OSError, and MegatrainError if a value is not a number.
 
         places: where the values are written, [rows, seq_len]; -1 for a pad.
-        values: of the same shape, with more rows perhaps.
+        values: of the same shape, with more rows perhaps. With records a third dimension holds each value, then the
+            bits of its record.
         num_targets: supervised ones in the batch.
         num_values: of the whole source.
         """
@@ -60,7 +76,12 @@ class LogprobWriter:
             with self._file.open("wb") as file:  # else a full disk would kill the process as it writes to memory
                 os.posix_fallocate(file.fileno(), 0, num_values * WEIGHT_TYPE.itemsize)
             self._values = np.memmap(self._file, WEIGHT_TYPE, "r+", shape=(num_values,))
-        self._values[places[real]] = values[: len(places)][real]
+        written = values[: len(places)][real]
+        if self._record is not None:
+            records = self._record.parsed(written[:, 1:])
+            write_records(self._file.parent, places[real], records, num_values)
+            written = written[:, 0]
+        self._values[places[real]] = written
         self._num_targets[index] = num_targets
         os.utime(self._file)  # another process that waits for the folder sees by this that the pass goes on
 
@@ -70,7 +91,8 @@ class LogprobWriter:
         self._values.flush()  # type: ignore[attr-defined]  # of a memmap
         num_targets = sum(self._num_targets.values())
         mean = float(self._values.sum(dtype=np.float64)) / max(num_targets, 1)
-        meta = LogprobMeta(self._values.size, num_targets, mean, checksum([self._file]))
+        meta = LogprobMeta(self._values.size, num_targets, mean, 0, self._record)
+        meta = replace(meta, crc32=checksum([self._file.with_name(name) for name in meta.sizes()]))
         tree = {"provenance": provenance, "logprobs": asdict(meta)}
         self._file.with_name(META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
         return meta
@@ -90,27 +112,34 @@ def logprob_provenance(tokens: Path, settings: Mapping[str, Any], files: list[An
 def read_logprob_meta(folder: Path) -> LogprobMeta | None:
     """Return the description of a folder of log-probabilities; None if it is missing, strange or truncated."""
     try:
-        meta = LogprobMeta(**parse_json((folder / META_NAME).read_bytes())["logprobs"])
-        size = (folder / LOGPROBS_NAME).stat().st_size
-    except (OSError, ValueError, KeyError, TypeError):
+        tree = parse_json((folder / META_NAME).read_bytes())["logprobs"]
+        record = tree.get("record") and RecordSize(**tree["record"])
+        meta = LogprobMeta(**tree | {"record": record})
+        sizes = {name: (folder / name).stat().st_size for name in meta.sizes()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     is_sound = type(meta.num_targets) is int and type(meta.mean) is float
-    whole = is_sound and size == meta.num_values * WEIGHT_TYPE.itemsize and 0 <= meta.num_targets <= meta.num_values
+    whole = is_sound and sizes == meta.sizes() and 0 <= meta.num_targets <= meta.num_values
     return meta if whole else None
 
 
 def holds_logprobs(folder: Path) -> bool:
     """Return whether the folder holds what was written, byte for byte. Reads and checksums all of it."""
     meta = read_logprob_meta(folder)
-    return meta is not None and checksum([folder / LOGPROBS_NAME]) == meta.crc32
+    return meta is not None and checksum([folder / name for name in meta.sizes()]) == meta.crc32
 
 
-def open_logprobs(name: str, folder: Path, num_values: int) -> Logprobs:
-    """Memory-map the numbers of a source. Raises ConfigError if they are gone, or are of other data."""
+def open_logprobs(name: str, folder: Path, num_values: int) -> NDArray[Any]:
+    """Memory-map the numbers of a source, or its records if it has some.
+
+    Raises ConfigError if they are gone, or are of other data.
+    """
     meta = read_logprob_meta(folder)
     if meta is None or meta.num_values != num_values:
         raise ConfigError(
             f"data.path: the log-probabilities of {name} are not in {folder}, where they were when the run started; "
             "start again"
         )
+    if meta.record is not None:
+        return open_records(folder, meta.record, num_values)
     return np.memmap(folder / LOGPROBS_NAME, WEIGHT_TYPE, "r", shape=(num_values,))

@@ -131,8 +131,13 @@ class FolderTokenizer:
         self._tokenizer.post_processor = processors.Sequence([])
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token, added ones included."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    @property
     def num_ids(self) -> int:
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.vocabulary.values(), default=-1) + 1
 
     @property
     def end_of_document(self) -> int | None:

@@ -78,6 +78,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
     yield from _objective_disagreements(config)
+    yield from _distillation_disagreements(config)
     yield from _batch_disagreements(config)
 
 
@@ -233,7 +234,7 @@ def _objective_disagreements(config: Settings) -> Iterator[str]:
     train, data = config.train, config.data
     if data.in_pairs and train.objective == "sft":
         yield "train.objective: sft learns single answers, and data.kind is pairs; set dpo, ipo, hinge, simpo or orpo"
-    if not data.in_pairs and train.objective != "sft":
+    if not data.in_pairs and train.objective not in ("sft", "distill"):
         yield (
             f"data.kind: {data.kind}, and train.objective: {train.objective} is over pairs of a chosen and a rejected "
             "answer; set data.kind: pairs"
@@ -246,19 +247,31 @@ def _objective_disagreements(config: Settings) -> Iterator[str]:
                 f"train.preference.{key}: goes with train.objective: {expected}, and train.objective is "
                 f"{train.objective}; leave the key out"
             )
-    if train.reference is not None and train.objective in ("sft", "simpo", "orpo"):
+    if train.reference is not None and train.objective in ("sft", "distill", "simpo", "orpo"):
         yield f"train.reference: train.objective: {train.objective} compares with no reference; leave the key out"
     if train.objective == "sft":
         return
     for key in ("z_loss", "label_smoothing"):
         if getattr(train, key):
-            hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" else ""
-            yield f"train.{key}: is of single tokens, and train.objective is {train.objective}; leave the key out{hint}"
+            hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" and data.in_pairs else ""
+            of = "is of single tokens" if data.in_pairs else "changes the cross-entropy"
+            yield f"train.{key}: {of}, and train.objective is {train.objective}; leave the key out{hint}"
     if config.hardware.cuda_graphs is True:
         yield (
             f"hardware.cuda_graphs: true goes with train.objective: sft so far, and it is {train.objective}; leave one "
             "of the two out"
         )
+
+
+def _distillation_disagreements(config: Settings) -> Iterator[str]:
+    distillation, distills = config.train.distillation, config.train.objective == "distill"
+    if distills and config.data.in_pairs:
+        yield "data.kind: pairs, and train.objective: distill learns single answers; set pretrain, sft or tokens"
+    if distills and distillation.teacher is None:
+        yield "train.distillation.teacher is required: the folder, hub id or run of the model that is learned from"
+    for key, field in type(distillation).model_fields.items():
+        if not distills and getattr(distillation, key) != field.default:
+            yield f"train.distillation.{key}: goes with train.objective: distill; set that, or leave the key out"
 
 
 def _batch_disagreements(config: Settings) -> Iterator[str]:

@@ -66,6 +66,12 @@ OTHER_NAMES = {  # of any tool, as far as no table sets something for them
     "pref_ftx": "train.preference.sft_weight",
     "rpo_alpha": "train.preference.sft_weight",
     "cpo_alpha": "train.preference.sft_weight",
+    "teacher": "train.distillation.teacher",
+    "teacher_model": "train.distillation.teacher",
+    "teacher_model_name_or_path": "train.distillation.teacher",
+    "kd_temperature": "train.distillation.temperature",
+    "kd_beta": "train.distillation.beta",
+    "kd_ce_alpha": "train.distillation.sft_weight",
     "model.name": "model.path",
     "model.id": "model.path",
 }

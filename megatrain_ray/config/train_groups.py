@@ -63,6 +63,21 @@ class PreferenceConfig(Group):
     """Adds this × the chosen answer's mean cross-entropy over its tokens. orpo: always 1."""
 
 
+class DistillationConfig(Group):
+    """Holds the teacher of train.objective: distill, and the numbers of the divergence from it."""
+
+    teacher: Text | None = None
+    """Model that is learned from: a folder, hub id or run directory, with the ids of model.path. Required."""
+    top_k: Count = 64
+    """Likeliest tokens of each target that are kept of the teacher's prediction; all others count as one."""
+    temperature: Positive = 1.0
+    """Both models' logits are divided by this."""
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """0: KL(teacher ‖ student); 1: KL(student ‖ teacher); between: generalised Jensen-Shannon, as TRL's GKD."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Adds this × the cross-entropy of the targets."""
+
+
 class OptimizationConfig(Group):
     steps: NotNegative | None = None
     """Updates in total, those before a resume included; 0: only evaluate. Set exactly one of train.steps and
@@ -75,8 +90,11 @@ class OptimizationConfig(Group):
     """Sequences of one forward; the plan chooses if only batch_size is set."""
     accumulate: Sequences | None = None
     """Micro-batches of an update."""
-    objective: Literal["sft", "dpo", "ipo", "hinge", "simpo", "orpo"] = "sft"
-    """sft: cross-entropy of tokens. The others, over data.kind: pairs, prefer chosen answers to rejected ones."""
+    objective: Literal["sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo"] = "sft"
+    """sft: cross-entropy of tokens; distill: divergence from a teacher. The others, over data.kind: pairs, prefer
+    chosen answers to rejected ones."""
+    distillation: DistillationConfig = DistillationConfig()
+    """Teacher and numbers of objective: distill."""
     preference: PreferenceConfig = PreferenceConfig()
     """Numbers of the objectives over pairs."""
     reference: Text | None = None
@@ -131,6 +149,8 @@ class OptimizationConfig(Group):
     @property
     def reference_model(self) -> str | None:
         """Return train.reference, or the reference that the objective has without it; None: there is none."""
+        if self.objective == "distill":
+            return self.distillation.teacher
         return self.reference or ("model" if self.objective in ("dpo", "ipo", "hinge") else None)
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,14 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import HeldOutData, PassData, sources_of
 from megatrain_ray.data.tokenize_data import writable_cache
 from megatrain_ray.driver.run_context import DataTokens
+from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.io.batching.batch_stream import HeldOut
+from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.tokens.cache_pruning import mark_used
 from megatrain_ray.io.tokens.logprob_files import LogprobWriter, holds_logprobs, logprob_provenance
+from megatrain_ray.io.tokens.teacher_files import RecordSize
 from megatrain_ray.io.tokens.token_cache import cached_folder, key_of
+from megatrain_ray.io.tokens.token_files import read_meta
 from megatrain_ray.units import format_count, format_duration
 from megatrain_ray.workers.messages import HeldOutLoss
 
@@ -45,12 +49,14 @@ class LogprobPass:
     data: tokens of all data, also of sources that the pass leaves out since the cache has their log-probabilities.
         Without held-out data they are those that are trained on.
     names: of all sources, by the folder of their tokens.
+    teacher: what is recorded of the model's predictions as well; None: nothing.
     writers: of the sources of the pass, in its order, by the folder of their tokens.
     num_tokens: inputs that are no pads, by batch.
     """
 
     data: DataTokens
     names: Mapping[Path, str]
+    teacher: TopTokens | None = None
     writers: dict[Path, LogprobWriter] = field(default_factory=dict)
     num_tokens: dict[int, int] = field(default_factory=dict)
 
@@ -86,21 +92,26 @@ class _Notes:
 
 
 def find_or_make(
-    config: TrainConfig, data: DataTokens, model: ModelIdentity, run_dir: Path, make: Callable[[LogprobPass], None]
-) -> LogprobFolders:
+    config: TrainConfig, data: DataTokens, model: ModelIdentity, run_dir: Path, make: Callable[[LogprobPass], None],
+    teacher: TopTokens | None = None,
+) -> LogprobFolders:  # fmt: skip
     """Return the folders of a model's log-probabilities, made if they are missing.
 
     They lie where tokens are cached, or else in `run_dir`.
 
     data: tokens of all sources.
     make: runs the pass. If it fails or is interrupted, nothing is kept.
+    teacher: as for LogprobPass.
 
-    Raises ConfigError, MegatrainError if the disk fails, and what `make` raises.
+    Raises ConfigError, CapacityError if a teacher's records have no room, MegatrainError if the disk fails, and what
+    `make` raises.
     """
     settings = {
         "model": model.settings, "precision": config.train.precision, "seq_len": config.data.seq_len,
         "packing": config.data.packing, **({"compute": config.train.compute} if config.train.compute else {}),
+        **({"teacher": asdict(teacher)} if teacher else {}),
     }  # fmt: skip
+    record = RecordSize(teacher.num_ids, teacher.num_logprobs) if teacher else None
     names = dict(_named(config, data))
     made_of = {tokens: logprob_provenance(tokens, settings, model.files) for tokens in names}
     found: dict[Path, Path] = {}
@@ -113,12 +124,14 @@ def find_or_make(
     if missing:
         with writable_cache(run_dir) as root, ExitStack() as stack:
             evaluated = data.training if data.held_out is None else data.held_out  # a run of no steps needs some
-            scored = LogprobPass(data._replace(held_out=evaluated), names)
+            scored = LogprobPass(data._replace(held_out=evaluated), names, teacher)
+            if record is not None:
+                _check_room(root, missing, record)
             found |= {tokens: root / key_of(made_of[tokens]) for tokens in missing}
             for tokens in sorted(missing, key=lambda tokens: found[tokens]):  # in one order, whoever takes the locks
                 partial = stack.enter_context(cached_folder(found[tokens], holds_logprobs, _Notes(), STALL_S))
                 if partial is not None:
-                    scored.writers[tokens] = LogprobWriter(partial)
+                    scored.writers[tokens] = LogprobWriter(partial, record)
             if scored.writers:
                 make(scored)
             for tokens, writer in scored.writers.items():
@@ -128,6 +141,17 @@ def find_or_make(
     return LogprobFolders(
         tuple(found[tokens] for tokens in data.training), tuple(found[tokens] for tokens in data.held_out or ())
     )
+
+
+def _check_room(root: Path, tokens: Sequence[Path], record: RecordSize) -> None:
+    """Raise CapacityError unless the records of all targets of these folders of tokens fit on the disk of `root`."""
+    metas = [meta for folder in tokens if (meta := read_meta(folder))]
+    counts = (meta.num_tokens + meta.num_documents if (n := meta.num_supervised) is None else n for meta in metas)
+    needed_bytes = sum(counts) * record.kind.itemsize
+    check_room(
+        root, needed_bytes, "the teacher's predictions",
+        "set a lower train.distillation.top_k, or name a folder on another disk in XDG_CACHE_HOME",
+    )  # fmt: skip
 
 
 def _named(config: TrainConfig, data: DataTokens) -> Iterator[tuple[Path, str]]:

@@ -106,9 +106,11 @@ def evaluation_row(
         f"eval_{name}": mean_of([_joined(name, [loss.metrics[name] for loss in losses]) for losses in sources])
         for name in sources[0][0].metrics
     }
+    if "eval_cross_entropy" in metrics or not metrics:
+        metrics["perplexity"] = perplexity(metrics.get("eval_cross_entropy", loss))
     num_tokens = sum(loss.num_supervised for losses in sources for loss in losses)
     row: dict[str, Any] = {
-        "step": step, "eval_loss": loss, **(metrics or {"perplexity": perplexity(loss)}), "eval_tokens": num_tokens,
+        "step": step, "eval_loss": loss, **metrics, "eval_tokens": num_tokens,
         "eval_s": seconds,
     }  # fmt: skip
     if len(means) > 1:

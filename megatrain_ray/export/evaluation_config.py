@@ -53,12 +53,13 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     # Its tokens are needed anyway, and those of the training data are not.
     update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
-    reference = config.train.reference_model
+    reference, train = config.train.reference_model, dict[str, Any]()
     if reference == "model" and config.model.path is None:
         raise ConfigError(
             "train.reference: model has random weights, which this evaluation cannot make again; name one"
         )
-    train = {"reference": config.model.path if reference == "model" else reference}  # not the model that is evaluated
+    if reference == "model":
+        train["reference"] = config.model.path  # not the model that is evaluated
     with _without_updates(name, config, step, update, train) as changed:
         yield changed
 
@@ -74,7 +75,8 @@ def pass_config(name: str | None, config: TrainConfig, step: SaveChoice = None) 
     data = config.data
     update = {} if config.evaluates else {"eval_path": data.path, "eval_dataset": data.dataset, "eval_fraction": None}
     # Any objective over such data will do.
-    train: dict[str, Any] = {"reference": None, "objective": "simpo" if data.in_pairs else "sft", "preference": {}}
+    objective = "simpo" if data.in_pairs else "sft"
+    train: dict[str, Any] = {"reference": None, "objective": objective, "preference": {}, "distillation": {}}
     with _without_updates(name, config, step, update, train) as changed:
         yield changed
 

@@ -16,6 +16,7 @@ from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import Trials
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
@@ -44,6 +45,7 @@ class RunSpec:
     config: configuration with the plan's split into micro-batches.
     weighted: whether batches have loss weights, which the tokens of the data decide.
     keeps_logprobs: whether an evaluation returns the log-probability of every target.
+    teacher: what batches have of a teacher, or what an evaluation that keeps log-probabilities returns as well.
     """
 
     config: TrainConfig
@@ -52,6 +54,7 @@ class RunSpec:
     plan: Plan
     weighted: bool = False
     keeps_logprobs: bool = False
+    teacher: TopTokens | None = None
 
     @property
     def is_aliased(self) -> bool:
@@ -268,9 +271,10 @@ def _captured(config: TrainConfig) -> bool | None:
     """Return whether a step is captured as one CUDA graph; None if the plan decides.
 
     With several GPUs it is not, unless the setting is true: exchanges between GPUs are not part of a captured step. Nor
-    is it with pairs, of which rows hold different numbers.
+    is it with pairs, of which rows hold different numbers, or with a teacher, whose predictions no capture reads.
     """
-    setting, may_be = config.hardware.cuda_graphs, config.hardware.num_gpus == 1 and not config.data.in_pairs
+    setting = config.hardware.cuda_graphs
+    may_be = config.hardware.num_gpus == 1 and config.train.objective == "sft"
     return setting if setting != "auto" else None if may_be else False
 
 

@@ -11,6 +11,7 @@ from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
+from megatrain_ray.engine.objectives.distillation import Distillation
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
@@ -118,17 +119,23 @@ class GpuSteps:
             return loss
 
     async def _held_out_loss(self, batch: Batch, step: int) -> HeldOutLoss:
-        objective, micro_batches = objective_of(self._run_spec).of_documents, self._micro_batches(batch)
+        objective, micro_batches = objective_of(self._run_spec), self._micro_batches(batch)
         sums = HeldOutLoss(0.0, batch.num_supervised, batch.total_weight, num_tokens=batch.num_tokens)
-        if objective is None and not self._run_spec.keeps_logprobs:
-            return replace(sums, total=await self._engine.evaluate(micro_batches, step))
-        logprobs = await self._engine.logprobs(micro_batches, step)
         if self._run_spec.keeps_logprobs:
-            # The driver asks rank 0.
-            return sums if self._rank else replace(sums, logprobs=logprobs.numpy().reshape(batch.targets.shape))
-        assert objective is not None and batch.counts is not None
+            top = self._run_spec.teacher
+            logprobs = await self._engine.logprobs(micro_batches, step, top)
+            shape = batch.targets.shape if top is None else (*batch.targets.shape, -1)
+            return sums if self._rank else replace(sums, logprobs=logprobs.numpy().reshape(shape))  # rank 0 is asked
+        if objective.distillation is not None:
+            total, plain = await self._engine.evaluate(micro_batches, step, objective)
+            return replace(sums, total=total, metrics={"cross_entropy": (plain, batch.total_weight)})
+        if objective.of_documents is None:
+            (total,) = await self._engine.evaluate(micro_batches, step)
+            return replace(sums, total=total)
+        logprobs = await self._engine.logprobs(micro_batches, step)
+        assert batch.counts is not None
         (whole,) = micro_batches_of(batch, len(batch.input_ids))
-        found = objective.loss(logprobs, whole.uploaded_targets(lambda tensor: tensor), batch.counts)
+        found = objective.of_documents.loss(logprobs, whole.uploaded_targets(lambda tensor: tensor), batch.counts)
         metrics = {name: (mean.total.item(), mean.divisor) for name, mean in found.metrics.items()}
         return replace(sums, total=found.loss.total.item(), total_weight=found.loss.divisor, metrics=metrics)
 
@@ -152,6 +159,10 @@ class GpuSteps:
 
 
 def objective_of(run_spec: RunSpec) -> Objective:
-    train = run_spec.config.train
+    train, teacher = run_spec.config.train, run_spec.teacher
+    if train.objective == "distill":
+        assert teacher is not None  # the run has found it
+        numbers = train.distillation
+        return Objective(distillation=Distillation(teacher.softmax, numbers.beta, numbers.sft_weight))
     pairs = None if train.objective == "sft" else PairObjective(train.objective, **train.preference.model_dump())
     return Objective(train.z_loss, train.label_smoothing, pairs)

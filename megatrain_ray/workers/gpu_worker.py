@@ -163,6 +163,7 @@ class GpuWorker:
                 weighted=self._run_spec.weighted,
                 evaluates=config.evaluates,
                 trains=config.train.num_steps > 0,
+                teacher=self._run_spec.teacher,
             )
             await self._engine.run_warm_up(shapes)
 

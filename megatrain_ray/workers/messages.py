@@ -46,7 +46,8 @@ class HeldOutLoss:
     total_weight: sum of their loss weights, or what the sum over documents is divided by.
     metrics: further sums, by name, each with what it is divided by.
     num_tokens: inputs of the batch that are no pads.
-    logprobs: of each target, [rows, seq_len], 0 if it is not supervised, in place of the sum; None: the sum.
+    logprobs: of each target, [rows, seq_len], 0 if it is not supervised, in place of the sum; None: the sum. Of a
+        teacher a third dimension has each of them, and then the bits of its record.
     """
 
     total: float

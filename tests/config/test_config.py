@@ -16,6 +16,7 @@ from tests.support.settings import MISSING, config, settings
 
 ALONE = "goes with one GPU so far, and hardware.num_gpus is 3; leave one of the two out"
 PAIRS = {"data__kind": "pairs", "train__objective": "orpo"}
+TAUGHT = {"train__objective": "distill", "train__distillation__teacher": "teacher"}
 RANDOM_MODEL = {"model__path": MISSING, "model__config": {"hidden_size": 8}}
 
 
@@ -61,6 +62,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "min_lr": 0.0,
             "schedule": "cosine",
             "objective": "sft",
+            "distillation": {"teacher": None, "top_k": 64, "temperature": 1.0, "beta": 0.0, "sft_weight": 0.0},
             "preference": {"beta": 0.1, "gamma": 0.5, "label_smoothing": 0.0, "sft_weight": 0.0},
             "reference": None,
             "epochs": None,
@@ -446,6 +448,11 @@ def test_all_problems_come_in_one_message() -> None:
             {"train__reference": "model"},
             "train.reference: train.objective: sft compares with no reference; leave the key",
         ),
+        ({"train__objective": "distill"}, "train.distillation.teacher is required: the folder, hub id or run of the"),
+        ({"train__distillation__top_k": 3}, "train.distillation.top_k: goes with train.objective: distill; set that,"),
+        (TAUGHT | {"data__kind": "pairs"}, "data.kind: pairs, and train.objective: distill learns single answers; set"),
+        (TAUGHT | {"train__z_loss": 1e-4}, "train.z_loss: changes the cross-entropy, and train.objective is distill;"),
+        (TAUGHT | {"train__reference": "model"}, "train.reference: train.objective: distill compares with no"),
         (PAIRS | {"train__reference": "model"}, "train.reference: train.objective: orpo compares with no reference"),
         (PAIRS | {"hardware__cuda_graphs": True}, "hardware.cuda_graphs: true goes with train.objective: sft so far"),
     ],

@@ -11,12 +11,14 @@ from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
+from megatrain_ray.engine.objectives.distillation import Distillation, Softmax
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.io.batching.batch_stream import Batch
 from tests.support.reference import Recipe
+from tests.support.tiny import VOCAB_SIZE
 
 
 def rules_of(recipe: Recipe, *, has_pairs: bool) -> ParameterRules:
@@ -61,7 +63,9 @@ def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
 
 def objective_of(recipe: Recipe) -> Objective:
     pairs = PairObjective(*recipe.preference) if recipe.preference else None  # type: ignore[arg-type]
-    return Objective(recipe.z_loss, recipe.label_smoothing, pairs)
+    distil = recipe.distil
+    distillation = distil and Distillation(Softmax(distil.temperature, VOCAB_SIZE), distil.beta, distil.sft_weight)
+    return Objective(recipe.z_loss, recipe.label_smoothing, pairs, distillation)
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateParams:

@@ -29,6 +29,7 @@ from megatrain_ray.engine.model.micro_batch import dropout_seed
 from tests.support.fp8_linear import with_fp8
 from tests.support.pair_losses import Preference, pair_losses
 from tests.support.rounded_moments import round_moments
+from tests.support.teacher import Distil, plain_objective
 
 UNDECAYED = re.compile(r"bias$|norm\w*\.weight$")  # names of biases, and of norms, of which some have two dimensions
 
@@ -57,6 +58,8 @@ class Sequences(Protocol):
     def num_documents(self) -> int | None: ...
     @property
     def reference_logprobs(self) -> Tensor | None: ...
+    @property
+    def teacher(self) -> tuple[Tensor, Tensor] | None: ...
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Recipe:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     preference: Preference | None = None  # of batches of pairs
+    distil: Distil | None = None  # of batches with a teacher's predictions
     seed: int = 0
     precision: str = "fp32"
     compute: str | None = None
@@ -229,12 +233,25 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     by_reference = [None] * len(inputs)
     if batch.reference_logprobs is not None:
         by_reference = [part.flatten() for part in batch.reference_logprobs.split(recipe.micro_batch_size)]
+    predicted = [None] * len(inputs)
+    if batch.teacher is not None:
+        both = ([part.flatten(0, 1) for part in x.split(recipe.micro_batch_size)] for x in batch.teacher)
+        predicted = list(zip(*both, strict=True))
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
-        if recipe.loss_chunk_tokens is None or recipe.preference:
+        if recipe.loss_chunk_tokens is None or recipe.preference or recipe.distil:
             losses += _backward(
-                model, inputs[j], targets[j], packed[j], total_weight, len(inputs), recipe, real[j], by_reference[j]
+                model,
+                inputs[j],
+                targets[j],
+                packed[j],
+                total_weight,
+                len(inputs),
+                recipe,
+                real[j],
+                by_reference[j],
+                predicted[j],
             )
         else:
             several = len(inputs) > 1
@@ -268,6 +285,7 @@ def _backward(
     recipe: Recipe,
     real: Tensor | None,
     by_reference: Tensor | None,
+    predicted: tuple[Tensor, Tensor] | None,
 ) -> list[float]:
     """Compute the gradients of one micro-batch into `.grad`; return the parts of its share of the step's loss.
 
@@ -276,7 +294,9 @@ def _backward(
     """
     output = model(input_ids=input_ids, use_cache=False, **packed)
     logits = output.logits.float().flatten(0, 1)
-    if recipe.preference is None:
+    if recipe.distil is not None:
+        parts = [plain_objective(logits, targets, predicted, recipe.distil) / total_weight]
+    elif recipe.preference is None:
         parts = [_objective(logits, targets, recipe) / total_weight]
     else:
         losses = pair_losses(logits, targets[0], packed["position_ids"], real, recipe.preference, by_reference)

@@ -314,7 +314,7 @@ class Training:
         if not batches:
             return
         cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in batches]
-        parts = [await self.engine.evaluate(micro_batches, generation) for micro_batches in cut]
+        parts = [(await self.engine.evaluate(micro_batches, generation))[0] for micro_batches in cut]
         self.result.evaluations.append(sum(parts) / sum(batch.total_weight for batch in batches))
         self.result.logprobs.append(
             torch.cat([await self.engine.logprobs(micro_batches, generation) for micro_batches in cut])

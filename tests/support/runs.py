@@ -22,6 +22,7 @@ from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 from tests.support.pair_losses import Preference
 from tests.support.reference import MuonRecipe, Own, Recipe, Result, train_reference
+from tests.support.teacher import Distil
 from tests.support.tiny import TEXT, text_batches
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,8 @@ def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
         muon=MuonRecipe(**train.get("muon", {})) if train.get("optimizer") == "muon" else None,
         adapter=Path(tree["lora"]["path"]) if tree.get("lora") else None,
         clip=train.get("clip", 1.0),
-        preference=Preference(train["objective"], **train["preference"]) if "objective" in train else None,
+        preference=Preference(train["objective"], **train["preference"]) if "preference" in train else None,
+        distil=_distil(**train["distillation"]) if "distillation" in train else None,
         seed=train.get("seed", 0),
         precision=train["precision"],
         compute=train.get("compute"),
@@ -131,6 +133,10 @@ def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
         loss_chunk_tokens=plan.compute.loss_chunk_tokens,
         num_threads=plan.compute.num_threads,
     )
+
+
+def _distil(teacher: str, top_k: int = 64, **numbers: float) -> Distil:
+    return Distil(**numbers)
 
 
 def _own(group: Mapping[str, Any]) -> Own:

@@ -76,7 +76,8 @@ def text_batches(num_batches: int, batch_size: int, seq_len: int, *, seed: int =
 def as_tensors(batch: Batch) -> Any:
     """Return the batch with tensors in place of its arrays, as plain PyTorch takes it (`reference.Sequences`)."""
     arrays = {key: value for key, value in vars(batch).items() if isinstance(value, np.ndarray)}
-    return replace(batch, **{key: torch.from_numpy(array) for key, array in arrays.items()})
+    teacher = batch.teacher and tuple(map(torch.from_numpy, batch.teacher))
+    return replace(batch, teacher=teacher, **{key: torch.from_numpy(array) for key, array in arrays.items()})
 
 
 def weigh(batch: Batch) -> Batch:

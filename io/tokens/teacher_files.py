@@ -1,0 +1,55 @@
+"""Writes and reads what a teacher predicts: its likeliest tokens at each token that windows are cut from."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TEACHER_NAME = "teacher.bin"
+
+Records = NDArray[np.void]  # [n], of one RecordSize
+
+
+@dataclass(frozen=True)
+class RecordSize:
+    """Says how many ids a record has, and how many log-probabilities: one more if the vocabulary has other ids."""
+
+    num_ids: int
+    num_logprobs: int
+
+    @property
+    def kind(self) -> np.dtype[Any]:
+        return np.dtype([("ids", "<i4", (self.num_ids,)), ("logprobs", "<f4", (self.num_logprobs,))])
+
+    def parsed(self, values: NDArray[np.float32]) -> Records:
+        """Return the records [n] whose bits `values` are, FP32 [n, num_ids + num_logprobs]."""
+        records: Records = np.ascontiguousarray(values).view(self.kind)[:, 0]
+        return records
+
+
+def write_records(folder: Path, places: NDArray[np.int64], records: Records, num_places: int) -> None:
+    """Write the records of these places, [n] each, and wait until they are durable. Raises OSError.
+
+    What is zero, because the target does not count, stays a hole of the file, which takes no room on most disks.
+
+    num_places: of the whole source.
+    """
+    written = np.flatnonzero(records["logprobs"].any(axis=1))
+    with os.fdopen(os.open(folder / TEACHER_NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        file.truncate(num_places * records.dtype.itemsize)
+        for run in np.split(written, np.flatnonzero(np.diff(places[written]) != 1) + 1):
+            if run.size:
+                file.seek(int(places[run[0]]) * records.dtype.itemsize)
+                file.write(records[run].tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_records(folder: Path, size: RecordSize, num_places: int) -> Records:
+    """Memory-map the records of a source, whose file has the right size."""
+    return np.memmap(folder / TEACHER_NAME, size.kind, "r", shape=(num_places,))

@@ -1,0 +1,61 @@
+"""Finds the teacher of a run, and checks that the student has the same ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.engine.objectives.distillation import Softmax, TopTokens
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer, load_tokenizer
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import read_model
+from megatrain_ray.run.run_files import RunFiles
+
+
+def find_teacher(config: TrainConfig, student: ModelSource) -> TopTokens | None:
+    """Return what a run needs of its teacher's predictions; None if it has no teacher.
+
+    Raises ConfigError if there is no such model, or if its ids mean other tokens than those of the data.
+    """
+    numbers, name = config.train.distillation, config.train.distillation.teacher
+    if config.train.objective != "distill" or name is None:
+        return None
+    files = RunFiles(Path(name).absolute())
+    if files.holds_run:
+        of_run = files.read_config()
+        model, tokenizer = of_run.model, of_run.tokenizer
+    else:
+        model, tokenizer = config.model.model_copy(update={"path": name, "config": None}), None
+    teacher = read_model(model)
+    if tokenizer is None and teacher.folder is not None and holds_tokenizer(teacher.folder):
+        tokenizer = str(teacher.folder)
+    sizes = teacher.written_vocab_size, student.written_vocab_size
+    difference = _difference(config.tokenizer, tokenizer)
+    if tokenizer is None and sizes[0] != sizes[1]:
+        difference = f"it has no tokenizer, and its vocab_size is {sizes[0]} instead of {sizes[1]}"
+    if difference is None and None in sizes:
+        difference = "a config.json has no vocab_size"
+    if difference is not None:
+        raise ConfigError(
+            f"train.distillation.teacher: {name}: teacher and student must have the same ids: {difference}; name a "
+            "model with the tokenizer of the data"
+        )
+    vocab_size = min(size for size in sizes if size is not None)
+    return TopTokens(min(numbers.top_k, vocab_size), Softmax(numbers.temperature, vocab_size))
+
+
+def _difference(of_data: str, of_teacher: str | None) -> str | None:
+    """Return where two tokenizers disagree about an id; None if they do not. Either may have ids more."""
+    if of_teacher is None or of_data == of_teacher:
+        return None
+    ours, theirs = load_tokenizer(of_data), load_tokenizer(of_teacher)
+    if not (isinstance(ours, FolderTokenizer) and isinstance(theirs, FolderTokenizer)):
+        both_bytes = type(ours) is type(theirs)
+        return None if both_bytes else f"one of data.tokenizer: {of_data} and {of_teacher} is of bytes"
+    own, given = ours.vocabulary, theirs.vocabulary
+    of_id = {token_id: token for token, token_id in own.items()}
+    for token, token_id in sorted(given.items(), key=lambda item: item[1]):
+        if own.get(token, token_id) != token_id or of_id.get(token_id, token) != token:
+            return f"id {token_id} is {token!r} of the teacher and {ours.token_of(token_id)!r} of data.tokenizer"
+    return None

@@ -1,0 +1,98 @@
+"""Distillation: bit-equal to plain autograd, and to TRL's losses, whatever the chunks and the micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatrain_ray.engine.model.chunked_loss import Targets, top_records
+from megatrain_ray.engine.objectives.distillation import Distillation, Softmax, TopLogprobs, TopTokens
+from megatrain_ray.engine.plan.plan import ActivationPolicy
+from megatrain_ray.engine.plan.schedule import LoopOrder
+from tests.engine.step.test_parity import assert_equal
+from tests.support.reference import Recipe, train_reference
+from tests.support.run_engine import Mode, train_engine
+from tests.support.teacher import Distil, gkd_losses, predictions, taught
+from tests.support.tiny import VOCAB_SIZE, build_tiny, tiny_batches, weigh
+
+STEPS = 3
+LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2)
+
+
+@pytest.mark.parametrize(
+    ("distil", "top_k", "precision", "tied"),
+    [
+        (Distil(0.0, 2.0), VOCAB_SIZE, "fp32", True),
+        (Distil(0.5, 1.0, 0.3), VOCAB_SIZE, "bf16", False),
+        (Distil(1.0, 2.0), 7, "fp32", False),
+        (Distil(0.3, 1.0, 0.3), 7, "bf16", True),
+    ],
+)
+def test_it_is_bit_equal(tmp_path: Path, distil: Distil, top_k: int, precision: str, tied: bool) -> None:
+    """With the whole vocabulary the reference computes TRL's formula on whole logits."""
+    build_tiny(tmp_path, tied=tied)
+    recipe = Recipe(STEPS, precision=precision, distil=distil, micro_batch_size=2)
+    batches = tiny_batches(STEPS)
+    batches = taught(tmp_path / "teacher", [weigh(batches[0]), *batches[1:]], top_k, distil.temperature)
+    ours = train_engine(tmp_path, batches, recipe, LAYERS)
+    assert_equal(ours, train_reference(tmp_path, batches, recipe))
+    assert set(ours.reports[0].metrics) == {"cross_entropy"}
+
+
+def test_chunks_and_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
+    build_tiny(tmp_path)
+    batches = taught(tmp_path / "teacher", tiny_batches(1), 7)
+    recipe = Recipe(1, distil=Distil(0.5))
+    runs = [
+        train_engine(tmp_path, batches, replace(recipe, loss_chunk_tokens=chunk, micro_batch_size=size), Mode())
+        for chunk, size in ((None, 1), (7, 1), (7, 4))
+    ]
+    for run in runs[1:]:
+        assert run.losses == pytest.approx(runs[0].losses, rel=1e-6)
+        assert run.grad_norms == pytest.approx(runs[0].grad_norms, rel=1e-5)
+
+
+def random_scores(num_tokens: int, seed: int) -> torch.Tensor:
+    return 4 * torch.randn(num_tokens, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_is_recorded_are_the_teachers_probabilities() -> None:
+    """Ids that only the teacher has are left out, and a position whose target does not count has zeros."""
+    padded = torch.cat([random_scores(6, 0), torch.full((6, 3), 50.0)], 1)
+    targets = torch.tensor([1, 2, -100, 3, 4, 5])
+    for top_k in (7, VOCAB_SIZE):
+        top = TopTokens(top_k, Softmax(2.0, VOCAB_SIZE))
+        records = top_records(top, padded[None], Targets(targets))
+        ids, logprobs = predictions(padded[:, :VOCAB_SIZE], targets, top_k, 2.0)
+        assert records.shape == (6, 1 + top_k + top.num_logprobs)
+        assert torch.equal(records[:, 1 : 1 + top_k].contiguous().view(torch.int32), ids)
+        assert torch.allclose(records[:, 1 + top_k :], logprobs, rtol=1e-5, atol=1e-6)
+        assert not records[2].any()
+        of_target = F.cross_entropy(padded, targets, reduction="none", ignore_index=-100)
+        assert torch.allclose(records[:, 0], -of_target)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_tokens_that_are_not_recorded_count_as_one(beta: float) -> None:
+    """In double precision the divergence is that of the coarser distributions, and less than the whole one."""
+    student, teacher = random_scores(5, 1), random_scores(5, 2)
+    ids, logprobs = predictions(teacher, torch.zeros(5), 7, 1.0)
+    found = Distillation(Softmax(1.0, VOCAB_SIZE), beta).divergences(student, TopLogprobs(ids, logprobs))
+    p, q = (_coarse(scores, ids.long()) for scores in (teacher, student))
+    mixture = beta * p + (1 - beta) * q
+    expected = {0.0: _kl(p, q), 1.0: _kl(q, p)}.get(beta, beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture))
+    assert torch.allclose(found.double(), expected, rtol=1e-5)
+    assert (found < gkd_losses(student, F.log_softmax(teacher, -1), Distil(beta))).all()
+
+
+def _coarse(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    probabilities = scores.double().softmax(-1)
+    return torch.cat([probabilities.gather(-1, ids), probabilities.scatter(-1, ids, 0.0).sum(-1, keepdim=True)], -1)
+
+
+def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return (p * (p / q).log()).sum(-1)
