@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -80,8 +80,14 @@ class StructureFinder:
                 for path in layer.modules
                 if any(f"{inner}.".startswith(f"{path}.") for inner in self._trial.learned_masks)
             ),
+            is_reward=self._gives_one_score(in_loss),
             unreached=tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in self._unreached(self._model, ""))),
         )
+
+    def _gives_one_score(self, in_loss: Collection[str]) -> bool:
+        """Return whether the modules after the base make one number of each token's hidden state."""
+        outputs = [self._trial.first[path].output for path in in_loss]
+        return len(outputs) == 1 and isinstance(outputs[0], torch.Tensor) and outputs[0].shape[-1] == 1
 
     @cached_property
     def _list_path(self) -> str:

@@ -41,6 +41,7 @@ class ProxiedModel:
         for path, module in self.modules.items():
             if path not in structure.loss_modules:
                 model.set_submodule(path, LayerProxy(path, module, device))
+        self._score = next(iter(structure.loss_modules)) if structure.is_reward else None
         self._base = model.get_submodule(structure.base)
         self._stub = _StubBaseModel(self._base)
         model.set_submodule(structure.base, self._stub)
@@ -90,7 +91,13 @@ class ProxiedModel:
         return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits with the model's own bound head, after a `forward`: [1, T, D] → [1, T, V]."""
+        """Compute logits with the model's own bound head, after a `forward`: [B, T, D] → [B, T, V].
+
+        A reward model has one for each token, which is its score. Its own forward would return the last one only.
+        """
+        if self._score is not None:
+            scores: torch.Tensor = self.modules[self._score](hidden)
+            return scores
         with self._stub.returning(self._stub.kind(last_hidden_state=hidden)):
             logits: torch.Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
         return logits
@@ -99,7 +106,8 @@ class ProxiedModel:
         """Return what the model's own forward adds to its loss for side outputs, such as a router's load balancing.
 
         The result is a scalar whose graph ends at those side outputs that require a gradient; None without side
-        outputs. The head's parameters must be bound: the head runs on one token, whose loss is taken to be zero.
+        outputs, and for a reward model, which adds nothing. The head's parameters must be bound: the head runs on one
+        token, whose loss is taken to be zero.
 
         output: the base model's output.
         real: bool [B, T], which inputs are no pads, as the load of experts leaves pads out; None: all.
@@ -107,7 +115,7 @@ class ProxiedModel:
         Raises ConfigError if the model computes its loss without self.loss_function.
         """
         side_outputs = [value for name, value in vars(output).items() if name != "last_hidden_state"]
-        if not any(map(is_floating, tree_leaves(side_outputs))):
+        if self._score is not None or not any(map(is_floating, tree_leaves(side_outputs))):
             return None
         hidden = output.last_hidden_state[:1, :1].detach()
         one_token = copy.copy(output)

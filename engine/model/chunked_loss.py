@@ -160,7 +160,7 @@ def chunked_loss(
         with torch.enable_grad():
             total, plain = sums_of_chunk(chunk, of_targets)
             loss = total / total_weight
-        of_chunk, *of_parameters = _gradients(loss, [chunk, *parameters])
+        of_chunk, *of_parameters = gradients_of(loss, [chunk, *parameters])
         if hidden_gradient is not None:
             hidden_gradient[:, start : start + chunk_tokens] = 0 if of_chunk is None else of_chunk
         sums.add(of_parameters)
@@ -171,9 +171,15 @@ def chunked_loss(
     return LossResult(losses, cross_entropies, of_hidden, sums.rounded())
 
 
-def _gradients(loss: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def gradients_of(
+    output: torch.Tensor, sources: Sequence[torch.Tensor], slopes: torch.Tensor | None = None
+) -> list[torch.Tensor | None]:
+    """Return the gradient by each source; None for one that needs none, or that the output does not depend on.
+
+    slopes: derivatives of the loss by `output`; None: it is the loss.
+    """
     wanted = [source for source in sources if source.requires_grad]
-    found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+    found = iter(torch.autograd.grad(output, wanted, slopes, allow_unused=True))
     return [next(found) if source.requires_grad else None for source in sources]
 
 
@@ -231,6 +237,11 @@ def _distillation_sums(
         return total, _cross_entropy(scores.detach(), targets)
     plain = _cross_entropy(scores, targets)
     return total + distillation.sft_weight * plain, plain.detach()
+
+
+def token_scores(scores: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return the score that the head of a reward model gives each token of a chunk, [t]. scores: [1, t, 1]."""
+    return scores[0, :, 0]
 
 
 def _cross_entropy(scores: torch.Tensor, targets: Targets, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -92,6 +92,7 @@ class ModelStructure:
     norms: frozenset[str] = frozenset()  # modules of the head that compute each token independently of the others
     learned_masks: frozenset[str] = frozenset()  # modules of layers whose attention has a mask with a gradient
     unreached: tuple[str, ...] = ()  # modules and parameters that stay as they are, since no gradient reaches them
+    is_reward: bool = False  # the head gives each token one score, not a logit for each word
     aliased_size: int | None = None  # as ModelLayout.aliased_size
 
     def layout(self, num_fragments: int = 1) -> ModelLayout:
@@ -113,6 +114,11 @@ class ModelStructure:
             if layer.kind is LayerKind.BLOCK:
                 found.setdefault(layer.part.block if layer.part else i, []).append(i)
         return tuple(map(tuple, found.values()))
+
+    @property
+    def num_logits(self) -> int:
+        """Return how many numbers the head gives each token."""
+        return 1 if self.is_reward else self.vocab_size
 
     @cached_property
     def fp8_shapes(self) -> frozenset[tuple[int, ...]]:

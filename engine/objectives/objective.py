@@ -42,6 +42,21 @@ class Documents(NamedTuple):
         sums = [part.sum() for part, is_real in parts if is_real]
         return torch.stack(sums) if sums else values.new_zeros(0)
 
+    def firsts(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of each document's first token, [D]. values: [N]."""
+        return values[self._bounds[0].to(values.device)]
+
+    def lasts(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of each document's last token, [D]. values: [N]."""
+        return values[self._bounds[1].to(values.device)]
+
+    @property
+    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the index of each document's first token, and of its last one."""
+        lengths, are_real = torch.tensor(self.lengths), torch.tensor(self.are_real, dtype=torch.bool)
+        ends = lengths.cumsum(0)
+        return (ends - lengths)[are_real], ends[are_real] - 1
+
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Return each document's value at all of its tokens, [N], and 0 at pads. values: [D]."""
         each = iter(values)

@@ -77,15 +77,19 @@ class PairObjective:
             loss = Mean(losses.sum(), num_pairs)
         (slopes,) = torch.autograd.grad(loss.share, sums)
         weights = documents.spread(-slopes.flatten()).masked_fill(~supervised, 0.0)
-        margins = rewards[:, 0] - rewards[:, 1]
-        metrics = {
-            "reward_chosen": rewards[:, 0],
-            "reward_rejected": rewards[:, 1],
-            "reward_margin": margins,
-            "reward_accuracy": (margins > 0).float(),
-        }
-        means = {name: Mean(values.sum(), num_pairs) for name, values in metrics.items()}
-        return LogprobLoss(Mean(loss.total.detach(), num_pairs), means, weights)
+        return LogprobLoss(Mean(loss.total.detach(), num_pairs), reward_metrics(rewards, num_pairs), weights)
+
+
+def reward_metrics(rewards: torch.Tensor, num_pairs: int) -> dict[str, Mean]:
+    """Return what is known of a micro-batch's pairs. rewards: FP32 [P, 2]. num_pairs: of the whole step."""
+    margins = rewards[:, 0] - rewards[:, 1]
+    metrics = {
+        "reward_chosen": rewards[:, 0],
+        "reward_rejected": rewards[:, 1],
+        "reward_margin": margins,
+        "reward_accuracy": (margins > 0).float(),
+    }
+    return {name: Mean(values.sum(), num_pairs) for name, values in metrics.items()}
 
 
 def _simpo(objective: PairObjective, means: torch.Tensor) -> torch.Tensor:

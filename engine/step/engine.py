@@ -24,6 +24,7 @@ from megatrain_ray.engine.model.chunked_loss import (
     cross_entropy_sum,
     objective_sums,
     target_logprobs,
+    token_scores,
     top_records,
 )
 from megatrain_ray.engine.model.micro_batch import MicroBatch
@@ -187,11 +188,13 @@ class Engine:
     ) -> torch.Tensor:
         """Return the log-probability of every target of all ranks' micro-batches, in the order of tokens.
 
-        It is FP32, 1-D and on the host, and 0 where a token is not supervised. Call it as `evaluate`.
+        It is FP32, 1-D and on the host, and 0 where a token is not supervised. Of a reward model it is the score of
+        every token. Call it as `evaluate`.
 
         top: what is returned of each position as well, after its target's.
         """
-        of_chunk = target_logprobs if top is None else partial(top_records, top)
+        of_chunk = token_scores if self.model.structure.is_reward else target_logprobs
+        of_chunk = of_chunk if top is None else partial(top_records, top)
         return await self._evaluate(
             micro_batches, generation, of_chunk, lambda values: self.ranks.gather(values.flatten()).cpu()
         )

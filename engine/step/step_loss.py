@@ -20,6 +20,7 @@ from megatrain_ray.engine.model.chunked_loss import (
     OpenSum,
     Targets,
     chunked_loss,
+    gradients_of,
     score_chunks,
     target_logprobs,
 )
@@ -85,7 +86,8 @@ class StepLoss:
                     result = self._chunked(hidden, targets, named, share)
                     losses, metrics = [*result.losses], {"cross_entropy": result.cross_entropies}
                 else:
-                    result, found = self._of_documents(hidden, targets, named, share)
+                    compute = self._of_scores if self._model.structure.is_reward else self._of_documents
+                    result, found = compute(hidden, targets, named, share)
                     losses, metrics = [found.loss.share], {name: [mean.share] for name, mean in found.metrics.items()}
             auxiliary = self._model.proxied.auxiliary(forward_pass.result, targets.real)
         forward_pass.send(hidden, result.hidden)
@@ -99,9 +101,13 @@ class StepLoss:
     def run_warm_up(self, hidden: torch.Tensor, targets: Targets, objective: Objective) -> None:
         """Compute a loss as in a step's first micro-batch, in the same memory, and leave no gradient in the store.
 
+        Do nothing for a reward model: of its loss nothing is compiled.
+
         hidden: [B, T, D].
         targets: [B, T].
         """
+        if self._model.structure.is_reward:
+            return
         with self._bound() as named:
             of_tokens = replace(objective, of_documents=None)
             self._chunked(hidden, targets, named, LossShare(of_tokens, targets.ids.numel(), 1))
@@ -134,6 +140,19 @@ class StepLoss:
         weighted = targets._replace(weights=found.weights)
         of_tokens = replace(share, objective=replace(share.objective, of_documents=None), total_weight=1.0)
         return self._chunked(hidden, weighted, named, of_tokens), found
+
+    def _of_scores(
+        self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare
+    ) -> tuple[LossResult, LogprobLoss]:
+        """Compute the loss of documents by the scores of all tokens, which take too little room for chunks."""
+        objective, counts = share.objective.of_documents, share.counts
+        assert objective is not None and counts is not None
+        given = hidden.detach().requires_grad_(hidden.requires_grad)
+        with torch.enable_grad():
+            scores = self._model.proxied.logits(given).float().flatten()
+        found = objective.loss(scores.detach(), targets, counts)
+        of_hidden, *of_parameters = gradients_of(scores, [given, *(p for _, p in named)], -found.weights)
+        return LossResult([], [], of_hidden, of_parameters), found
 
     def _chunked(self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare) -> LossResult:
         sums: dict[str, OpenSum] = {}

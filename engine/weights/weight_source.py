@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -64,6 +65,18 @@ class RandomSource:
             for _ in other.blocks(generator):
                 pass
         yield from fills[-1].blocks(generator)
+
+
+@dataclass(frozen=True)
+class WithNew:
+    """Implements WeightSource for weights that lack the parameter `name`, which `drawn` provides."""
+
+    stored: WeightSource
+    name: str
+    drawn: WeightSource
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return (self.drawn if name == self.name else self.stored).read(name, start, stop)
 
 
 class _Drawn:

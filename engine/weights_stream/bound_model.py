@@ -69,7 +69,7 @@ class BoundModel:
         self.proxied = ProxiedModel(build_empty(factory, dtype), structure, device.torch_device)
         self.weights = WeightBindings(layout, dtype, memory)
         self.chunk_sums: ChunkSums = partial(chunk_sums, self.proxied.logits)
-        if plan.compute.compiled_loss:
+        if plan.compute.compiled_loss and not structure.is_reward:
             self.chunk_sums = CompiledCall("chunks of the loss", self.chunk_sums)
         self.segments = {
             path: [segment for segment in flat.segments if segment.name == f"{path}.{segment.local}"]

@@ -17,6 +17,7 @@ from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
 from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, Fingerprint
 
+MARGINS = "margins"
 MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
 
 
@@ -51,12 +52,12 @@ class Batch:
     # What a teacher predicts where a target counts: int32 ids [batch, seq_len, k], ascending; FP32 log-probabilities
     # [batch, seq_len, c] of these and, if c > k, of all others together. Zeros elsewhere. None: no teacher
     teacher: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-    # By name: further numbers of the targets, [batch, seq_len], 0 if a target is -100.
+    # By name: further numbers of the targets, [batch, seq_len], 0 if a target is -100; but MARGINS are those of
+    # preferences, at the first tokens of chosen answers.
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     # Documents that are whole answers, of which the objective has a loss. Each two of preferences are one, the chosen
     # one first. None: the objective is of single tokens.
     num_documents: int | None = None
-    margins: NDArray[np.float32] | None = None  # [batch, seq_len], of preferences, at their first tokens; None: all 0
 
     @property
     def counts(self) -> BatchCounts | None:
@@ -240,11 +241,7 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_
     weights = np.where(real & (inputs == documents[:, 1:]), loss_weights[:, 1:], WEIGHT_TYPE.type(0))
     supervised = weights != 0
     positions = _positions(inputs)
-    margins = (
-        np.where(real & (positions == 0), loss_weights[:, :-1], WEIGHT_TYPE.type(0))
-        if documents_per_record == 2
-        else None
-    )
+    margins = np.where(real & (positions == 0), loss_weights[:, :-1], WEIGHT_TYPE.type(0))
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
     reference = logprobs[:, 1:].copy()
     reference[~supervised] = np.zeros((), reference.dtype)
@@ -260,8 +257,8 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_
         real=real,
         reference_logprobs=reference if referenced and not of_teacher else None,
         teacher=(reference["ids"].copy(), reference["logprobs"].copy()) if of_teacher else None,
+        columns={MARGINS: margins} if documents_per_record == 2 and margins.any() else {},
         num_documents=int((documents.max(axis=1) + 1).sum()) if documents_per_record else None,
-        margins=margins if margins is not None and margins.any() else None,
     )
 
 

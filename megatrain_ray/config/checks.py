@@ -37,6 +37,7 @@ OBJECTIVES_OF_KEY = {
     "gamma": ("simpo",),
     "label_smoothing": ("dpo", "simpo"),
     "sft_weight": ("dpo", "ipo", "hinge", "simpo"),
+    "center_rewards_coefficient": ("reward",),
 }
 
 EXPECTED = {
@@ -233,7 +234,8 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
 def _objective_disagreements(config: Settings) -> Iterator[str]:
     train, data = config.train, config.data
     if data.in_pairs and train.objective == "sft":
-        yield "train.objective: sft learns single answers, and data.kind is pairs; set dpo, ipo, hinge, simpo or orpo"
+        others = "dpo, ipo, hinge, simpo, orpo or reward"
+        yield f"train.objective: sft learns single answers, and data.kind is pairs; set {others}"
     if not data.in_pairs and train.objective not in ("sft", "distill"):
         yield (
             f"data.kind: {data.kind}, and train.objective: {train.objective} is over pairs of a chosen and a rejected "
@@ -247,7 +249,7 @@ def _objective_disagreements(config: Settings) -> Iterator[str]:
                 f"train.preference.{key}: goes with train.objective: {expected}, and train.objective is "
                 f"{train.objective}; leave the key out"
             )
-    if train.reference is not None and train.objective in ("sft", "distill", "simpo", "orpo"):
+    if train.reference is not None and train.objective in ("sft", "distill", "simpo", "orpo", "reward"):
         yield f"train.reference: train.objective: {train.objective} compares with no reference; leave the key out"
     if train.objective == "sft":
         return

@@ -61,6 +61,8 @@ class PreferenceConfig(Group):
     """dpo, simpo: share of the pairs whose answers are taken for swapped."""
     sft_weight: Annotated[float, Field(ge=0)] = 0.0
     """Adds this × the chosen answer's mean cross-entropy over its tokens. orpo: always 1."""
+    center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """reward: adds this × (reward of the chosen + of the rejected answer)², which keeps rewards near zero."""
 
 
 class DistillationConfig(Group):
@@ -90,9 +92,9 @@ class OptimizationConfig(Group):
     """Sequences of one forward; the plan chooses if only batch_size is set."""
     accumulate: Sequences | None = None
     """Micro-batches of an update."""
-    objective: Literal["sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo"] = "sft"
+    objective: Literal["sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo", "reward"] = "sft"
     """sft: cross-entropy of tokens; distill: divergence from a teacher. The others, over data.kind: pairs, prefer
-    chosen answers to rejected ones."""
+    chosen answers to rejected ones; reward makes a reward model, with a head that scores answers."""
     distillation: DistillationConfig = DistillationConfig()
     """Teacher and numbers of objective: distill."""
     preference: PreferenceConfig = PreferenceConfig()

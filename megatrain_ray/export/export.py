@@ -39,10 +39,7 @@ from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer
-from megatrain_ray.model.architecture import (
-    Architecture,
-    is_known,
-)
+from megatrain_ray.model.architecture import Architecture, is_known, is_reward_model
 from megatrain_ray.model.open_model import GENERATION_NAME, open_model
 from megatrain_ray.run.best_evaluation import best_evaluation
 from megatrain_ray.run.run_files import RunFiles
@@ -194,8 +191,12 @@ def _write(
         "architectures": manifest.model.get("architectures") or [type(needed.model).__name__],
     }
     whole = replace(manifest, model=settings)
-    if tokenizer and holds_tokenizer(tokenizer[0].parent):
-        whole = with_ends(whole, find_end_marks(tokenizer[0].parent, chats=config.data.has_chats))
+    has_tokenizer = bool(tokenizer) and holds_tokenizer(tokenizer[0].parent)
+    marks = find_end_marks(tokenizer[0].parent, chats=config.data.has_chats) if has_tokenizer else None
+    if is_reward_model(settings):
+        whole = with_pad(whole, marks)
+    elif marks is not None:
+        whole = with_ends(whole, marks)
     if lora is None:
         return export_save(folder, whole, out_dir, dtype, copies=copies, names=needed.names, rest=rest)
     opened = open_model(model)
@@ -220,6 +221,28 @@ def with_ends(manifest: Manifest, marks: EndMarks) -> Manifest:
     if "text_config" not in model:
         model = {**model, "eos_token_id": generation["eos_token_id"]}
     return replace(manifest, model=model, generation_config=generation)
+
+
+def with_pad(manifest: Manifest, marks: EndMarks | None) -> Manifest:
+    """Return the manifest of a reward model with the pad token of its tokenizer.
+
+    Transformers scores the last token that is no pad. So a pad that ends answers is left out: several rows at once are
+    then refused, and not scored at other tokens than the run has scored.
+
+    marks: of the tokenizer; None: the run had none.
+    """
+    model = dict(manifest.model)
+    texts = model
+    if "text_config" in model:
+        texts = model["text_config"] = dict(model["text_config"])
+    if marks is not None:
+        texts["pad_token_id"] = None if not marks.text and marks.pad in marks.ends[:1] else marks.pad
+        if texts["pad_token_id"] is None:
+            say(
+                "note: the tokenizer pads with the token that ends answers, so config.json names no pad: score one "
+                "answer at a time, or give the tokenizer and config.json a pad token that ends none"
+            )
+    return replace(manifest, model=model, generation_config=None)
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
@@ -260,6 +283,10 @@ def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
         return
     has_tokenizer = any(name in names for name in TOKENIZER_FILES)
     tokenizer = "AutoTokenizer as well" if has_tokenizer else "no tokenizer: the run had none but ids"
+    if is_reward_model(json.loads((out_dir / "config.json").read_text(encoding="utf-8"))):
+        yield f'next  AutoModelForSequenceClassification.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
+        yield f"      model.path: {out_dir} with train.objective: reward and a new run_dir trains on from these weights"
+        return
     yield f'next  megatrain generate {out_dir} "PROMPT" for a look; with --chat if it learned chats'
     yield f'      AutoModelForCausalLM.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
     yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

@@ -21,6 +21,7 @@ from megatrain_ray.io.checkpoints.peft_adapter import write_adapter_folder
 from megatrain_ray.io.checkpoints.weight_map import WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, write_model_folder
 from megatrain_ray.io.saves.manifest import Manifest, ParameterEntry
+from megatrain_ray.model.architecture import REWARD_CLASS
 
 
 def export_merged(
@@ -104,7 +105,7 @@ def _settings(
     name, revision = _base_name(base)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if type(model).__name__.endswith(REWARD_CLASS) else "CAUSAL_LM",
         "base_model_name_or_path": name,
         "revision": revision,
         "inference_mode": True,

@@ -144,6 +144,8 @@ def source_rest(
     try:
         folder = WeightFolder.open(_folder(model), base_prefix(needed.model))
         found = find_leftovers(folder, known_names(needed.model, needed.names))
+        if config.train.objective == "reward":  # a head for tokens, for example, has no use there
+            found = Leftovers(left_out=found.left_out)
         # Another version of Transformers may know more or fewer names. What was recorded says whether the folder is as
         # it was.
         changed = recorded is not None and recorded.crc32 != checksum(folder, recorded.tensors)

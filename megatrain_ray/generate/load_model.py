@@ -24,8 +24,9 @@ from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, weight_files
 from megatrain_ray.io.tokens.tokenizer import holds_tokenizer, tokenizer_folder
 from megatrain_ray.machine.machine import unused_gpu
+from megatrain_ray.model.architecture import is_reward_model
 from megatrain_ray.model.open_model import GENERATION_NAME
-from megatrain_ray.read_file import check_folder
+from megatrain_ray.read_file import check_folder, parse_json
 from megatrain_ray.run.run_files import RunFiles, no_run
 from megatrain_ray.units import format_count
 
@@ -66,7 +67,10 @@ def loaded(name: str, *, chat: bool, step: SaveChoice = None) -> Iterator[Loaded
             raise ConfigError(f"--step and --best name a save of a run, and {name} is no run directory")
         yield _load(_model_folder(name), name, {}, chat=chat)
         return
-    data = files.read_config().data
+    config = files.read_config()
+    if config.train.objective == "reward":
+        raise _scores_only(name)
+    data = config.data
     if data.has_chats and not chat:
         say("the run learned chats: --chat asks it as it was trained")
     with ExitStack() as stack:
@@ -100,11 +104,21 @@ def _load(folder: Path, name: str, template_arguments: Mapping[str, Any], *, cha
     with spinner("loading the model"):
         try:
             check_folder(folder)
+            settings = parse_json((folder / "config.json").read_bytes())
+            if isinstance(settings, dict) and is_reward_model(settings):
+                raise _scores_only(name)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model = load_exported(folder, device_map="auto")
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"Transformers cannot load {name}: {type(error).__name__}: {error}") from error
     return LoadedModel(model, _device_of(model), tokenizer, template, find_end_marks(folder, chats=chat))
+
+
+def _scores_only(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is a reward model, which scores answers and generates none: evaluate it by megatrain eval, or export "
+        "it and score with AutoModelForSequenceClassification in Transformers"
+    )
 
 
 def _device_of(model: Any) -> str:

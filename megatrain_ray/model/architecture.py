@@ -5,9 +5,10 @@ Which tensors Transformers writes to a checkpoint is found by running its conver
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,9 @@ from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, MappedWeig
 from megatrain_ray.model.conversion_trace import ConversionTrace
 from megatrain_ray.model.small_copy import shrink
 from megatrain_ray.read_file import check_folder
+
+REWARD_CLASS = "ForSequenceClassification"  # end of the names of classes whose head gives scores
+REWARD_HEAD = "score.weight"
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,10 @@ class Architecture:
             _compute_buffers(model, partial(build, dtype=torch.float32))
         if self.weights is not None:
             _load_buffers(model, self.weights)
+        if self.is_reward and model.config.get_text_config().pad_token_id is None:
+            # Its own forward refuses several rows without one. Set before, it would freeze a row of the embedding.
+            model.config = copy.deepcopy(model.config)
+            model.config.get_text_config().pad_token_id = 0
         return model
 
     @cached_property
@@ -67,7 +75,9 @@ class Architecture:
         return AutoConfig.for_model(self.settings["model_type"], **values)
 
     def small_copy(self) -> Any:
-        """Return a small model of the same kind with random weights."""
+        """Return a small model of the same kind with random weights; of a reward model, one that has logits."""
+        if self.is_reward:
+            return replace(self, settings={**self.settings, "architectures": None}).small_copy()
         config = type(self.config).from_dict(shrink(self.config.to_dict()))
         trust = self.code is not None
         return self._auto_class.from_config(
@@ -85,12 +95,54 @@ class Architecture:
             return "it is an encoder-decoder, whose decoder reads a second sequence; only decoders are trained"
         if self.code is None and self._mapping is None:
             return "Transformers has no causal language model of this type"
+        if self.is_reward:
+            return self._reward_refusal()
+        return None
+
+    @property
+    def is_reward(self) -> bool:
+        """Return whether the configuration is that of a reward model: one score in place of logits."""
+        return is_reward_model(self.settings)
+
+    def as_reward_model(self) -> Architecture:
+        """Return the reward model with this body, as Transformers makes it. Raises ConfigError if it has none."""
+        if self.is_reward:
+            return self
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as MAPPING
+
+        kind = type(self.config)
+        if self.code is not None or kind not in MAPPING:
+            raise ConfigError(
+                f"train.objective: reward: Transformers has no {REWARD_CLASS[3:]} class for a model of type "
+                f"{self.settings.get('model_type')}; begin with a model of another type"
+            )
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        settings = {key: value for key, value in self.settings.items() if key != "num_labels"}
+        return replace(self, settings={**settings, "architectures": [MAPPING[kind].__name__], **labels})
+
+    def _reward_refusal(self) -> str | None:
+        """Return why a configuration with a class for scores makes no reward model; None if it does."""
+        if self.code is not None:
+            return "a reward model with code of its own is not supported"
+        with torch.device("meta"):
+            model = _without_values(partial(self._auto_class.from_config, self.config))
+        head, name = getattr(model, "score", None), type(model).__name__
+        if not isinstance(head, nn.Linear) or head.bias is not None or not hasattr(model, model.base_model_prefix):
+            return f"{name} has more than a linear score after the body"
+        if head.out_features != 1:
+            return f"{name} has {head.out_features} labels, and a reward model has one"
         return None
 
     @property
     def _auto_class(self) -> Any:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSequenceClassification,
+        )
 
+        if self.is_reward:
+            return AutoModelForSequenceClassification
         if self.code is not None or self._mapping == "causal":
             return AutoModelForCausalLM
         return AutoModelForImageTextToText
@@ -131,6 +183,11 @@ def _without_values(build: Callable[[], Any]) -> Any:
         model = build()
     model.tie_weights()  # skipped together with drawing the weights
     return model
+
+
+def is_reward_model(settings: Mapping[str, Any]) -> bool:
+    """Return whether a model's configuration names a class whose head gives scores."""
+    return any(str(name).endswith(REWARD_CLASS) for name in settings.get("architectures") or ())
 
 
 def is_known(model_type: object) -> bool:

@@ -19,9 +19,9 @@ from megatrain_ray.engine.model.expert_groups import GroupedFactory
 from megatrain_ray.engine.model.fp8_products import Fp8Factory
 from megatrain_ray.engine.model.lora import AdaptedFactory, Lora, is_adapter
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure, build_empty
-from megatrain_ray.engine.weights.initial_values import Fill, fills_of
+from megatrain_ray.engine.weights.initial_values import Fill, fills_of, fills_up_to
 from megatrain_ray.engine.weights.lora_values import LoraWeights
-from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSource
+from megatrain_ray.engine.weights.weight_source import RandomSource, WeightSource, WithNew
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.hub import HubFolder, find_on_hub
 from megatrain_ray.io.checkpoints.leftovers import PATTERNS, Leftovers, find_leftovers
@@ -29,7 +29,7 @@ from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME as ADAPTER_NAM
 from megatrain_ray.io.checkpoints.peft_adapter import WEIGHTS_NAME, AdapterFolder
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder, equal_values, weight_files
 from megatrain_ray.io.checkpoints.weight_map import MappedWeights, WeightMap
-from megatrain_ray.model.architecture import Architecture, known_names
+from megatrain_ray.model.architecture import REWARD_HEAD, Architecture, known_names
 from megatrain_ray.model.positions import positions_of
 
 
@@ -52,6 +52,7 @@ class ModelSource:
     fills: what the base's random weights are filled with, if all are plain. They are found only once, as `names` are.
     expert_groups: number of modules into which the experts of a block are divided, at most.
     fp8: matrices of its layers are multiplied in FP8 (engine/model/fp8_products.py).
+    has_new_head: `folder` lacks the head of the reward model, which begins with random weights.
     is_typed: the configuration was written by the user, so an unknown setting may be a typo. Makers' configurations
         have settings that only other programs read.
     """
@@ -70,6 +71,7 @@ class ModelSource:
     fills: Mapping[str, Sequence[Fill]] = field(default_factory=dict)
     expert_groups: int = 1
     fp8: bool = False
+    has_new_head: bool = False
     is_typed: bool = False
 
     @property
@@ -117,7 +119,8 @@ class ModelSource:
         """
         if self.folder is not None:
             shapes = _whole_shapes(p for layer in structure.layers for p in layer.parameters)
-            self._mapped(self.folder).check({name: shape for name, shape in shapes.items() if not is_adapter(name)})
+            new = [name for name in shapes if is_adapter(name) or (self.has_new_head and name == REWARD_HEAD)]
+            self._mapped(self.folder).check({name: shape for name, shape in shapes.items() if name not in new})
             if differs := self.differs_from_tied():
                 raise ConfigError(
                     f"model.path: {self.folder} holds a {differs} of its own, which the configuration ties to "
@@ -159,20 +162,24 @@ class ModelSource:
 
         It holds the values of everything that is frozen.
         """
-        if self.folder is not None:
+        if self.folder is not None and not self.has_new_head:
             return self._mapped(self.folder)
         # The model is made in this thread: several threads read the values.
-        return RandomSource(self.fills or build_empty(self._base, torch.float32), self.seed)
+        drawn = RandomSource(self.fills or build_empty(self._base, torch.float32), self.seed)
+        return WithNew(self._mapped(self.folder), REWARD_HEAD, drawn) if self.folder else drawn
 
     def with_fills(self) -> ModelSource:
-        """Return the source with `fills`, if its weights are random."""
+        """Return the source with `fills`, if its weights or its head are random."""
+        if self.has_new_head and self.folder is not None:
+            fills = fills_up_to(build_empty(self._base, torch.float32), REWARD_HEAD)
+            return replace(self, fills={REWARD_HEAD: fills} if fills else {})
         if self.folder is not None:
             return self
         return replace(self, fills=fills_of(build_empty(self._base, torch.float32)))
 
     def leftovers(self) -> Leftovers:
         """Return what the folder holds beyond the model, after fetching its other files. Raises ConfigError."""
-        if self.folder is None:
+        if self.folder is None or self.architecture.is_reward:  # as in source_rest
             return Leftovers()
         if self.hub is not None:
             self.hub.add_matching(PATTERNS)
@@ -205,6 +212,11 @@ class ModelSource:
         if self.hub is not None:
             self.hub.require(weight_files(folder))
         return MappedWeights(WeightFolder.open(folder, self.prefix), self.names)
+
+    def as_reward_model(self) -> ModelSource:
+        """Return the source of a reward model with this body. Raises ConfigError if Transformers has no such model."""
+        whole = self.architecture
+        return replace(self, config=whole.as_reward_model().settings, has_new_head=not whole.is_reward)
 
     def with_lora(self, lora: LoraConfig | None) -> ModelSource:
         """Return this source with LoRA pairs; unchanged if `lora` is None."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
@@ -9,6 +11,7 @@ from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
+from megatrain_ray.model.architecture import REWARD_HEAD
 
 
 def rules_of(config: TrainConfig) -> ParameterRules:
@@ -29,8 +32,11 @@ def rules_of(config: TrainConfig) -> ParameterRules:
         )
         for group in train.groups
     )
-    kind = ParameterRules if config.lora is None else LoraRules
-    return kind(train.trainable, train.freeze, tuple(groups), train.optimizer == "muon")
+    rest = train.freeze, tuple(groups), train.optimizer == "muon"
+    if config.lora is None:
+        return ParameterRules(train.trainable, *rest)
+    head = (f"^{re.escape(REWARD_HEAD)}$",) if train.objective == "reward" else ()  # it is new, and no pair suits it
+    return LoraRules((*train.trainable, *head), *rest)
 
 
 def muon_of(train: OptimizationConfig) -> Muon | None:

@@ -163,7 +163,15 @@ def _machine(config: TrainConfig, *, imagined: bool) -> Machine:
 
 
 def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSource:
-    source = checked(found or read_model(config.model)).with_lora(config.lora)
+    source = found or read_model(config.model)
+    if config.train.objective == "reward":
+        source = source.as_reward_model()
+    elif source.architecture.is_reward:
+        raise ConfigError(
+            f"train.objective: {config.train.objective} learns tokens, and {config.model.path or 'model.config'} is a "
+            f"reward model ({', '.join(source.config['architectures'])}); set train.objective: reward"
+        )
+    source = checked(source).with_lora(config.lora)
     source = replace(source, fp8=config.train.compute == "fp8")
     check_length(config.data, source.num_positions)
     return source
@@ -251,7 +259,7 @@ def _question_of_parts(
         hbm_layers=hardware.hbm_layers,
         saves=bool(config.save_interval),
         z_loss=config.train.z_loss > 0,
-        in_pairs=config.data.in_pairs,
+        in_pairs=config.data.in_pairs and config.train.objective != "reward",
         saves_frozen=config.lora is None,
         attention=discovery.attention,
         packed_attention=discovery.packed_attention,

@@ -8,11 +8,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from megatrain_ray.accounting.work_counters import WorkColumns
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.model.chunked_loss import Objective
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.objectives.distillation import Distillation
+from megatrain_ray.engine.objectives.objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
+from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.step_runner import StepInput
@@ -164,5 +167,14 @@ def objective_of(run_spec: RunSpec) -> Objective:
         assert teacher is not None  # the run has found it
         numbers = train.distillation
         return Objective(distillation=Distillation(teacher.softmax, numbers.beta, numbers.sft_weight))
-    pairs = None if train.objective == "sft" else PairObjective(train.objective, **train.preference.model_dump())
-    return Objective(train.z_loss, train.label_smoothing, pairs)
+    return Objective(train.z_loss, train.label_smoothing, _of_documents(train))
+
+
+def _of_documents(train: OptimizationConfig) -> LogprobObjective | None:
+    numbers = train.preference.model_dump()
+    centering = numbers.pop("center_rewards_coefficient")
+    if train.objective == "reward":
+        return RewardObjective(centering)
+    if train.objective == "sft" or train.objective == "distill":
+        return None
+    return PairObjective(train.objective, **numbers)

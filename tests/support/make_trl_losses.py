@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.support.chat_fixtures import FAMILIES, build
-from tests.support.pairs import random_pairs
-from tests.support.tiny import build_tiny
+from tests.support.pairs import margin_of, random_pairs
+from tests.support.tiny import VOCAB_SIZE, build_tiny
 
 STEPS, PAIRS = 10, 4  # of a step
 
@@ -38,7 +40,9 @@ def recorded(trainer_class: Any) -> Any:
                 row |= {f"{key}_input_ids": ids, f"{key}_labels": labels, f"{key}_attention_mask": [1] * len(ids)}
             return row
 
-        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:  # of DPOTrainer
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:  # of DPOTrainer, RewardTrainer
+            if "ids" not in dataset.column_names:
+                return dataset
             return dataset.rename_column("ids", "prompt_ids").select_columns(
                 ["prompt_ids", "chosen_ids", "rejected_ids"]
             )
@@ -58,6 +62,21 @@ def load_tiny(folder: Path, seed: int) -> Any:
     return AutoModelForCausalLM.from_pretrained(build_tiny(folder, seed=seed), dtype=torch.float32)
 
 
+def settings_of(folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": PAIRS, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+        "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
+        "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "gradient_checkpointing": False,
+        "optim": "adamw_torch_fused", "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def summed(losses: list[float]) -> list[float]:
+    """Return the losses of steps from those of micro-batches."""
+    return [sum(losses[i : i + PAIRS]) for i in range(0, STEPS * PAIRS, PAIRS)]
+
+
 def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers: Any) -> list[float]:
     """Return the losses of ten steps of four pairs, one a micro-batch."""
     with tempfile.TemporaryDirectory() as folder:
@@ -70,12 +89,7 @@ def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers
             }
             for pair in pairs
         ]  # fmt: skip
-        settings = config_class(
-            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=PAIRS,
-            learning_rate=1e-3, lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
-            adam_epsilon=1e-8, max_grad_norm=1.0, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-            gradient_checkpointing=False, optim="adamw_torch_fused", disable_tqdm=True, **numbers,
-        )  # fmt: skip
+        settings = config_class(**settings_of(folder), **numbers)
         file = build(Path(folder) / "tokenizer", FAMILIES["qwen2.5"]) / "tokenizer.json"
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
@@ -86,7 +100,28 @@ def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers
             model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **options
         )
         trainer.train()
-        return [sum(trainer.losses[i : i + PAIRS]) for i in range(0, STEPS * PAIRS, PAIRS)]
+        return summed(trainer.losses)
+
+
+def reward_model_losses(**numbers: Any) -> list[float]:
+    """Return the losses of ten steps of a reward model on four pairs with margins, one a micro-batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = build_tiny(Path(folder) / "model", reward=True)
+        model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+        rows = [
+            {"chosen_ids": p.prompt + p.chosen, "rejected_ids": p.prompt + p.rejected, "margin": margin_of(number)}
+            for number, p in enumerate(random_pairs(STEPS * PAIRS))
+        ]
+        words = Tokenizer(WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0"))
+        pad = str(VOCAB_SIZE - 1)  # no answer has it
+        trainer = recorded(RewardTrainer)(
+            model=model,
+            args=RewardConfig(**settings_of(folder), **numbers),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=pad),
+        )
+        trainer.train()
+        return summed(trainer.losses)
 
 
 if __name__ == "__main__":
@@ -97,4 +132,5 @@ if __name__ == "__main__":
     for kind, name in {"dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge"}.items():
         print(kind, losses_of(DPOTrainer, DPOConfig, 4, loss_type=[name], beta=0.5, max_length=None))
     smoothed = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}
+    print("reward", reward_model_losses(center_rewards_coefficient=0.01))
     print("dpo and sft", losses_of(DPOTrainer, DPOConfig, 4, beta=0.5, max_length=None, **smoothed))

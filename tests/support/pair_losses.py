@@ -22,6 +22,7 @@ class Preference(NamedTuple):
     gamma: float = 0.5
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
+    center_rewards_coefficient: float = 0.0  # of a reward model
 
 
 def pair_losses(
@@ -61,6 +62,24 @@ def pair_losses(
         "hinge": lambda: torch.relu(1 - of.beta * logits),
     }[of.kind]()
     return losses + of.sft_weight * nll
+
+
+def reward_losses(scores: Tensor, positions: Tensor, real: Tensor, margins: Tensor | None, of: Preference) -> Tensor:
+    """Return the loss of each pair of a micro-batch by the scores of all tokens, as TRL 1.16's RewardTrainer.
+
+    scores: FP32 [N], row after row.
+    positions, real, margins: [B, T], as in a batch.
+    """
+    begins = [*torch.nonzero(positions.flatten() == 0).flatten().tolist(), scores.numel()]
+    spans = [ends for ends in itertools.pairwise(begins) if bool(real.flatten()[ends[0]])]
+    chosen, rejected = scores[[end - 1 for _, end in spans]].view(-1, 2).unbind(1)
+    ahead = chosen - rejected
+    if margins is not None:
+        ahead = ahead - margins.flatten()[[begin for begin, _ in spans[::2]]]
+    losses = -F.logsigmoid(ahead)
+    if of.center_rewards_coefficient:
+        losses = losses + of.center_rewards_coefficient * (chosen + rejected) ** 2
+    return losses
 
 
 def _sigmoid(of: Preference, logits: Tensor) -> Tensor:

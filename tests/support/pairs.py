@@ -24,6 +24,7 @@ class Pair(NamedTuple):
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    margin: float = 0.0
 
 
 def random_pairs(count: int, most_prompt: int = 4) -> Iterator[Pair]:
@@ -34,6 +35,11 @@ def random_pairs(count: int, most_prompt: int = 4) -> Iterator[Pair]:
         yield Pair(*(generator.integers(0, 256, length).tolist() for length in lengths))
 
 
+def margin_of(number: int) -> float:
+    """Return a margin for the pair of this number: 0, 0.5 or -0.25."""
+    return (0.0, 0.5, -0.25)[number % 3]
+
+
 def pair_batches(
     pairs: Iterator[Pair], num_batches: int, *, packing: bool, seq_len: int = 40, batch_size: int = 4
 ) -> list[Batch]:
@@ -42,7 +48,8 @@ def pair_batches(
     for pair in pairs:
         for answer in (pair.chosen, pair.rejected):
             documents.append([*pair.prompt, *answer])
-            weights.append(np.arange(len(documents[-1])) >= len(pair.prompt))
+            weights.append((np.arange(len(documents[-1])) >= len(pair.prompt)).astype(np.float32))
+        weights[-2][0], weights[-1][0] = pair.margin, 0
     corpus = replace(corpus_of(*documents), loss_weights=np.concatenate(weights))
     windows = cut(corpus, seq_len=seq_len, packing=packing, vocab_size=VOCAB_SIZE, documents_per_record=2)
     stream = BatchStream(windows, batch_size=batch_size, shuffle=False, seed=0)

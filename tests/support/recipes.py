@@ -12,11 +12,14 @@ from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.objectives.distillation import Distillation, Softmax
+from megatrain_ray.engine.objectives.objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
+from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.io.batching.batch_stream import Batch
+from tests.support.pair_losses import Preference
 from tests.support.reference import Recipe
 from tests.support.tiny import VOCAB_SIZE
 
@@ -62,10 +65,16 @@ def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    pairs = PairObjective(*recipe.preference) if recipe.preference else None  # type: ignore[arg-type]
     distil = recipe.distil
     distillation = distil and Distillation(Softmax(distil.temperature, VOCAB_SIZE), distil.beta, distil.sft_weight)
-    return Objective(recipe.z_loss, recipe.label_smoothing, pairs, distillation)
+    return Objective(recipe.z_loss, recipe.label_smoothing, _of_documents(recipe.preference), distillation)
+
+
+def _of_documents(preference: Preference | None) -> LogprobObjective | None:
+    if preference is None:
+        return None
+    *numbers, centering = preference
+    return RewardObjective(centering) if preference.kind == "reward" else PairObjective(*numbers)  # type: ignore[arg-type]
 
 
 def schedule(step: int, adam_step: int, recipe: Recipe) -> UpdateParams:

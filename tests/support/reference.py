@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import dropout_seed
 from tests.support.fp8_linear import with_fp8
-from tests.support.pair_losses import Preference, pair_losses
+from tests.support.pair_losses import Preference, pair_losses, reward_losses
 from tests.support.rounded_moments import round_moments
 from tests.support.teacher import Distil, plain_objective
 
@@ -60,6 +60,8 @@ class Sequences(Protocol):
     def reference_logprobs(self) -> Tensor | None: ...
     @property
     def teacher(self) -> tuple[Tensor, Tensor] | None: ...
+    @property
+    def columns(self) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -237,10 +239,20 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     if batch.teacher is not None:
         both = ([part.flatten(0, 1) for part in x.split(recipe.micro_batch_size)] for x in batch.teacher)
         predicted = list(zip(*both, strict=True))
+    margins = [None] * len(inputs)
+    if "margins" in batch.columns:
+        margins = batch.columns["margins"].split(recipe.micro_batch_size)
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
-        if recipe.loss_chunk_tokens is None or recipe.preference or recipe.distil:
+        if recipe.preference and recipe.preference.kind == "reward":
+            hidden = model.base_model(input_ids=inputs[j], use_cache=False, **packed[j]).last_hidden_state
+            scores = model.score(hidden).float().flatten()
+            each = reward_losses(scores, packed[j]["position_ids"], real[j], margins[j], recipe.preference)
+            loss = each.sum() / total_weight
+            loss.backward()
+            losses.append(loss.item())
+        elif recipe.loss_chunk_tokens is None or recipe.preference or recipe.distil:
             losses += _backward(
                 model,
                 inputs[j],

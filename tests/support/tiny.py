@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
 from megatrain_ray.io.batching.windows import cut
@@ -29,16 +29,22 @@ def build_tiny(
     num_layers: int = 3,
     vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
+    reward: bool = False,
 ) -> Path:
-    """Write a model of 64 hidden units, 4 heads and 2 key-value heads, whose weights depend on nothing but `seed`."""
+    """Write a model of 64 hidden units, 4 heads and 2 key-value heads, whose weights depend on nothing but `seed`.
+
+    reward: with a head for scores in place of that for tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in _files(tied, attention_dropout, num_layers, vocab_size, seed).items():
+    for name, content in _files(tied, attention_dropout, num_layers, vocab_size, seed, reward).items():
         (folder / name).write_bytes(content)
     return folder
 
 
 @cache
-def _files(tied: bool, attention_dropout: float, num_layers: int, vocab_size: int, seed: int) -> dict[str, bytes]:
+def _files(
+    tied: bool, attention_dropout: float, num_layers: int, vocab_size: int, seed: int, reward: bool
+) -> dict[str, bytes]:
     """Return the files of a tiny model by name: building one takes longer than training it for a step."""
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -50,8 +56,9 @@ def _files(tied: bool, attention_dropout: float, num_layers: int, vocab_size: in
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         attention_dropout=attention_dropout,
+        **({"num_labels": 1} if reward else {}),
     )
-    model = LlamaForCausalLM(config)
+    model: Any = (LlamaForSequenceClassification if reward else LlamaForCausalLM)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,9 +82,12 @@ def text_batches(num_batches: int, batch_size: int, seq_len: int, *, seed: int =
 
 def as_tensors(batch: Batch) -> Any:
     """Return the batch with tensors in place of its arrays, as plain PyTorch takes it (`reference.Sequences`)."""
-    arrays = {key: value for key, value in vars(batch).items() if isinstance(value, np.ndarray)}
-    teacher = batch.teacher and tuple(map(torch.from_numpy, batch.teacher))
-    return replace(batch, teacher=teacher, **{key: torch.from_numpy(array) for key, array in arrays.items()})
+    arrays: dict[str, Any] = {
+        key: torch.from_numpy(value) for key, value in vars(batch).items() if isinstance(value, np.ndarray)
+    }
+    arrays |= {"teacher": batch.teacher and tuple(map(torch.from_numpy, batch.teacher))}
+    arrays |= {"columns": {key: torch.from_numpy(array) for key, array in batch.columns.items()}}
+    return replace(batch, **arrays)
 
 
 def weigh(batch: Batch) -> Batch:

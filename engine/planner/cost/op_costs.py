@@ -290,7 +290,7 @@ class Prices:
         all_passes = (1, 1, 2) if self._basis.in_pairs else (1, 2)
         working_s += num_chunks * sum(self._products_s(products, passes, chunk) for passes in all_passes)
         if self._basis.in_pairs:
-            scores = self.num_tokens * self._basis.structure.vocab_size * (item + SCORE_BYTES)
+            scores = self.num_tokens * self._basis.structure.num_logits * (item + SCORE_BYTES)
             working_s += LOSS_TRAFFIC * scores / self._profile.device_bytes_per_s
         return max(working_s, num_chunks * self._launches(products, sum(all_passes)))
 

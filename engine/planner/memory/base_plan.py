@@ -77,7 +77,7 @@ def base_plan(
             packed_attention=r.packed_attention,
             loss_chunk_tokens=0,
             compiled_loss=r.compiled,
-            chunks_add_to_sums=r.sums_several and bool(structure.loss_parameters),
+            chunks_add_to_sums=r.sums_several and bool(structure.loss_parameters) and not structure.is_reward,
             num_threads=max(1, m.num_cpus * r.num_hosts // r.num_gpus),
             mlp_chunk_tokens=r.mlp_chunk_tokens,
             block_parts=max(map(len, structure.blocks)),

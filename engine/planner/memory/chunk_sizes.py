@@ -31,7 +31,7 @@ def logits_bytes(
     FP32, too, and a z-loss takes 4 more bytes per logit.
     """
     between = 0 if compiled else 12 if z_loss else 8
-    return num_tokens * structure.vocab_size * (2 * precision.working_dtype.itemsize + between)
+    return num_tokens * structure.num_logits * (2 * precision.working_dtype.itemsize + between)
 
 
 def chunk_tokens(
@@ -52,7 +52,7 @@ def chunk_tokens(
     device = plan.limits.hbm_bytes or 0
     share = int(SMALL_LOGITS_SHARE * device) if small else max(LOGITS_BYTES, int(LOGITS_SHARE * device))
     room = backward - beside - _gradient_bytes(plan, layout, chunked=True)
-    most = min(max(share, room) // logit_bytes, MAX_LOGITS // structure.vocab_size)
+    most = min(max(share, room) // logit_bytes, MAX_LOGITS // structure.num_logits)
     if tokens <= most:
         return tokens
     fewest = -(-tokens // max(LOSS_CHUNK_TOKENS, most // LOSS_CHUNK_TOKENS * LOSS_CHUNK_TOKENS))

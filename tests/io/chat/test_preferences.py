@@ -127,9 +127,10 @@ def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: 
     batch = assemble(rows, weighted=True, documents_per_record=2)
     assert batch.num_documents == 8
     assert batch.num_tokens == 7 + 12 + 12 + 6  # all are inputs, those at the end of a full row as well
-    assert batch.margins is not None and batch.loss_weights is None
-    assert batch.margins[batch.margins != 0].tolist() == [-0.5, 2.0]
-    assert {batch.input_ids[batch.margins == margin].item() for margin in (-0.5, 2)} == {ord("q"), ord("r")}
+    margins = batch.columns["margins"]
+    assert batch.loss_weights is None
+    assert margins[margins != 0].tolist() == [-0.5, 2.0]
+    assert {batch.input_ids[margins == margin].item() for margin in (-0.5, 2)} == {ord("q"), ord("r")}
     assert batch.positions is not None
     dropped = DataConfig.model_validate(settings | {"truncation": "drop"})
     (folder,) = tokens_of(dropped, tmp_path)

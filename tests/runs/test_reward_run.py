@@ -1,0 +1,83 @@
+"""Runs of reward models through the command line: trained, resumed, evaluated, exported and loaded by Transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.data.data_worker import open_windows
+from megatrain_ray.trainer import tokenize_all
+from tests.support.in_process import Train
+from tests.support.runs import cli_here, config, losses, rows, write_config
+from tests.support.tiny import build_tiny
+
+STEPS = 4
+
+
+def reward_config(tmp_path: Path, **train: Any) -> dict[str, Any]:
+    """Return the configuration of a run on preferences that begins with a causal model, whose head is tied."""
+    records = [
+        {"prompt": "q" * n, "chosen": "a" * (n % 7 + 1), "rejected": "b" * (n % 5 + 1), "margin": n % 3 / 4}
+        for n in range(1, 25)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tree = config(tmp_path / "run", build_tiny(tmp_path / "model", tied=True), save_every=2, save_keep=9, eval_every=2)
+    numbers = {"center_rewards_coefficient": 0.01}
+    split = {"batch_size": 2, "micro_batch_size": 1, "accumulate": 2}
+    tree["train"] |= {"steps": STEPS, **split, "objective": "reward", "preference": numbers, **train}
+    tree["data"] = {
+        "kind": "pairs", "path": str(tmp_path / "pairs.jsonl"), "eval_fraction": 0.3, "tokenizer": "bytes",
+        "seq_len": 120,
+    }  # fmt: skip
+    return tree
+
+
+def test_a_run_makes_a_reward_model_that_transformers_loads(tmp_path: Path, train: Train) -> None:
+    path = write_config(tmp_path / "config.yaml", reward_config(tmp_path))
+    done = train(str(path))
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "run"
+    first = rows(run_dir)
+    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    assert {"eval_reward_chosen", "eval_reward_margin", "eval_reward_accuracy"} < evaluations[0].keys()
+    assert f"  margin {first[0]['reward_margin']:.3g}  accuracy {first[0]['reward_accuracy']:.3g}  norm" in done.stdout
+
+    shutil.rmtree(run_dir / "saves" / "step_4")
+    assert train(str(path)).returncode == 0
+    assert losses(run_dir) == [row["loss"] for row in first]
+    with train.actors():
+        alone = cli_here("eval", str(run_dir), "--json")
+    assert alone.returncode == 0, alone.stderr
+    assert json.loads(alone.stdout)["eval_loss"] == evaluations[-1]["eval_loss"]
+
+    asked = cli_here("generate", str(run_dir), "Hi")
+    assert asked.returncode == 2 and "is a reward model, which scores answers" in asked.stderr
+    exported = cli_here("export", str(run_dir), str(tmp_path / "exported"))
+    assert "AutoModelForSequenceClassification.from_pretrained" in exported.stdout
+    means = mean_scores(AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported"), path)
+    assert means == pytest.approx([evaluations[-1][f"eval_reward_{name}"] for name in ("chosen", "rejected")], rel=1e-5)
+    as_tokens = cli_here("plan", str(path), f"model.path={tmp_path / 'exported'}", "train.objective=simpo",
+                         "train.preference.center_rewards_coefficient=0")  # fmt: skip
+    assert as_tokens.returncode == 2 and "is a reward model (LlamaForSequenceClassification)" in as_tokens.stderr
+
+
+@torch.no_grad()
+def mean_scores(model: Any, path: Path) -> list[float]:
+    """Return the mean score of the held-out chosen answers, and of the rejected ones, one answer at a time."""
+    settings, data = tokenize_all(load_config(path), 257, path.parent, Startup())
+    assert data.held_out is not None and settings.data.held_out is not None
+    (windows,) = open_windows(settings.data.held_out, data.held_out, 257, whole=True)
+    corpus = windows.corpus
+    ids = torch.from_numpy(np.asarray(corpus.tokens, np.int64)).split(corpus.document_lengths.tolist())
+    scores = [model(input_ids=document[None]).logits.item() for document in ids]
+    return [sum(part) / len(part) for part in (scores[::2], scores[1::2])]
