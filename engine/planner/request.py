@@ -91,7 +91,7 @@ class Request:
     saves: bool = True  # whether saves are written while training goes on
     saves_frozen: bool = True  # false: saves leave out frozen parameters, which come from where the run began
     z_loss: bool = False
-    in_pairs: bool = False  # the objective is over pairs by log-probabilities, so the head runs once more
+    of_documents: bool = False  # the objective is over log-probabilities of documents, so the head runs once more
     attention: Attention = Attention.SDPA
     packed_attention: Attention = Attention.SDPA
     free_split: bool = False  # micro-batches are of one sequence, and the plan may choose fewer and larger ones

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.splitmix import splitmix64, splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
-from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, Fingerprint
+from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, WEIGHT_TYPE, Fingerprint
 
 MARGINS = "margins"
 MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
@@ -58,11 +58,23 @@ class Batch:
     # Documents that are whole answers, of which the objective has a loss. Each two of preferences are one, the chosen
     # one first. None: the objective is of single tokens.
     num_documents: int | None = None
+    rewards: NDArray[np.float32] | None = None  # of each document of rollouts, NaN if unknown
 
     @property
     def counts(self) -> BatchCounts | None:
         """Return what the loss of whole answers is a mean over; None: the objective is of single tokens."""
         return None if self.num_documents is None else BatchCounts(self.num_documents, self.num_supervised)
+
+    @property
+    def means(self) -> dict[str, tuple[float, float]]:
+        """Return what is known of rollouts without a model, as sums and what they are divided by."""
+        if self.rewards is None or self.num_documents is None:
+            return {}
+        known = self.rewards[~np.isnan(self.rewards)].astype(np.float64)
+        return {
+            "reward": (float(known.sum()), known.size),  # which records with advantages may lack
+            "answer_tokens": (self.num_supervised, self.num_documents),
+        }
 
     @property
     def total_weight(self) -> float:
@@ -101,9 +113,8 @@ class BatchStream:
         return self._windows.logprobs is not None
 
     @property
-    def documents_per_record(self) -> int:
-        """Return documents_per_record as for `cut`."""
-        return self._windows.documents_per_record
+    def kind(self) -> BatchKind:
+        return BatchKind.of(self._windows)
 
     @property
     def num_drawn(self) -> int:
@@ -136,9 +147,7 @@ class BatchStream:
 
     def next_batch(self) -> Batch:
         rows = self.draw(self._batch_size)
-        return assemble(
-            rows, weighted=self.weighted, referenced=self.referenced, documents_per_record=self.documents_per_record
-        )
+        return assemble(rows, **self.kind._asdict())
 
     def draw(self, count: int) -> Rows:
         """Return the next `count` windows."""
@@ -199,15 +208,10 @@ class HeldOut:
         """Return batch `index`, from 0 to num_batches - 1. Its number of rows is a multiple of the micro-batch size."""
         source, windows = self._windows_of(index)
         rows = source.rows(windows)
-        num_pads = -len(rows.ids) % self._micro_batch_size
-        pads = Rows.of_pads(num_pads, rows.ids.shape[1] - 1, rows.logprobs.dtype)
+        num_pads, seq_len = -len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1
+        pads = Rows.of_pads(num_pads, seq_len, rows.logprobs.dtype, rows.columns.shape[2])
         whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
-        return assemble(
-            whole,
-            weighted=source.corpus.weighted,
-            referenced=source.logprobs is not None,
-            documents_per_record=source.documents_per_record,
-        )
+        return assemble(whole, **BatchKind.of(source)._asdict())
 
     def places(self, index: int) -> NDArray[np.int64]:
         """Return the index of each target of a batch among the tokens of its source, [rows, seq_len]; -1 for a pad.
@@ -229,20 +233,42 @@ class HeldOut:
         return source, np.arange(first, min(first + self._batch_size, source.num_windows))
 
 
-def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_per_record: int = 0) -> Batch:
+class BatchKind(NamedTuple):
+    """Says what the batches of windows have, as arguments of `assemble`."""
+
+    weighted: bool
+    referenced: bool
+    documents_per_record: int
+    columns: tuple[str, ...]
+
+    @staticmethod
+    def of(windows: Windows) -> BatchKind:
+        corpus = windows.corpus
+        return BatchKind(
+            corpus.weighted, windows.logprobs is not None, windows.documents_per_record, tuple(corpus.columns)
+        )
+
+
+def assemble(
+    rows: Rows, *, weighted: bool, referenced: bool = False, documents_per_record: int = 0,
+    columns: Sequence[str] = (),
+) -> Batch:  # fmt: skip
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
 
     weighted: whether tokens may weigh other than 0 and 1, so that the batch has loss weights.
     referenced: whether the windows have log-probabilities of a reference, or records of a teacher.
     documents_per_record: as for `cut`; if not 0, the batch has the number of documents.
+    columns: names of the windows' columns. That of advantages has the reward at a document's first token.
     """
-    ids, documents, loss_weights, logprobs = rows
+    ids, documents, loss_weights, logprobs, numbers = rows
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
     weights = np.where(real & (inputs == documents[:, 1:]), loss_weights[:, 1:], WEIGHT_TYPE.type(0))
     supervised = weights != 0
     positions = _positions(inputs)
-    margins = np.where(real & (positions == 0), loss_weights[:, :-1], WEIGHT_TYPE.type(0))
+    begins = real & (positions == 0)
+    margins = np.where(begins, loss_weights[:, :-1], WEIGHT_TYPE.type(0))
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
+    of_targets = {name: np.where(supervised, numbers[:, 1:, i], WEIGHT_TYPE.type(0)) for i, name in enumerate(columns)}
     reference = logprobs[:, 1:].copy()
     reference[~supervised] = np.zeros((), reference.dtype)
     of_teacher = reference.dtype.names is not None
@@ -257,8 +283,9 @@ def assemble(rows: Rows, *, weighted: bool, referenced: bool = False, documents_
         real=real,
         reference_logprobs=reference if referenced and not of_teacher else None,
         teacher=(reference["ids"].copy(), reference["logprobs"].copy()) if of_teacher else None,
-        columns={MARGINS: margins} if documents_per_record == 2 and margins.any() else {},
+        columns=of_targets | ({MARGINS: margins} if documents_per_record == 2 and margins.any() else {}),
         num_documents=int((documents.max(axis=1) + 1).sum()) if documents_per_record else None,
+        rewards=numbers[:, :-1, columns.index(ADVANTAGE)][begins] if ADVANTAGE in columns else None,
     )
 
 

@@ -59,9 +59,7 @@ class MixedStream:
         order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
         whole = Rows(*(np.concatenate(parts)[order] for parts in zip(*rows, strict=True)))
         first = self._streams[0]  # in what follows all sources are alike
-        return assemble(
-            whole, weighted=self.weighted, referenced=first.referenced, documents_per_record=first.documents_per_record
-        )
+        return assemble(whole, **first.kind._replace(weighted=self.weighted)._asdict())
 
     def skip(self, num_batches: int) -> None:
         drawn = self._drawn()

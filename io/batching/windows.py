@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Corpus, LossWeights
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, Corpus, LossWeights
 
 PAD = 0  # any id would do: no supervised token attends to a pad
 
@@ -22,18 +23,21 @@ class Rows(NamedTuple):
     loss_weights: how much a token counts in the loss when it is a target.
     logprobs: of each token as a target; 0 where it is none, or if the windows have none. With a teacher, its records
         (teacher_files.py).
+    columns: the corpus's, in its order.
     """
 
     ids: NDArray[np.int64]  # [rows, seq_len + 1]
     documents: NDArray[np.int64]  # [rows, seq_len + 1]
     loss_weights: LossWeights  # [rows, seq_len + 1]
     logprobs: NDArray[Any]  # [rows, seq_len + 1]
+    columns: Columns  # [rows, seq_len + 1, num_columns]
 
     @staticmethod
-    def of_pads(num_rows: int, seq_len: int, kind: np.dtype[Any] = WEIGHT_TYPE) -> Rows:
+    def of_pads(num_rows: int, seq_len: int, kind: np.dtype[Any] = WEIGHT_TYPE, num_columns: int = 0) -> Rows:
         """Return rows of nothing. `kind`: of `logprobs`."""
         shape = (num_rows, seq_len + 1)
-        return Rows(np.full(shape, PAD), np.full(shape, -1), np.zeros(shape, WEIGHT_TYPE), np.zeros(shape, kind))
+        weights, columns = np.zeros(shape, WEIGHT_TYPE), np.zeros((*shape, num_columns), WEIGHT_TYPE)
+        return Rows(np.full(shape, PAD), np.full(shape, -1), weights, np.zeros(shape, kind), columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +122,7 @@ class SpanWindows:
             documents,
             (real if weights is None else np.where(real, weights[at], 0)).astype(WEIGHT_TYPE),
             _logprobs_at(places, self.logprobs),
+            _columns_at(places, self.corpus.columns),
         )
 
     def _spread(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -183,6 +188,7 @@ class PackedWindows:
             np.where(real, documents, -1),
             real.astype(WEIGHT_TYPE),
             _logprobs_at(places, self.logprobs),
+            _columns_at(places, {}),
         )
 
 
@@ -190,6 +196,13 @@ def _logprobs_at(places: NDArray[np.int64], logprobs: NDArray[Any] | None) -> ND
     found = np.zeros(places.shape, WEIGHT_TYPE if logprobs is None else logprobs.dtype)
     if logprobs is not None:
         found[places >= 0] = logprobs[places[places >= 0]]
+    return found
+
+
+def _columns_at(places: NDArray[np.int64], columns: Mapping[str, Columns]) -> Columns:
+    found = np.zeros((*places.shape, len(columns)), WEIGHT_TYPE)
+    for number, column in enumerate(columns.values()):
+        found[..., number] = _logprobs_at(places, column)
     return found
 
 

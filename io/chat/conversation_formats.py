@@ -87,7 +87,7 @@ class AlpacaLayout:
     def read(self, record: Mapping[str, Any]) -> Conversation:
         """Return the conversation of a record. Raises RecordError naming the key or turn that is wrong."""
         names = (self.instruction, self.input, self.output, self.system, self.history, self.tools)
-        _check_keys(frozenset(record), names)
+        check_keys(frozenset(record), names)
         if missing := [key for key in (self.instruction, self.output) if key and key not in record]:
             raise missing_key(record, missing[0])
         parts = [text_of(_get(record, key), str(key)) for key in (self.instruction, self.input)]
@@ -122,7 +122,7 @@ class TurnsLayout:
     tools: str | None = "tools"
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
-        _check_keys(frozenset(record), (self.turns, self.system, self.tools))
+        check_keys(frozenset(record), (self.turns, self.system, self.tools))
         turns = record.get(self.turns)
         if not isinstance(turns, list) or not turns:
             found = f"{turns!r:.60}" if self.turns in record else f"none (keys: {', '.join(map(str, record))})"
@@ -134,7 +134,7 @@ class TurnsLayout:
 
     def _turn(self, turn: Any, where: str) -> _ReadTurn:
         known = (self.role, self.content, *sorted(self.extras), *LEARN_KEYS)
-        _check_keys(frozenset(turn) if isinstance(turn, dict) else frozenset(), known, f"{where}: ")
+        check_keys(frozenset(turn) if isinstance(turn, dict) else frozenset(), known, f"{where}: ")
         if not isinstance(turn, dict) or not isinstance(role := turn.get(self.role), str):
             raise RecordError(f"{where}: expected a mapping with {self.role} and {self.content}, got {turn!r:.60}")
         if role not in self.roles:
@@ -166,10 +166,14 @@ class PromptLayout:
     tools: str | None = "tools"
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
-        _check_keys(frozenset(record), (self.prompt, self.completion, self.system, self.tools))
+        check_keys(frozenset(record), (self.prompt, self.completion, self.system, self.tools))
         asked = [turn._replace(loss_weight=0.0) for turn in self._turns(record, self.prompt, "user")]
         answered = self._turns(record, self.completion, "assistant")
         return _conversation(record, [*asked, *answered], self.system, self.tools)
+
+    def read_prompt(self, record: Mapping[str, Any]) -> Conversation:
+        """Return the prompt of a record, whatever its completion is. Raises RecordError."""
+        return _conversation(record, self._turns(record, self.prompt, "user"), self.system, self.tools)
 
     def _turns(self, record: Mapping[str, Any], key: str, role: str) -> list[_ReadTurn]:
         value = record.get(key)
@@ -204,7 +208,7 @@ class AutoLayout:
         if len(found) == 1:
             return found[0].read(record)
         if not found:
-            _check_keys(frozenset(record), FORMAT_KEYS)
+            check_keys(frozenset(record), FORMAT_KEYS)
         fits = "several formats at once" if found else "no known format"
         raise RecordError(
             f"its keys ({', '.join(map(str, record)) or 'none'}) fit {fits}; expected messages, conversations, "
@@ -379,7 +383,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 @lru_cache(maxsize=256)  # the records and turns of a file have few distinct sets of keys
-def _check_keys(keys: frozenset[str], known: tuple[str | None, ...], where: str = "") -> None:
+def check_keys(keys: frozenset[str], known: tuple[str | None, ...], where: str = "") -> None:
     """Raise RecordError for a key that is nearly the name of a missing known one, which would be silently lost."""
     absent = [key for key in known if key and key not in keys]
     for key in sorted(keys - set(known), key=str):

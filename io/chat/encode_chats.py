@@ -38,7 +38,7 @@ from megatrain_ray.io.records.read_records import (
     read_records,
 )
 from megatrain_ray.io.records.record_location import RecordLocation
-from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, LossWeights, TokenArray, TokenBlock
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, LossWeights, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import END_NAME, ByteTokenizer, Tokenizer, load_tokenizer
 
 Truncation = Literal["turn", "drop"]
@@ -64,6 +64,7 @@ class ChatRecipe:
     learn_reasoning: bool = True  # whether thoughts are
 
     has_weights: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -166,14 +167,26 @@ def with_ends_of(template: ChatTemplate, tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+class KeptSequence(NamedTuple):
+    """Holds what is kept of a sequence. columns: further numbers of its tokens, as of a TokenBlock."""
+
+    ids: TokenArray  # [num_tokens]
+    loss_weights: LossWeights  # [num_tokens]
+    columns: Columns | None = None  # [num_columns, num_tokens]
+
+    def first(self, num_tokens: int) -> KeptSequence:
+        columns = None if self.columns is None else self.columns[:, :num_tokens]
+        return KeptSequence(self.ids[:num_tokens], self.loss_weights[:num_tokens], columns)
+
+
 class EncodedRecord(NamedTuple):
-    """Holds the result of one record: the ids and loss weights of what is kept of it, and its outcomes for the tally.
+    """Holds the result of one record: what is kept of it, and its outcomes for the tally.
 
     problem: what is wrong with the record; None: nothing.
     longest: tokens of the window that its longest sequence needs, before it was cut.
     """
 
-    kept: list[tuple[TokenArray, LossWeights]]
+    kept: list[KeptSequence]
     outcomes: list[RecordOutcome]
     problem: str | None = None
     longest: int = 0
@@ -184,7 +197,8 @@ class EncodedRecord(NamedTuple):
     ) -> EncodedRecord:
         """Return what is kept of the sequences of a record, of at most `max_tokens` each, and add to its outcomes."""
         cuts = [_kept_length(chat, max_tokens, truncation) for chat in chats]
-        kept = [(c.ids[:length], c.loss_weights[:length]) for c, (length, _) in zip(chats, cuts, strict=True) if length]
+        cut = zip(chats, cuts, strict=True)
+        kept = [KeptSequence(*chat[:2]).first(length) for chat, (length, _) in cut if length]
         longest = max((chat.ids.size for chat in chats), default=0)
         return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)], longest=longest)
 
@@ -210,7 +224,7 @@ class EncodedRecord(NamedTuple):
         elif lacks or is_cut:
             dropped = RecordOutcome.NOTHING_LABELLED if lacks else RecordOutcome.TOO_LONG
             found.append(dropped if lacks or loses or truncation == "drop" else RecordOutcome.CUT)
-        kept = [(chat.ids[:length], chat.loss_weights[:length]) for chat, length in zip(pair, cuts, strict=True)]
+        kept = [KeptSequence(*chat[:2]).first(length) for chat, length in zip(pair, cuts, strict=True)]
         return EncodedRecord([] if set(found) & set(DROPPED) else kept, found, longest=sum(lengths) + 1)
 
 
@@ -291,7 +305,7 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
             tally.bad(location, record.problem)
         for outcome in record.outcomes:
             tally.note(outcome, location)
-        for ids, loss_weights in record.kept:
-            tally.count_sequence(loss_weights)
-            yield TokenBlock(ids, True, location, loss_weights)
+        for kept in record.kept:
+            tally.count_sequence(kept.loss_weights)
+            yield TokenBlock(kept.ids, True, location, kept.loss_weights, kept.columns)
     tally.check_learned()

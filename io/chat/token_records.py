@@ -45,6 +45,7 @@ class PretokenizedRecipe:
     choice: RecordChoice = ALL_RECORDS
     tokenizer: ClassVar[None] = None
     has_weights: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ()
 
     def settings(self) -> dict[str, Any]:
         return {

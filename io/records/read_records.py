@@ -167,6 +167,7 @@ class RecordOutcome(Enum):
     NO_ANSWER = "without an assistant turn, dropped"
     NOTHING = "without a token that its template marks as the assistant's, dropped"
     NOTHING_LABELLED = "without a token to learn, dropped"
+    UNFINISHED = "cut off by the sampler, dropped as data.unfinished asks"
     ALIKE = "with twice the same answer, dropped"
     TRAILING = "with turns after the last answer, which were left out"
     SPLIT = "made into several sequences, as the template writes earlier answers otherwise"
@@ -175,6 +176,7 @@ class RecordOutcome(Enum):
         "data.chat_template_args, such as {enable_thinking: false}, may make them agree"
     )
     NO_THOUGHTS = "with thoughts of earlier turns, which the template leaves out"
+    UNSCORED = "without log-probabilities of the sampler, so that nothing bounds how far several epochs go"
     CUT_AT_TURN = "too long, cut after an answer"
     CUT_INSIDE = "too long, cut inside an answer"
     CUT = "too long, cut at the end"
@@ -183,7 +185,7 @@ class RecordOutcome(Enum):
 
 DROPPED = (
     RecordOutcome.BAD, RecordOutcome.EMPTY, RecordOutcome.NO_ANSWER, RecordOutcome.NOTHING,
-    RecordOutcome.NOTHING_LABELLED, RecordOutcome.ALIKE, RecordOutcome.TOO_LONG,
+    RecordOutcome.NOTHING_LABELLED, RecordOutcome.UNFINISHED, RecordOutcome.ALIKE, RecordOutcome.TOO_LONG,
 )  # fmt: skip
 CUT = (RecordOutcome.CUT_AT_TURN, RecordOutcome.CUT_INSIDE, RecordOutcome.CUT)
 

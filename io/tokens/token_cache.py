@@ -75,6 +75,10 @@ class Recipe(Protocol):
     def has_weights(self) -> bool:
         """Return whether the blocks have loss weights. Each of them is then a whole sequence."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of further numbers that the blocks have for each token."""
+
     def settings(self) -> dict[str, Any]:
         """Return what decides the tokens in addition to the files and the tokenizer, as data for JSON."""
 
@@ -94,6 +98,7 @@ class TextRecipe:
     add_bos: bool = False  # whether each text begins with the tokenizer's bos token
     add_eos: bool = False  # whether each text ends with the tokenizer's eos token
     has_weights: ClassVar[bool] = False
+    columns: ClassVar[tuple[str, ...]] = ()
 
     def settings(self) -> dict[str, Any]:
         # What an earlier release would have made as well keeps the key that it had.
@@ -243,7 +248,9 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         advance(start_of[last.file] + last.read_bytes, total_bytes)
 
     with (
-        TokenWriter(folder, itemsize, vocab_size, written, has_weights=recipe.has_weights) as writer,
+        TokenWriter(
+            folder, itemsize, vocab_size, written, has_weights=recipe.has_weights, columns=recipe.columns
+        ) as writer,
         closing(recipe.blocks(tokenizer, tally)) as blocks,
     ):
         for block in blocks:
@@ -267,6 +274,7 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         num_cut=tally.num_cut,
         longest=tally.longest,
         num_dropped=tally.num_dropped,
+        columns=recipe.columns,
     )
 
 

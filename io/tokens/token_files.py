@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from megatrain_ray.read_file import parse_json
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 LossWeights = NDArray[np.float32]
+Columns = NDArray[np.float32]  # further numbers of tokens
 Logprobs = NDArray[np.float32]  # of tokens as targets; 0 where a token is no target that counts
 
 IGNORED = -100  # a target, or a label of a record, that is not supervised
@@ -28,6 +29,7 @@ TOKENS_NAME = "tokens.bin"
 LENGTHS_NAME = "lengths.bin"
 MASK_NAME = "supervised.bin"  # loss weights that are all 0 or 1
 WEIGHTS_NAME = "loss_weights.bin"  # others, in place of the mask
+ADVANTAGE, SAMPLER_LOGPROB = "advantage", "sampler_logprob"  # columns of rollouts
 ID_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}  # by bytes of an id on disk
 LENGTH_TYPE = np.dtype("<i8")
 MASK_TYPE = np.dtype("?")
@@ -43,12 +45,19 @@ class TokenBlock(NamedTuple):
     ends: whether this is the document's last block.
     location: of the record or file, and about how far in the file the block ends.
     loss_weights: how much each token counts in the loss, 0 if the model need not generate it; None: each counts 1.
+    columns: further numbers of each token, in the order of the recipe's columns; None: there are no columns.
     """
 
     ids: TokenArray  # [num_tokens]
     ends: bool
     location: RecordLocation
     loss_weights: LossWeights | None = None  # [num_tokens]
+    columns: Columns | None = None  # [num_columns, num_tokens]
+
+
+def column_file(name: str) -> str:
+    """Return the name of the file of a column."""
+    return f"{name}.bin"
 
 
 def id_bytes(num_ids: int) -> int:
@@ -74,7 +83,7 @@ class TokenWriter(ExitStack):
 
     def __init__(
         self, folder: Path, itemsize: int, vocab_size: int, written: Callable[[RecordLocation], None], *,
-        has_weights: bool = False,
+        has_weights: bool = False, columns: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Create the files in `folder`.
 
@@ -82,6 +91,7 @@ class TokenWriter(ExitStack):
         vocab_size: of the model.
         written: is called for each chunk with the location of its last block.
         has_weights: whether blocks come with loss weights.
+        columns: names of the further numbers that blocks come with.
         """
         super().__init__()
         self._folder = folder
@@ -89,6 +99,7 @@ class TokenWriter(ExitStack):
             self.enter_context((folder / name).open("w+b"))
             for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if has_weights else []))
         )
+        self._columns = [self.enter_context((folder / column_file(name)).open("w+b")) for name in columns]
         self._weight_type: np.dtype[Any] = MASK_TYPE
         self.itemsize = itemsize
         self._vocab_size = vocab_size
@@ -114,7 +125,7 @@ class TokenWriter(ExitStack):
         """Flush the buffered blocks and add lengths and loss weights to the checksums. Raises OSError."""
         if self._blocks:
             self._write()
-        for file in (self._lengths, *self._weights):
+        for file in (self._lengths, *self._weights, *self._columns):
             file.seek(0)
             while data := file.read(READ_BYTES):
                 self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
@@ -126,6 +137,9 @@ class TokenWriter(ExitStack):
         self._tokens.write(ids.astype(ID_TYPES[self.itemsize]).data)
         if self._weights:
             self._write_weights()
+        for number, file in enumerate(self._columns):
+            parts = [block.columns[number] for block in self._blocks if block.columns is not None]
+            file.write(np.concatenate(parts).astype(WEIGHT_TYPE).data)
         self.num_tokens += ids.size
         self._write_lengths()
         self._written(self._blocks[-1].location)
@@ -172,6 +186,7 @@ class TokenMeta:
     num_records: records that were read; None: not counted, by an earlier release.
     num_cut, num_dropped: those that were too long for a row, and those of which nothing is used.
     longest: tokens of the longest sequence before it was cut; 0: not known.
+    columns: names of further numbers of each token, each of which has a file.
     """
 
     itemsize: int
@@ -191,6 +206,7 @@ class TokenMeta:
     num_cut: int = 0
     num_dropped: int = 0
     longest: int = 0
+    columns: tuple[str, ...] = ()
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""
@@ -198,7 +214,8 @@ class TokenMeta:
         if self.num_supervised is None:
             return sizes
         name, kind = self.weights_file
-        return {**sizes, name: self.num_tokens * kind.itemsize}
+        columns = {column_file(column): self.num_tokens * WEIGHT_TYPE.itemsize for column in self.columns}
+        return {**sizes, name: self.num_tokens * kind.itemsize, **columns}
 
     @property
     def weights_file(self) -> tuple[str, np.dtype[Any]]:
@@ -211,7 +228,7 @@ def read_meta(folder: Path) -> TokenMeta | None:
     try:
         tree = parse_json((folder / META_NAME).read_bytes())["tokens"]
         crc32 = {int(itemsize): crc for itemsize, crc in tree["crc32"].items()}
-        lines = {"places": tuple(tree["places"]), "report": tuple(tree.get("report", ()))}
+        lines = {key: tuple(tree.get(key, ())) for key in ("places", "report", "columns")}
         meta = TokenMeta(**tree | lines | {"crc32": crc32})
         whole = all((folder / name).stat().st_size == size for name, size in meta.sizes().items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -261,6 +278,7 @@ class Corpus:
     name: what data.path calls the source, for messages.
     loss_weights: how much each token counts in the loss, for chats, of which each sequence is a document: booleans if
         all weigh 0 or 1, else FP32; None: all count 1.
+    columns: further numbers of each token, by name.
     """
 
     name: str
@@ -269,6 +287,7 @@ class Corpus:
     fingerprint: Fingerprint
     end_of_document: int | None  # id to put between two documents when they are joined; None: the tokenizer has none
     loss_weights: NDArray[Any] | None = None  # [num_tokens]
+    columns: Mapping[str, Columns] = field(default_factory=dict)  # [num_tokens] each
 
     @property
     def num_documents(self) -> int:
@@ -298,6 +317,7 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
         fingerprint=Fingerprint(meta.num_tokens, meta.crc32[id_bytes(vocab_size)]),
         end_of_document=meta.end_of_document,
         loss_weights=None if meta.num_supervised is None else _map(folder / weights_name, weight_type, meta.num_tokens),
+        columns={name: _map(folder / column_file(name), WEIGHT_TYPE, meta.num_tokens) for name in meta.columns},
     )
 
 

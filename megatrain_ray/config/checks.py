@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megatrain_ray.config.groups import DataConfig, NodeConfig, Settings
+from megatrain_ray.config.objective_checks import objective_disagreements
 from megatrain_ray.config.other_tools import key_for, other_names, reason_for
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.units import format_ranges, parse_ranges
@@ -20,24 +21,18 @@ from megatrain_ray.units import format_ranges, parse_ranges
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "add_bos": ("pretrain",),
-    "add_eos": ("pretrain", "sft", "pairs"),
+    "add_eos": ("pretrain", "sft", "pairs", "rollouts"),
     "dataset": ("sft", "pairs"),
     "eval_dataset": ("sft", "pairs"),
     "chat_format": ("sft", "pairs"),
-    "chat_template": ("sft", "pairs"),
-    "chat_template_args": ("sft", "pairs"),
+    "chat_template": ("sft", "pairs", "rollouts"),
+    "chat_template_args": ("sft", "pairs", "rollouts"),
     "learn": ("sft",),
     "learn_reasoning": ("sft", "pairs"),
-    "truncation": ("sft", "tokens", "pairs"),
-}
-
-# Keys of `train.preference` that only some objectives have, and these objectives.
-OBJECTIVES_OF_KEY = {
-    "beta": ("dpo", "ipo", "hinge", "simpo", "orpo"),
-    "gamma": ("simpo",),
-    "label_smoothing": ("dpo", "simpo"),
-    "sft_weight": ("dpo", "ipo", "hinge", "simpo"),
-    "center_rewards_coefficient": ("reward",),
+    "truncation": ("sft", "tokens", "pairs", "rollouts"),
+    "eval_fraction": ("pretrain", "sft", "tokens", "pairs"),  # which would tear groups apart
+    "scale_rewards": ("rollouts",),
+    "unfinished": ("rollouts",),
 }
 
 EXPECTED = {
@@ -78,8 +73,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _save_disagreements(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
-    yield from _objective_disagreements(config)
-    yield from _distillation_disagreements(config)
+    yield from objective_disagreements(config)
     yield from _batch_disagreements(config)
 
 
@@ -229,51 +223,6 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
         yield "data.add_eos: the chat template decides how an answer ends, but with data.tokenizer: bytes; leave it out"
     if data.add_eos and data.kind == "pretrain" and data.packing:
         yield "data.add_eos: data.packing joins texts by the eos token already; leave the key out, or pack nothing"
-
-
-def _objective_disagreements(config: Settings) -> Iterator[str]:
-    train, data = config.train, config.data
-    if data.in_pairs and train.objective == "sft":
-        others = "dpo, ipo, hinge, simpo, orpo or reward"
-        yield f"train.objective: sft learns single answers, and data.kind is pairs; set {others}"
-    if not data.in_pairs and train.objective not in ("sft", "distill"):
-        yield (
-            f"data.kind: {data.kind}, and train.objective: {train.objective} is over pairs of a chosen and a rejected "
-            "answer; set data.kind: pairs"
-        )
-    for key, objectives in OBJECTIVES_OF_KEY.items():
-        is_set = getattr(train.preference, key) != type(train.preference).model_fields[key].default
-        if is_set and train.objective not in objectives:
-            expected = " or ".join(objectives)
-            yield (
-                f"train.preference.{key}: goes with train.objective: {expected}, and train.objective is "
-                f"{train.objective}; leave the key out"
-            )
-    if train.reference is not None and train.objective in ("sft", "distill", "simpo", "orpo", "reward"):
-        yield f"train.reference: train.objective: {train.objective} compares with no reference; leave the key out"
-    if train.objective == "sft":
-        return
-    for key in ("z_loss", "label_smoothing"):
-        if getattr(train, key):
-            hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" and data.in_pairs else ""
-            of = "is of single tokens" if data.in_pairs else "changes the cross-entropy"
-            yield f"train.{key}: {of}, and train.objective is {train.objective}; leave the key out{hint}"
-    if config.hardware.cuda_graphs is True:
-        yield (
-            f"hardware.cuda_graphs: true goes with train.objective: sft so far, and it is {train.objective}; leave one "
-            "of the two out"
-        )
-
-
-def _distillation_disagreements(config: Settings) -> Iterator[str]:
-    distillation, distills = config.train.distillation, config.train.objective == "distill"
-    if distills and config.data.in_pairs:
-        yield "data.kind: pairs, and train.objective: distill learns single answers; set pretrain, sft or tokens"
-    if distills and distillation.teacher is None:
-        yield "train.distillation.teacher is required: the folder, hub id or run of the model that is learned from"
-    for key, field in type(distillation).model_fields.items():
-        if not distills and getattr(distillation, key) != field.default:
-            yield f"train.distillation.{key}: goes with train.objective: distill; set that, or leave the key out"
 
 
 def _batch_disagreements(config: Settings) -> Iterator[str]:

@@ -48,8 +48,9 @@ class ModelConfig(Group):
 
 
 class DataConfig(Group):
-    kind: Literal["pretrain", "sft", "tokens", "pairs"] = "pretrain"
-    """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids; pairs: chosen and rejected answers.
+    kind: Literal["pretrain", "sft", "tokens", "pairs", "rollouts"] = "pretrain"
+    """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids; pairs: chosen and rejected answers;
+    rollouts: sampled answers with rewards.
     Keys of other kinds are refused."""
     path: Sources
     """File, glob, folder, hub id (OWNER/NAME), a list of these, or a list of {path, weight} or {hub, name, split,
@@ -70,17 +71,21 @@ class DataConfig(Group):
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"] = "auto"
     """sft: format of the records; pairs: of their prompts; auto: by each record's keys."""
     chat_template: Text | None = None
-    """sft, pairs: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain
-    one."""
+    """Of chats: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain one."""
     chat_template_args: TemplateArguments = {}  # noqa: RUF012, pydantic copies it
-    """sft, pairs: variables of the template, such as {enable_thinking: false}."""
+    """Variables of the template, such as {enable_thinking: false}."""
     learn: Literal["all", "last"] = "all"
     """sft: answers of a chat that are learned: all, or only the last."""
     learn_reasoning: bool = True
     """sft, pairs: true: thoughts in answers are learned; false: answers are learned given their thoughts."""
     truncation: Literal["turn", "drop"] = "turn"
-    """A longer chat is cut after an answer (turn) or left out (drop); token ids and pairs are cut at the end or left
-    out."""
+    """A longer chat is cut after an answer (turn) or left out (drop); token ids, pairs and rollouts are cut at the end
+    or left out."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """rollouts: an advantage is the reward - its group's mean, divided by the group's standard deviation (group), by
+    that of all records of the source (batch), or not."""
+    unfinished: Literal["learn", "drop"] = "learn"
+    """rollouts: answers with `ended: false` are learned like others, or only their rewards count in their group."""
     text_field: Text = "text"
     """pretrain: JSON key or Parquet column of the text."""
     add_bos: bool | None = None
@@ -132,9 +137,14 @@ class DataConfig(Group):
         return self.kind == "pairs"
 
     @property
+    def documents_per_record(self) -> int:
+        """Return how many answers of a record the objective takes as wholes; 0: it is of single tokens."""
+        return {"pairs": 2, "rollouts": 1}.get(self.kind, 0)
+
+    @property
     def has_chats(self) -> bool:
         """Return whether a chat template writes the data."""
-        return self.kind in ("sft", "pairs")
+        return self.kind in ("sft", "pairs", "rollouts")
 
     @property
     def joins_documents(self) -> bool:

@@ -80,6 +80,31 @@ class DistillationConfig(Group):
     """Adds this × the cross-entropy of the targets."""
 
 
+class PolicyConfig(Group):
+    """Holds the numbers of objective grpo."""
+
+    clip_low: Rate = 0.2
+    """Ratios of new to old probabilities count as 1 - this at least, where the advantage is negative."""
+    clip_high: Positive = 0.2
+    """They count as 1 + this at most, where the advantage is positive."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from train.reference."""
+    level: Literal["token", "sequence"] = "token"
+    """Each token has a ratio, or each answer one: the geometric mean (GSPO)."""
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    """Mean over tokens. grpo: of each answer, then over answers; dapo: over all tokens of a step (as TRL's bnpo, if
+    that has one micro-batch); dr_grpo: the sum ÷ answers ÷ answer_length."""
+    answer_length: Count | None = None
+    """dr_grpo: a constant in place of the answers' lengths; null: data.seq_len."""
+    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
+    """Multiplies losses by the ratio of old to the sampler's probabilities, of a token or an answer: bounded, or 0
+    outside of the bounds. Then the old ones are by train.reference. null: they are the sampler's."""
+    correction_min: Positive | None = None
+    """Least ratio of the correction; null: 0."""
+    correction_max: Positive | None = 3.0
+    """Largest ratio of the correction; null: none."""
+
+
 class OptimizationConfig(Group):
     steps: NotNegative | None = None
     """Updates in total, those before a resume included; 0: only evaluate. Set exactly one of train.steps and
@@ -92,17 +117,20 @@ class OptimizationConfig(Group):
     """Sequences of one forward; the plan chooses if only batch_size is set."""
     accumulate: Sequences | None = None
     """Micro-batches of an update."""
-    objective: Literal["sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo", "reward"] = "sft"
-    """sft: cross-entropy of tokens; distill: divergence from a teacher. The others, over data.kind: pairs, prefer
-    chosen answers to rejected ones; reward makes a reward model, with a head that scores answers."""
+    objective: Literal["sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo", "reward", "grpo"] = "sft"
+    """sft: cross-entropy of tokens; distill: divergence from a teacher; grpo, over data.kind: rollouts: answers with a
+    larger reward become likelier. The others, over data.kind: pairs, prefer chosen answers to rejected ones; reward
+    makes a reward model, with a head that scores answers."""
     distillation: DistillationConfig = DistillationConfig()
     """Teacher and numbers of objective: distill."""
     preference: PreferenceConfig = PreferenceConfig()
     """Numbers of the objectives over pairs."""
+    policy: PolicyConfig = PolicyConfig()
+    """Numbers of grpo."""
     reference: Text | None = None
     """Model whose log-probabilities of the targets come with batches: `model` (model.path without adapters), a folder,
-    hub id or run directory. It is never loaded beside the model that is trained. null: `model` for dpo, ipo and hinge,
-    else none."""
+    hub id or run directory. It is never loaded beside the model that is trained. null: `model` for dpo, ipo, hinge, and
+    for grpo with policy.beta or policy.correction; else none."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -153,7 +181,14 @@ class OptimizationConfig(Group):
         """Return train.reference, or the reference that the objective has without it; None: there is none."""
         if self.objective == "distill":
             return self.distillation.teacher
-        return self.reference or ("model" if self.objective in ("dpo", "ipo", "hinge") else None)
+        return self.reference or ("model" if self.compares else None)
+
+    @property
+    def compares(self) -> bool:
+        """Return whether the objective compares the model with a reference."""
+        if self.objective == "grpo":
+            return self.policy.beta > 0 or self.policy.correction is not None
+        return self.objective in ("dpo", "ipo", "hinge")
 
     @property
     def num_steps(self) -> int:

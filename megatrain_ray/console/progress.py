@@ -21,6 +21,11 @@ from megatrain_ray.units import format_count, format_duration
 
 NUM_LINES = 50  # about so many lines are printed per run, unless log.every says otherwise
 QUIET_S = 60.0  # and one at least after so many seconds
+# Numbers of whole answers in the line of a step, and their columns.
+ANSWER_NUMBERS = (
+    ("margin", "reward_margin"), ("accuracy", "reward_accuracy"), ("reward", "reward"), ("kl", "kl"),
+    ("ratio", "ratio_max"),
+)  # fmt: skip
 SMALLEST_SHARE = 0.005  # smallest share of a step that is listed
 RECENT_STEPS = 20  # newest steps whose mean time predicts the remaining time
 BAR_COLUMNS = (
@@ -151,7 +156,7 @@ def describe_held_out_loss(row: Mapping[str, Any]) -> str:
     """Return the numbers of a row of evaluations. A number that is not finite may have been stored as null."""
     loss = math.nan if row["eval_loss"] is None else row["eval_loss"]
     perplexity = math.nan if row.get("perplexity") is None else row["perplexity"]
-    quality = _preference(row, "eval_") or f"  perplexity {perplexity:.5g}"
+    quality = _of_answers(row, "eval_") or f"  perplexity {perplexity:.5g}"
     return (
         f"eval_loss {loss:.4f}{quality}  {format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
     )
@@ -170,10 +175,10 @@ def describe_split(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{step_s:.3g} s: {', '.join(f'{name} {seconds:.3g}' for name, seconds in parts)}"
 
 
-def _preference(row: Mapping[str, Any], prefix: str = "") -> str:
-    """Return how clearly chosen answers are preferred, with two blanks before it; nothing for a row of no pairs."""
-    margin, accuracy = (row.get(f"{prefix}reward_{name}") for name in ("margin", "accuracy"))
-    return "" if margin is None or accuracy is None else f"  margin {margin:.3g}  accuracy {accuracy:.3g}"
+def _of_answers(row: Mapping[str, Any], prefix: str = "") -> str:
+    """Return how clearly answers are preferred, or what became of rollouts, with two blanks before each number."""
+    found = [(name, row.get(f"{prefix}{key}")) for name, key in ANSWER_NUMBERS]
+    return "".join(f"  {name} {value:.3g}" for name, value in found if value is not None)
 
 
 def _evaluating(done: int, total: int, tokens_per_s: float) -> str:
@@ -184,6 +189,6 @@ def _summary(row: Mapping[str, Any]) -> str:
     skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
     loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:.4f}"
     return (
-        f"epoch {row['epoch']:.3g}  {loss}{_preference(row)}  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}  "
+        f"epoch {row['epoch']:.3g}  {loss}{_of_answers(row)}  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}  "
         f"{format_count(row['tokens_per_s'])} tokens/s{skipped}"
     )

@@ -151,7 +151,7 @@ def _cut(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, whole: b
         packing=data.packing,
         vocab_size=vocab_size,
         whole=whole,
-        documents_per_record=2 if data.in_pairs else 0,
+        documents_per_record=data.documents_per_record,
     )
 
 

@@ -29,6 +29,7 @@ from megatrain_ray.io.files.disk_errors import DiskError
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
+from megatrain_ray.io.rollouts.encode_rollouts import RolloutRecipe
 from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
@@ -228,18 +229,17 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
         return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records, choice)
+    chats, template = _chats(path, data), _template(data, tokenizer)
+    num_processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    if data.kind == "rollouts":
+        return RolloutRecipe(
+            tuple(source.file for source in chats), tokenizer, template, data.truncation, data.seq_len,
+            data.bad_records, num_processes, choice, data.scale_rewards, data.unfinished == "drop",
+        )  # fmt: skip
     return ChatRecipe(
-        _chats(path, data),
-        tokenizer,
-        _template(data, tokenizer),
-        data.truncation,
-        data.seq_len,
-        data.bad_records,
-        min(len(os.sched_getaffinity(0)), MOST_PROCESSES),
-        choice,
-        data.learn,
+        chats, tokenizer, template, data.truncation, data.seq_len, data.bad_records, num_processes, choice, data.learn,
         data.learn_reasoning,
-    )
+    )  # fmt: skip
 
 
 def _chats(path: Sequence[str], data: DataConfig) -> tuple[ChatSource, ...]:

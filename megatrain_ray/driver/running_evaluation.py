@@ -105,6 +105,7 @@ def evaluation_row(
     metrics = {
         f"eval_{name}": mean_of([_joined(name, [loss.metrics[name] for loss in losses]) for losses in sources])
         for name in sources[0][0].metrics
+        if all(any(loss.metrics[name][1] for loss in losses) for losses in sources)
     }
     if "eval_cross_entropy" in metrics or not metrics:
         metrics["perplexity"] = perplexity(metrics.get("eval_cross_entropy", loss))

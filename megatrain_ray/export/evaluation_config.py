@@ -75,8 +75,9 @@ def pass_config(name: str | None, config: TrainConfig, step: SaveChoice = None) 
     data = config.data
     update = {} if config.evaluates else {"eval_path": data.path, "eval_dataset": data.dataset, "eval_fraction": None}
     # Any objective over such data will do.
-    objective = "simpo" if data.in_pairs else "sft"
-    train: dict[str, Any] = {"reference": None, "objective": objective, "preference": {}, "distillation": {}}
+    objective = {"pairs": "simpo", "rollouts": "grpo"}.get(data.kind, "sft")
+    numbers: dict[str, Any] = {"preference": {}, "policy": {}, "distillation": {}}
+    train = {"reference": None, "objective": objective, **numbers}
     with _without_updates(name, config, step, update, train) as changed:
         yield changed
 

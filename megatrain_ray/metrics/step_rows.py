@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from megatrain_ray.engine.optimizer.adamw import learning_rate
 from megatrain_ray.engine.step.engine import StepReport
 from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.rollouts.advantages import deviation
 from megatrain_ray.io.storage.measured_store import BusyInterval
 from megatrain_ray.model.flop_count import FlopCount
 from megatrain_ray.planning.run_spec import RunSpec
@@ -64,10 +67,19 @@ class StepRows:
             "hbm_held_bytes": report.memory.held_bytes,
             "host_bytes": self._host_bytes,
             **report.metrics,
+            **_of_rollouts(batch),
             **named,
             **retries,
             **({"aliased": True} if self._is_aliased else {}),
         }
+
+
+def _of_rollouts(batch: Batch) -> dict[str, float]:
+    """Return the means of rewards and lengths, and the standard deviation of rewards; nothing for other data."""
+    means = {name: total / count for name, (total, count) in batch.means.items() if count}
+    if batch.rewards is not None and "reward" in means:
+        means["reward_std"] = deviation(batch.rewards[~np.isnan(batch.rewards)])
+    return means
 
 
 def _exposed_s(report: StepReport, step_s: float, data_s: float) -> dict[str, float]:

@@ -259,7 +259,7 @@ def _question_of_parts(
         hbm_layers=hardware.hbm_layers,
         saves=bool(config.save_interval),
         z_loss=config.train.z_loss > 0,
-        in_pairs=config.data.in_pairs and config.train.objective != "reward",
+        of_documents=config.data.documents_per_record > 0 and config.train.objective != "reward",
         saves_frozen=config.lora is None,
         attention=discovery.attention,
         packed_attention=discovery.packed_attention,

@@ -24,7 +24,9 @@ from megatrain_ray.run.run_history import read_history
 from megatrain_ray.units import format_bytes, format_count
 
 NUM_ROWS = 5
-REWARDS = "reward_chosen", "reward_margin", "reward_accuracy"  # of preferences
+REWARDS = (  # of preferences and of rollouts
+    "reward_chosen", "reward_margin", "reward_accuracy", "reward", "kl", "clipped_low", "clipped_high", "ratio_max",
+)  # fmt: skip
 SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}  # columns
 EVALUATED = {"eval_loss", "eval_tokens", "eval_s"}
 SPLIT = {"exposed_s", "step_s"}  # columns that rows of earlier versions lack

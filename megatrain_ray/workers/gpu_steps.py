@@ -15,6 +15,7 @@ from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.objectives.distillation import Distillation
 from megatrain_ray.engine.objectives.objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
+from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
@@ -139,7 +140,7 @@ class GpuSteps:
         assert batch.counts is not None
         (whole,) = micro_batches_of(batch, len(batch.input_ids))
         found = objective.of_documents.loss(logprobs, whole.uploaded_targets(lambda tensor: tensor), batch.counts)
-        metrics = {name: (mean.total.item(), mean.divisor) for name, mean in found.metrics.items()}
+        metrics = {name: (mean.total.item(), mean.divisor) for name, mean in found.metrics.items()} | batch.means
         return replace(sums, total=found.loss.total.item(), total_weight=found.loss.divisor, metrics=metrics)
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
@@ -162,19 +163,23 @@ class GpuSteps:
 
 
 def objective_of(run_spec: RunSpec) -> Objective:
-    train, teacher = run_spec.config.train, run_spec.teacher
+    train, teacher, seq_len = run_spec.config.train, run_spec.teacher, run_spec.config.data.seq_len
     if train.objective == "distill":
         assert teacher is not None  # the run has found it
         numbers = train.distillation
         return Objective(distillation=Distillation(teacher.softmax, numbers.beta, numbers.sft_weight))
-    return Objective(train.z_loss, train.label_smoothing, _of_documents(train))
+    return Objective(train.z_loss, train.label_smoothing, _of_documents(train, seq_len))
 
 
-def _of_documents(train: OptimizationConfig) -> LogprobObjective | None:
-    numbers = train.preference.model_dump()
+def _of_documents(train: OptimizationConfig, seq_len: int) -> LogprobObjective | None:
+    numbers, policy = train.preference.model_dump(), train.policy.model_dump()
     centering = numbers.pop("center_rewards_coefficient")
-    if train.objective == "reward":
-        return RewardObjective(centering)
-    if train.objective == "sft" or train.objective == "distill":
-        return None
-    return PairObjective(train.objective, **numbers)
+    match train.objective:
+        case "sft" | "distill":
+            return None
+        case "reward":
+            return RewardObjective(centering)
+        case "grpo":
+            return PolicyObjective(**policy | {"answer_length": policy["answer_length"] or seq_len})
+        case kind:
+            return PairObjective(kind, **numbers)

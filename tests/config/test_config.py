@@ -17,6 +17,7 @@ from tests.support.settings import MISSING, config, settings
 ALONE = "goes with one GPU so far, and hardware.num_gpus is 3; leave one of the two out"
 PAIRS = {"data__kind": "pairs", "train__objective": "orpo"}
 TAUGHT = {"train__objective": "distill", "train__distillation__teacher": "teacher"}
+ROLLOUTS = {"data__kind": "rollouts", "train__objective": "grpo"}
 RANDOM_MODEL = {"model__path": MISSING, "model__config": {"hidden_size": 8}}
 
 
@@ -43,6 +44,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "learn": "all",
             "learn_reasoning": True,
             "truncation": "turn",
+            "scale_rewards": "group",
+            "unfinished": "learn",
             "text_field": "text",
             "add_bos": None,
             "add_eos": None,
@@ -69,6 +72,17 @@ def test_defaults_are_those_of_the_table() -> None:
                 "label_smoothing": 0.0,
                 "sft_weight": 0.0,
                 "center_rewards_coefficient": 0.0,
+            },
+            "policy": {
+                "clip_low": 0.2,
+                "clip_high": 0.2,
+                "beta": 0.0,
+                "level": "token",
+                "loss_type": "dapo",
+                "answer_length": None,
+                "correction": None,
+                "correction_min": None,
+                "correction_max": 3.0,
             },
             "reference": None,
             "epochs": None,
@@ -448,6 +462,27 @@ def test_all_problems_come_in_one_message() -> None:
         (
             {"train__preference__gamma": 1.0},
             "train.preference.gamma: goes with train.objective: simpo, and train.objective is sft; leave the key out",
+        ),
+        ({"data__kind": "rollouts"}, "train.objective: sft learns single answers, and data.kind is rollouts; set grpo"),
+        ({"train__objective": "grpo"}, "data.kind: pretrain, and train.objective: grpo is over sampled answers with r"),
+        ({"train__policy__beta": 1.0}, "train.policy.beta: goes with train.objective: grpo, and that is sft; leave it"),
+        (ROLLOUTS | {"data__eval_fraction": 0.5}, "data.eval_fraction: goes with data.kind: pretrain or sft or"),
+        (
+            ROLLOUTS | {"train__policy__answer_length": 9},
+            "train.policy.answer_length: goes with loss_type: dr_grpo, and that",
+        ),
+        (ROLLOUTS | {"train__policy__correction_min": 0.5}, "train.policy.correction_min: goes with train.policy.corr"),
+        (
+            ROLLOUTS | {"train__policy": {"correction": "token_mask", "correction_max": None}},
+            "train.policy.correction: token_mask has no bound; set train.policy.correction_max",
+        ),
+        (
+            ROLLOUTS | {"train__policy": {"correction": "token_mask", "correction_min": 3.0}},
+            "train.policy.correction_min: 3 is not less than correction_max: 3",
+        ),
+        (
+            ROLLOUTS | {"train__reference": "model"},
+            "train.reference: train.objective: grpo compares with no reference; ",
         ),
         (PAIRS | {"train__label_smoothing": 0.1}, "train.label_smoothing: is of single tokens, and train.objective is"),
         (

@@ -51,7 +51,7 @@ class CostBasis:
     z_loss: bool
     disk_bytes_per_s: float = math.inf  # reads and writes that run at the same time, both together
     disk_plain_bytes_per_s: float | None = None  # of activations, if the other rate is of packed data: these never are
-    in_pairs: bool = False  # as in `Request`
+    of_documents: bool = False  # as in `Request`
     # Cached by the fields that decide: schedules of steps, and prices of layers' operations.
     schedules: dict[object, Schedule] = field(default_factory=dict)
     prices: dict[object, KnownPrices] = field(default_factory=dict)

@@ -146,7 +146,13 @@ def test_positions_begin_again_with_every_document(rows: list[list[int]]) -> Non
         expected.append([at for n in [*lengths, pads] for at in range(n)])
     shape = len(rows), width + 1
     batch = assemble(
-        Rows(np.zeros(shape, np.int64), np.array(documents), np.ones(shape, np.float32), np.zeros(shape, np.float32)),
+        Rows(
+            np.zeros(shape, np.int64),
+            np.array(documents),
+            np.ones(shape, np.float32),
+            np.zeros(shape, np.float32),
+            np.zeros((*shape, 0), np.float32),
+        ),
         weighted=False,
     )
     assert batch.sum_squared_lengths == sum(n * n for lengths in rows for n in lengths)

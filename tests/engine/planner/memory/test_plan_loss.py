@@ -116,4 +116,4 @@ def test_larger_chunks_are_predicted_to_be_faster() -> None:
 
     assert seconds(1024) > seconds(4096) > seconds(8192)
     # Of pairs the head runs forward twice: a third more products, and the scores' traffic.
-    assert 1.3 * seconds(8192) < seconds(8192, replace(basis, in_pairs=True, prices={})) < 2 * seconds(8192)
+    assert 1.3 * seconds(8192) < seconds(8192, replace(basis, of_documents=True, prices={})) < 2 * seconds(8192)

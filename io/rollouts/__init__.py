@@ -1,0 +1,1 @@
+"""Turns sampled answers and their rewards into token ids with advantages."""

@@ -1,0 +1,98 @@
+"""Finds settings of the objective that do not go together. Each problem is one line, as in checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain_ray.config.groups import Settings
+from megatrain_ray.config.train_groups import OptimizationConfig
+
+# The kind of data that objectives need which are not over single tokens.
+PAIR_OBJECTIVES = ("dpo", "ipo", "hinge", "simpo", "orpo", "reward")
+KIND_OF_OBJECTIVE = {**dict.fromkeys(PAIR_OBJECTIVES, "pairs"), "grpo": "rollouts"}
+RECORDS_OF_KIND = {"pairs": "pairs of a chosen and a rejected answer", "rollouts": "sampled answers with rewards"}
+
+# Keys of `train.preference` that only some objectives have, and these objectives.
+OBJECTIVES_OF_KEY = {
+    "beta": ("dpo", "ipo", "hinge", "simpo", "orpo"),
+    "gamma": ("simpo",),
+    "label_smoothing": ("dpo", "simpo"),
+    "sft_weight": ("dpo", "ipo", "hinge", "simpo"),
+    "center_rewards_coefficient": ("reward",),
+}
+
+
+def objective_disagreements(config: Settings) -> Iterator[str]:
+    """Yield problems of the objective with the data, its own numbers and other keys."""
+    train, data = config.train, config.data
+    kind = KIND_OF_OBJECTIVE.get(train.objective)
+    if kind is not None and data.kind != kind:
+        yield (
+            f"data.kind: {data.kind}, and train.objective: {train.objective} is over {RECORDS_OF_KIND[kind]}; set "
+            f"data.kind: {kind}"
+        )
+    elif kind is None and data.documents_per_record and train.objective == "sft":
+        fitting = [objective for objective, needed in KIND_OF_OBJECTIVE.items() if needed == data.kind]
+        yield (
+            f"train.objective: {train.objective} learns single answers, and data.kind is {data.kind}; set "
+            f"{' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))}"
+        )
+    yield from _distillation_disagreements(config)
+    yield from _policy_disagreements(train)
+    for key, objectives in OBJECTIVES_OF_KEY.items():
+        is_set = getattr(train.preference, key) != type(train.preference).model_fields[key].default
+        if is_set and train.objective not in objectives:
+            expected = " or ".join(objectives)
+            yield (
+                f"train.preference.{key}: goes with train.objective: {expected}, and train.objective is "
+                f"{train.objective}; leave the key out"
+            )
+    if train.reference is not None and not train.compares:
+        hint = "set train.policy.beta, or leave the key out" if train.objective == "grpo" else "leave the key out"
+        yield f"train.reference: train.objective: {train.objective} compares with no reference; {hint}"
+    if train.objective == "sft":
+        return
+    for key in ("z_loss", "label_smoothing"):
+        if getattr(train, key):
+            hint = "; train.preference.label_smoothing is another" if key == "label_smoothing" and data.in_pairs else ""
+            of = "is of single tokens" if data.documents_per_record else "changes the cross-entropy"
+            yield f"train.{key}: {of}, and train.objective is {train.objective}; leave the key out{hint}"
+    if config.hardware.cuda_graphs is True:
+        yield (
+            f"hardware.cuda_graphs: true goes with train.objective: sft so far, and it is {train.objective}; leave one "
+            "of the two out"
+        )
+
+
+def _distillation_disagreements(config: Settings) -> Iterator[str]:
+    distillation, distills = config.train.distillation, config.train.objective == "distill"
+    if distills and config.data.documents_per_record:
+        yield (
+            f"data.kind: {config.data.kind}, and train.objective: distill learns single answers; set pretrain, sft or "
+            "tokens"
+        )
+    if distills and distillation.teacher is None:
+        yield "train.distillation.teacher is required: the folder, hub id or run of the model that is learned from"
+    for key, field in type(distillation).model_fields.items():
+        if not distills and getattr(distillation, key) != field.default:
+            yield f"train.distillation.{key}: goes with train.objective: distill; set that, or leave the key out"
+
+
+def _policy_disagreements(train: OptimizationConfig) -> Iterator[str]:
+    policy = train.policy
+    changed = [key for key, field in type(policy).model_fields.items() if getattr(policy, key) != field.default]
+    if train.objective != "grpo":
+        for key in changed:
+            yield f"train.policy.{key}: goes with train.objective: grpo, and that is {train.objective}; leave it out"
+        return
+    if policy.answer_length is not None and policy.loss_type != "dr_grpo":
+        yield f"train.policy.answer_length: goes with loss_type: dr_grpo, and that is {policy.loss_type}; leave it out"
+    low, high = policy.correction_min, policy.correction_max
+    if policy.correction is None:
+        for key in changed:
+            if key.startswith("correction"):
+                yield f"train.policy.{key}: goes with train.policy.correction, which is null; set that, or leave it out"
+    elif low is None and high is None:
+        yield f"train.policy.correction: {policy.correction} has no bound; set train.policy.correction_max"
+    elif low is not None and high is not None and low >= high:
+        yield f"train.policy.correction_min: {low:g} is not less than correction_max: {high:g}"
