@@ -113,7 +113,7 @@ class Architecture:
         kind = type(self.config)
         if self.code is not None or kind not in MAPPING:
             raise ConfigError(
-                f"train.objective: reward: Transformers has no {REWARD_CLASS[3:]} class for a model of type "
+                f"train.objective: reward: Transformers has no {REWARD_CLASS} class for a model of type "
                 f"{self.settings.get('model_type')}; begin with a model of another type"
             )
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification
 
 from megatrain_ray.config.yaml_file import load_config
@@ -81,3 +82,26 @@ def mean_scores(model: Any, path: Path) -> list[float]:
     ids = torch.from_numpy(np.asarray(corpus.tokens, np.int64)).split(corpus.document_lengths.tolist())
     scores = [model(input_ids=document[None]).logits.item() for document in ids]
     return [sum(part) / len(part) for part in (scores[::2], scores[1::2])]
+
+
+def test_an_adapter_has_the_head(tmp_path: Path, train: Train) -> None:
+    """The head is trained whole, as modules_to_save of peft, and goes with the adapter and the merged model."""
+    tree = reward_config(tmp_path, steps=1) | {"lora": {"match": "q_proj", "rank": 4}, "save_every": 0, "eval_every": 1}
+    path, out = write_config(tmp_path / "config.yaml", tree), tmp_path / "out"
+    done = train(str(path))
+    assert done.returncode == 0, done.stderr
+    for arguments in (("adapter",), ("merged", "--merge")):
+        done = cli_here("export", str(tmp_path / "run"), str(out / arguments[0]), *arguments[1:])
+        assert done.returncode == 0, done.stderr
+    settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    adapted = PeftModel.from_pretrained(base, out / "adapter")
+    merged = AutoModelForSequenceClassification.from_pretrained(out / "merged")
+    means = mean_scores(merged, path)
+    assert mean_scores(adapted, path) == pytest.approx(means, rel=1e-5)
+    (*_, last) = (json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
+    assert means == pytest.approx([last[f"eval_reward_{name}"] for name in ("chosen", "rejected")], rel=1e-5)
+    with train.actors():
+        alone = cli_here("eval", str(tmp_path / "run"), "--json")
+    assert json.loads(alone.stdout)["eval_loss"] == last["eval_loss"]
