@@ -11,6 +11,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.engine.plan.plan import ActivationPolicy, LayerPlan
 from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.planner.memory.alike import Alike
 from megatrain_ray.engine.planner.memory.device_bytes import kept_bytes
 from megatrain_ray.engine.planner.memory.spill_choice import NOTHING, LayersOnDisk
 from megatrain_ray.engine.planner.request import Candidate, Request, SpillFirst
@@ -25,6 +26,7 @@ ANY_STEP: dict[str, Any] = {
 ANY_GROUPS: dict[str, Any] = {
     "gradients": Tier.HOST, "num_waiting": 0, "hbm_layers": frozenset(), "num_tail_blocks": 0, "num_offloading": 0
 }  # fmt: skip
+SAME_LAYERS, SAME_POLICY = Alike(ANY_STEP), Alike(ANY_STEP | ANY_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,25 @@ class LayerPlanBuilder:
     layout: ModelLayout
     activations: ActivationBytes
     request: Request
-    known: dict[tuple[Candidate, LayersOnDisk], Layers] = field(default_factory=dict)
-    known_layers: dict[Candidate, dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
+    known: dict[tuple[tuple[Any, ...], LayersOnDisk], Layers] = field(default_factory=dict)
+    known_layers: dict[tuple[Any, ...], dict[tuple[int | bool, ...], LayerPlan]] = field(default_factory=dict)
 
     def of(self, candidate: Candidate, deferred: frozenset[int], on_disk: LayersOnDisk = NOTHING) -> Layers:
         """Return the layers of the candidate's plan.
 
         deferred: host layers whose gradients wait on the device.
         """
-        candidate = candidate._replace(**ANY_STEP)
-        if (candidate, on_disk) not in self.known:
+        key = SAME_LAYERS.key(candidate), on_disk
+        if key not in self.known:
             policy = _LayerPolicy(self, candidate, deferred, on_disk)
-            made, layers = self.known_layers.setdefault(candidate._replace(**ANY_GROUPS), {}), []
+            made, layers = self.known_layers.setdefault(SAME_POLICY.key(candidate), {}), []
             for index in range(len(self.layout.layers)):
                 groups = policy.groups_of(index)
                 if groups not in made:
                     made[groups] = policy.layer(index)
                 layers.append(made[groups])
-            self.known[candidate, on_disk] = tuple(layers)
-        return self.known[candidate, on_disk]
+            self.known[key] = tuple(layers)
+        return self.known[key]
 
 
 class _LayerPolicy:
