@@ -23,8 +23,9 @@ LIMITS = "hardware.hbm_limit=4GiB", "hardware.ram_limit=6GiB"
 
 def write(folder: Path) -> Path:
     changes: dict[str, Any] = {
-        "hardware__device": "cuda", "data__path": "/nowhere.txt", "data__seq_len": 1024, "train__batch_size": 8,
-        "train__micro_batch_size": None, "train__accumulate": None, "train__steps": 7200, "save_every": 100,
+        "hardware__device": "cuda", "hardware__compile": False, "data__path": "/nowhere.txt", "data__seq_len": 1024,
+        "train__batch_size": None, "train__micro_batch_size": 4, "train__accumulate": 2, "train__steps": 7200,
+        "save_every": 100,
     }  # fmt: skip
     return write_config(folder / "config.yaml", config(folder / "run", SHAPE, **changes))
 
@@ -49,8 +50,8 @@ CHANGES = {
     "half the RAM, 3.00 GiB": ("hardware.ram_limit=3GiB",),
     "twice the GPU's memory, 8.00 GiB": ("hardware.hbm_limit=8GiB",),
     "half the GPU's memory, 2.00 GiB": ("hardware.hbm_limit=2GiB",),
-    "twice the tokens a step, 16384": ("train.batch_size=16",),
-    "half the tokens a step, 4096": ("train.batch_size=4",),
+    "twice the tokens a step, 16384": ("train.accumulate=4",),
+    "half the tokens a step, 4096": ("train.accumulate=1",),
     "a disk for spill.path, 3 GB/s": ("spill.path=/nowhere/spill",),
     "train.grad_dtype=bf16": ("train.grad_dtype=bf16",),
 }
@@ -98,7 +99,7 @@ def test_the_table_compares_speeds(path: Path, capsys: pytest.CaptureFixture[str
 
 def test_where_nothing_fits_what_would_is_shown_all_the_same(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = "hardware.hbm_limit=4GiB", "hardware.ram_limit=4GiB"
-    assert main(["plan", str(path), "train.batch_size=2", *limits, "--what-if"]) == 3
+    assert main(["plan", str(path), "train.micro_batch_size=1", *limits, "--what-if"]) == 3
     shown = capsys.readouterr()
     assert "of host RAM, 4.00 GiB available" in shown.err
     lines = shown.out.splitlines()
@@ -107,33 +108,30 @@ def test_where_nothing_fits_what_would_is_shown_all_the_same(path: Path, capsys:
 
 
 def test_an_odd_number_of_micro_batches_has_no_half(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, str(path), *LIMITS, "train.batch_size=3", "--what-if")["what_if"]
+    split = "train.micro_batch_size=null", "train.accumulate=null", "train.batch_size=3"
+    found = planned(capsys, str(path), *LIMITS, *split, "--what-if")["what_if"]
     assert [row["change"] for row in found if "tokens" in row["change"]] == ["twice the tokens a step, 6144"]
 
 
 def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """7200 steps of s seconds are 2 × s hours."""
-    step_s = planned(capsys, str(path), *LIMITS)["prediction"]["step_s"]
+    found = planned(capsys, str(path), *LIMITS, "--price", "1.5")
+    step_s = found["plan"]["prediction"]["step_s"]
+    assert found["run"]["seconds"] == 7200 * step_s
+    assert found["run"]["cost"] == pytest.approx(3 * step_s)
+    assert (found["run"]["spilled_bytes_per_day"], found["run"]["drive_days"]) == (0, None)
     run, saves, stop = shown(capsys, str(path), *LIMITS, "--price", "1.5").splitlines()[-3:]
     assert run.startswith("run       7200 steps, 59.0M tokens in ")
     assert run.endswith(f", {3 * step_s:.2f} at 1.5 an hour")
     assert saves.startswith("saves     one of ")
     assert " every 100 steps: " in saves
     assert " written " in saves
-    needed = planned(capsys, str(path), *LIMITS, "--price", "1.5")["run"]["stop_wait_s"]
+    needed = found["run"]["stop_wait_s"]
     assert stop.startswith(f"stop      up to {needed} s from a signal to the end of the last save, at 3 GB/s: ")
     assert stop.endswith(f"RAY_JOB_STOP_WAIT_TIME_S={needed}")
     without = shown(capsys, str(path), *LIMITS, "save_every=null").splitlines()[-1]
     assert without.startswith("run ")
     assert " an hour" not in without
-
-
-def test_the_whole_run_in_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, str(path), *LIMITS, "--price", "1.5")
-    step_s = found["plan"]["prediction"]["step_s"]
-    assert found["run"]["seconds"] == 7200 * step_s
-    assert found["run"]["cost"] == pytest.approx(3 * step_s)
-    assert (found["run"]["spilled_bytes_per_day"], found["run"]["drive_days"]) == (0, None)
 
 
 def test_a_run_of_less_than_a_day_is_told_what_it_writes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

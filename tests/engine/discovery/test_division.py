@@ -60,6 +60,7 @@ def assert_equal(ours: EngineResult, theirs: Result) -> None:
     assert_same_but_norms(ours, theirs)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
 def test_divided_families_are_bit_equal(tmp_path: Path, name: str) -> None:
     build_family(name, tmp_path, **WITHOUT_DROPOUT.get(name, {}))
@@ -122,6 +123,7 @@ MODES = {
 }  # fmt: skip
 
 
+@pytest.mark.spread(10)  # each way once, in either precision
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODES)
 def test_every_way_to_run_parts_is_bit_equal(tmp_path: Path, name: str, precision: str) -> None:

@@ -58,6 +58,7 @@ def discovered(name: str, **changes: object) -> tuple[ModelStructure, Activation
     return discover(Architecture(FAMILIES[name].config | changes), torch.float32, 1, 12, chunked=True)
 
 
+@pytest.mark.spread(9)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in TWINS])
 def test_no_token_of_an_mlp_looks_at_another(name: str) -> None:
     """What is taken for an MLP computes the same for some tokens at a time, and so does its backward."""
@@ -80,6 +81,7 @@ def test_no_token_of_an_mlp_looks_at_another(name: str) -> None:
         assert block.get_submodule(mlp.path) is module
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in TWINS])
 def test_no_token_of_the_last_norm_looks_at_another(name: str) -> None:
     structure, activations = discovered(name)

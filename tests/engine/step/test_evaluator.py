@@ -34,6 +34,7 @@ def held_out() -> list[Batch]:
     return [weigh(whole), replace(short, input_ids=short.input_ids[:2], targets=targets, num_supervised=32)]
 
 
+@pytest.mark.spread(4)  # each mode once, in either precision
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("mode", "tied"), [(Mode(), False), (LAYERS, True), (OUTER, False), (ON_DISK, True)],
@@ -53,6 +54,7 @@ def test_it_is_the_plain_models_number_before_and_after_training(
     assert torch.equal(ours.logprobs[3], plain_logprobs(tmp_path, held_out(), recipe, ours.masters))
 
 
+@pytest.mark.spread(3)  # each family once, in either precision
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2", "Mixtral"])
 def test_its_logits_are_those_of_the_model_that_is_exported(

@@ -95,6 +95,7 @@ def test_boundaries_on_the_host_are_those_behind_the_lowest_trained_layer(tmp_pa
     assert moved == planned == set(range(lowest + 1, 4))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", FREEZES)
 def test_what_is_kept_on_the_host_is_of_layers_with_a_backward(tmp_path: Path, name: str) -> None:
     recipe, lowest = FREEZES[name]
@@ -105,6 +106,7 @@ def test_what_is_kept_on_the_host_is_of_layers_with_a_backward(tmp_path: Path, n
     assert moved == planned == set(range(max(1, lowest), 4))
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(
     ("name", "clip"), [(name, (None, 0.05)[k % 2]) for k, name in enumerate(FREEZES)], ids=[*FREEZES]
 )

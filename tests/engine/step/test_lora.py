@@ -54,7 +54,7 @@ def run(
     return train_engine(model, batches, recipe, mode), train_reference(model, batches, recipe)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ten_steps_are_those_of_peft(tmp_path: Path, mode: str, precision: str) -> None:
@@ -122,7 +122,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_families_are_bit_equal(tmp_path: Path, family: str, precision: str) -> None:
