@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain_ray.config.checks import relative_paths
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.config.yaml_file import set_keys
@@ -89,6 +90,7 @@ class Trainer:
         self._save: SaveChoice = "best" if getattr(args, "load_best_model_at_end", False) else None
         self._callbacks = Callbacks(callbacks, given, model=model, processing_class=processing_class)
         self._pass: LogprobPass | None = None  # what the evaluation is for, if this is no run of the user's
+        self._base: ModelConfig | None = None  # the model of train.reference: model; None: the run's own
 
     def _read(self, args: Any, overrides: Mapping[str, Any]) -> TrainConfig:
         if isinstance(args, TrainConfig):
@@ -233,9 +235,9 @@ class Trainer:
             f"warning: the {role}'s log-probabilities of this run are not in the cache any more: the files of the "
             f"{role} or the data have changed, or nothing used them for long; they are computed again"
         )
-        reference = None if name == "model" else name
-        note = lost if run.has_begun else None
-        return compute_logprobs(reference, run.config, data, run.path, note=note, teacher=teacher)
+        reference, base = None if name == "model" else name, self._base or run.config.model
+        config, note = run.config.model_copy(update={"model": base}), lost if run.has_begun else None
+        return compute_logprobs(reference, config, data, run.path, note=note, teacher=teacher)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
@@ -262,7 +264,9 @@ class _PassTrainer(Trainer):
 def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> dict[str, Any]:
     """Return the row of an evaluation without step and epoch. The arguments are those of evaluation_config."""
     with evaluation_config(name, config, step) as settings:
-        row = dict(Trainer(args=settings).train().evaluations[-1])
+        trainer = Trainer(args=settings)
+        trainer._base = config.model  # not the model that is evaluated
+        row = dict(trainer.train().evaluations[-1])
     del row["step"], row["epoch"]
     return row
 
@@ -282,7 +286,7 @@ def compute_logprobs(
     note: is printed before a pass.
     teacher: what is recorded of the model's predictions as well; None: nothing.
 
-    Raises as `Trainer.train` and export_run. If it is interrupted, nothing is kept.
+    Raises as `Trainer.train` and export_run. If it is interrupted, the next call goes on where it stopped.
     """
 
     def make(missing: LogprobPass) -> None:
@@ -294,8 +298,8 @@ def compute_logprobs(
                 row = trainer.train().evaluations[-1]
             except InterruptedRunError:
                 raise InterruptedRunError(
-                    "interrupted in a pass for log-probabilities, of which nothing is kept; the same command begins it "
-                    "again"
+                    "interrupted in a pass for log-probabilities; those that are computed are kept, and the same "
+                    "command goes on"
                 ) from None
         for pid in trainer.pids:  # where the cluster goes on, Ray does not wait for them
             wait_gone(pid, DEADLINE_S)

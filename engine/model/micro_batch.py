@@ -51,13 +51,14 @@ class MicroBatch:
 
 
 def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
-    """Return the sequences of an update as micro-batches of `size`.
+    """Return the windows of an update as micro-batches of `size`.
 
     All of them have positions or none has, and so with loss weights and with what says which inputs are no pads.
     """
     arrays = (
         batch.input_ids, batch.targets, batch.positions, batch.loss_weights, batch.real, batch.reference_logprobs,
     )  # fmt: skip
+    size *= batch.row_parts
     num_parts = -(-len(batch.input_ids) // size)
     parts = ((None,) * num_parts if array is None else _split(array, size) for array in arrays)
     split = {name: _split(array, size) for name, array in batch.columns.items()}

@@ -34,6 +34,7 @@ class WarmUpShapes:
     evaluates: bool = False  # whether held-out data are evaluated between them
     trains: bool = True  # whether there is a step at all
     teacher: TopTokens | None = None  # what is known of a teacher's predictions
+    row_parts: int = 1  # rows that each row of the plan is divided into
 
 
 class WarmUp:
@@ -58,7 +59,8 @@ class WarmUp:
         if not whole and not packed:
             return
         self._memory.zero_()
-        index = torch.arange(plan.step.seq_len, device=self._memory.device).expand(plan.step.micro_batch_size, -1)
+        seq_len, num_rows = plan.step.seq_len // coming.row_parts, plan.step.micro_batch_size * coming.row_parts
+        index = torch.arange(seq_len, device=self._memory.device).expand(num_rows, -1)
         kinds: list[tuple[Attention, torch.Tensor | None]] = [(plan.compute.attention, None)] if whole else []
         if packed:
             kinds.append((plan.compute.packed_attention, index % (plan.step.seq_len // 2 + 1)))  # two documents a row

@@ -59,6 +59,7 @@ class Batch:
     # one first. None: the objective is of single tokens.
     num_documents: int | None = None
     rewards: NDArray[np.float32] | None = None  # of each document of rollouts, NaN if unknown
+    row_parts: int = 1  # rows for each window: 2 if both answers of a preference have rows of their own
 
     @property
     def counts(self) -> BatchCounts | None:
@@ -183,15 +184,21 @@ class HeldOut:
     A batch holds windows of one source. The last batch of a source may have fewer rows than the others.
     """
 
-    def __init__(self, sources: Sequence[Windows], *, batch_size: int, micro_batch_size: int) -> None:
+    def __init__(
+        self, sources: Sequence[Windows], *, batch_size: int, micro_batch_size: int, starts: Sequence[int] = ()
+    ) -> None:
         """Divide the windows of all sources into batches of `batch_size` rows, a multiple of `micro_batch_size`.
 
         Rows without tokens fill the last micro-batch of a source.
+
+        starts: windows at the start of each source that are left out; empty: none.
         """
         self._sources = sources
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
-        self._ends = list(accumulate(-(-source.num_windows // batch_size) for source in sources))
+        self._starts = starts or (0,) * len(sources)
+        counts = (source.num_windows - start for source, start in zip(sources, self._starts, strict=True))
+        self._ends = list(accumulate(-(-count // batch_size) for count in counts))
 
     @property
     def num_batches(self) -> int:
@@ -206,8 +213,8 @@ class HeldOut:
 
     def batch(self, index: int) -> Batch:
         """Return batch `index`, from 0 to num_batches - 1. Its number of rows is a multiple of the micro-batch size."""
-        source, windows = self._windows_of(index)
-        rows = source.rows(windows)
+        source = self._sources[self.source_of(index)]
+        rows = source.rows(np.array(self.rows_of(index)))
         num_pads, seq_len = -len(rows.ids) % self._micro_batch_size, rows.ids.shape[1] - 1
         pads = Rows.of_pads(num_pads, seq_len, rows.logprobs.dtype, rows.columns.shape[2])
         whole = Rows(*(np.concatenate(parts) for parts in zip(*[rows, pads], strict=True)))
@@ -218,19 +225,15 @@ class HeldOut:
 
         Rows that fill the last micro-batch are left out.
         """
-        source, windows = self._windows_of(index)
-        return source.places(windows)[:, 1:]
+        source = self._sources[self.source_of(index)]
+        return _divided(source.places(np.array(self.rows_of(index))), source.row_parts)[:, 1:]
 
-    def num_places(self, number: int) -> int:
-        """Return how many tokens the windows of a source are cut from."""
-        return self._sources[number].num_places
-
-    def _windows_of(self, index: int) -> tuple[Windows, NDArray[np.int64]]:
-        """Return the source of a batch, and the indices of its windows."""
+    def rows_of(self, index: int) -> range:
+        """Return the windows of a batch among those of its source."""
         number = self.source_of(index)
-        source, before = self._sources[number], self._ends[number - 1] if number else 0
-        first = (index - before) * self._batch_size
-        return source, np.arange(first, min(first + self._batch_size, source.num_windows))
+        before = self._ends[number - 1] if number else 0
+        first = self._starts[number] + (index - before) * self._batch_size
+        return range(first, min(first + self._batch_size, self._sources[number].num_windows))
 
 
 class BatchKind(NamedTuple):
@@ -240,18 +243,20 @@ class BatchKind(NamedTuple):
     referenced: bool
     documents_per_record: int
     columns: tuple[str, ...]
+    row_parts: int
 
     @staticmethod
     def of(windows: Windows) -> BatchKind:
         corpus = windows.corpus
         return BatchKind(
-            corpus.weighted, windows.logprobs is not None, windows.documents_per_record, tuple(corpus.columns)
-        )
+            corpus.weighted, windows.logprobs is not None, windows.documents_per_record, tuple(corpus.columns),
+            windows.row_parts,
+        )  # fmt: skip
 
 
 def assemble(
     rows: Rows, *, weighted: bool, referenced: bool = False, documents_per_record: int = 0,
-    columns: Sequence[str] = (),
+    columns: Sequence[str] = (), row_parts: int = 1,
 ) -> Batch:  # fmt: skip
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
 
@@ -259,8 +264,10 @@ def assemble(
     referenced: whether the windows have log-probabilities of a reference, or records of a teacher.
     documents_per_record: as for `cut`; if not 0, the batch has the number of documents.
     columns: names of the windows' columns. That of advantages has the reward at a document's first token.
+    row_parts: number of rows that each window is divided into.
     """
-    ids, documents, loss_weights, logprobs, numbers = rows
+    num_documents = int((rows.documents.max(axis=1) + 1).sum())
+    ids, documents, loss_weights, logprobs, numbers = (_divided(values, row_parts) for values in rows)
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0
     weights = np.where(real & (inputs == documents[:, 1:]), loss_weights[:, 1:], WEIGHT_TYPE.type(0))
     supervised = weights != 0
@@ -284,9 +291,16 @@ def assemble(
         reference_logprobs=reference if referenced and not of_teacher else None,
         teacher=(reference["ids"].copy(), reference["logprobs"].copy()) if of_teacher else None,
         columns=of_targets | ({MARGINS: margins} if documents_per_record == 2 and margins.any() else {}),
-        num_documents=int((documents.max(axis=1) + 1).sum()) if documents_per_record else None,
+        num_documents=num_documents if documents_per_record else None,
         rewards=numbers[:, :-1, columns.index(ADVANTAGE)][begins] if ADVANTAGE in columns else None,
+        row_parts=row_parts,
     )
+
+
+def _divided(values: NDArray[Any], row_parts: int) -> NDArray[Any]:
+    """Return rows as `row_parts` rows each. values: [rows, columns, …]."""
+    num_rows, num_columns, *rest = values.shape
+    return values.reshape(num_rows * row_parts, num_columns // row_parts, *rest)
 
 
 def _positions(documents: NDArray[np.int64]) -> NDArray[np.int64]:

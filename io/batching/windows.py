@@ -17,7 +17,7 @@ PAD = 0  # any id would do: no supervised token attends to a pad
 
 
 class Rows(NamedTuple):
-    """Holds windows as rows of equal length.
+    """Holds windows as rows of equal length, which is seq_len + 1 unless windows are divided into parts.
 
     documents: a number that tells the documents of a row apart; -1 for a pad.
     loss_weights: how much a token counts in the loss when it is a target.
@@ -46,6 +46,7 @@ class SpanWindows:
 
     joins_documents: whether a window may hold several documents.
     documents_per_record: as for `cut`.
+    row_parts: number of rows that `assemble` divides a window into. Each span is in a part of its own if there are two.
     """
 
     corpus: Corpus
@@ -56,6 +57,7 @@ class SpanWindows:
     joins_documents: bool
     logprobs: NDArray[Any] | None = None  # [num_places]
     documents_per_record: int = 0
+    row_parts: int = 1
 
     @staticmethod
     def of_documents(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SpanWindows:
@@ -84,7 +86,7 @@ class SpanWindows:
     ) -> SpanWindows:
         """Pack sequences of chats without cutting any: each goes into the first window that has room.
 
-        packing: else each has a window of its own.
+        packing: else each has a window of its own, of which each of two documents of a record has half.
         documents_per_record: as for `cut`. Those of a record stay together, and all of their tokens are inputs.
         """
         lengths, together = np.asarray(corpus.document_lengths), documents_per_record or 1
@@ -94,10 +96,10 @@ class SpanWindows:
         )
         order = np.argsort(windows, kind="stable")
         firsts = np.searchsorted(windows[order], np.arange(windows.max(initial=-1) + 2))
-        starts = np.cumsum(lengths) - lengths
+        starts, row_parts = np.cumsum(lengths) - lengths, 1 if packing else together
         return SpanWindows(
-            corpus, starts[order], lengths[order], firsts, seq_len, packing or together > 1,
-            documents_per_record=documents_per_record,
+            corpus, starts[order], lengths[order], firsts, seq_len, packing,
+            documents_per_record=documents_per_record, row_parts=row_parts,
         )  # fmt: skip
 
     @property
@@ -127,11 +129,13 @@ class SpanWindows:
 
     def _spread(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return places and documents of the windows' tokens."""
-        places, documents = (np.full((indices.size, self.seq_len + 1), -1) for _ in range(2))
+        part = self.seq_len // self.row_parts + 1
+        places, documents = (np.full((indices.size, self.row_parts * part), -1) for _ in range(2))
         for row, window in enumerate(indices):
             end = 0
             for document, span in enumerate(range(self.firsts[window], self.firsts[window + 1])):
                 start, length = self.starts[span], self.lengths[span]
+                end = end if self.row_parts == 1 else document * part
                 places[row, end : end + length] = np.arange(start, start + length)
                 documents[row, end : end + length] = document
                 end += length
@@ -153,6 +157,7 @@ class PackedWindows:
     logprobs: NDArray[Any] | None = None  # [num_places]
     joins_documents: ClassVar[bool] = True
     documents_per_record: ClassVar[int] = 0
+    row_parts: ClassVar[int] = 1
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:

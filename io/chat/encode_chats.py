@@ -50,6 +50,8 @@ class ChatRecipe:
 
     A preference makes two, the chosen one first, which have at most `seq_len` tokens together, so that all of these are
     inputs. In place of the loss weight of the chosen one's first token, which is never a target, it has the margin.
+
+    halves: whether each sequence of a preference has half of seq_len instead, without what the other one leaves.
     """
 
     sources: tuple[ChatSource, ...]
@@ -62,6 +64,7 @@ class ChatRecipe:
     choice: RecordChoice = ALL_RECORDS
     learn: Learn = "all"  # answers of a conversation that are learned
     learn_reasoning: bool = True  # whether thoughts are
+    halves: bool = False
 
     has_weights: ClassVar[bool] = True
     columns: ClassVar[tuple[str, ...]] = ()
@@ -81,6 +84,7 @@ class ChatRecipe:
             **load_tokenizer(self.tokenizer).extension,
             **self.choice.settings(),
             "learn": [self.learn, self.learn_reasoning],
+            **({"halves": True} if self.halves else {}),
             "turns": True,  # are checked for what a template leaves out; an earlier release did not
             **({"margins": True} if any(isinstance(source.layout, PairLayout) for source in self.sources) else {}),
             **({"nulls": False} if any(suffix_of(file) in (PARQUET, ARROW) for file in self.files) else {}),
@@ -94,7 +98,7 @@ class ChatRecipe:
         assert tokenizer is not None
         encoder = ChatEncoder(tokenizer, self.template, learn_reasoning=self.learn_reasoning)
         layouts = [source.layout for source in self.sources]
-        work = RecordEncoder(encoder, layouts, self.seq_len + 1, self.truncation, self.learn)
+        work = RecordEncoder(encoder, layouts, self.seq_len, self.truncation, self.learn, self.halves)
         with closing(map_in_order(work, self._numbered(), self.num_processes)) as records:
             yield from tallied(records, tally)
 
@@ -204,18 +208,21 @@ class EncodedRecord(NamedTuple):
 
     @staticmethod
     def of_pair(
-        pair: Sequence[EncodedChat], max_tokens: int, truncation: Truncation, outcomes: Sequence[RecordOutcome]
-    ) -> EncodedRecord:
-        """Return what is kept of a preference, of fewer than `max_tokens` together, and add to its outcomes.
+        pair: Sequence[EncodedChat], seq_len: int, truncation: Truncation, outcomes: Sequence[RecordOutcome],
+        *, halves: bool = False,
+    ) -> EncodedRecord:  # fmt: skip
+        """Return what is kept of a preference, of at most `seq_len` tokens together, and add to its outcomes.
 
         A longer one is cut at the end, each sequence to what the other one leaves, or to half. It is left out if then
         nothing is left to learn of one of them.
+
+        halves: each sequence is cut to half of seq_len.
         """
-        lengths, max_tokens = [chat.ids.size for chat in pair], max_tokens - 1  # the last token is an input as well
-        cuts = [
-            min(n, max(max_tokens // 2, max_tokens - other)) for n, other in zip(lengths, lengths[::-1], strict=True)
-        ]
-        is_cut = sum(lengths) > max_tokens
+        lengths, half = [chat.ids.size for chat in pair], seq_len // 2
+        limits = [half if halves else max(half, seq_len - other) for other in lengths[::-1]]
+        cuts = [min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
+        longest = 2 * max(lengths) if halves else sum(lengths)
+        is_cut = cuts != lengths
         lacks = not all(chat.loss_weights[1:].any() for chat in pair)
         loses = not all(chat.loss_weights[1:length].any() for chat, length in zip(pair, cuts, strict=True))
         found = [*outcomes]
@@ -225,7 +232,7 @@ class EncodedRecord(NamedTuple):
             dropped = RecordOutcome.NOTHING_LABELLED if lacks else RecordOutcome.TOO_LONG
             found.append(dropped if lacks or loses or truncation == "drop" else RecordOutcome.CUT)
         kept = [KeptSequence(*chat[:2]).first(length) for chat, length in zip(pair, cuts, strict=True)]
-        return EncodedRecord([] if set(found) & set(DROPPED) else kept, found, longest=sum(lengths) + 1)
+        return EncodedRecord([] if set(found) & set(DROPPED) else kept, found, longest=longest + 1)
 
 
 def _kept_length(chat: EncodedChat, max_tokens: int, truncation: Truncation) -> tuple[int, RecordOutcome | None]:
@@ -248,9 +255,10 @@ class RecordEncoder:
 
     encoder: ChatEncoder
     layouts: Sequence[ChatLayout | PairLayout]
-    max_tokens: int
+    seq_len: int
     truncation: Truncation
     learn: Learn = "all"
+    halves: bool = False
 
     def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
         number, record = numbered
@@ -272,7 +280,7 @@ class RecordEncoder:
             outcomes.append(RecordOutcome.TRAILING)
         if len(chats) > 1:
             outcomes.append(RecordOutcome.SPLIT)
-        return EncodedRecord.of(chats, self.max_tokens, self.truncation, outcomes)
+        return EncodedRecord.of(chats, self.seq_len + 1, self.truncation, outcomes)
 
     def _pair(self, record: object, layout: PairLayout) -> EncodedRecord:
         pair: list[EncodedChat] = []
@@ -290,7 +298,7 @@ class RecordEncoder:
         for chat, margin in zip(pair, margins, strict=True):
             chat.loss_weights[:1] = margin
         outcomes = [*dict.fromkeys(note for chat in pair for note in chat.notes)]
-        return EncodedRecord.of_pair(pair, self.max_tokens, self.truncation, outcomes)
+        return EncodedRecord.of_pair(pair, self.seq_len, self.truncation, outcomes, halves=self.halves)
 
 
 def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: RecordTally) -> Iterator[TokenBlock]:

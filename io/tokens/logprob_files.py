@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError, MegatrainError
+from megatrain_ray.io.files.atomic_file import left_by_kills, write_atomically
 from megatrain_ray.io.tokens.teacher_files import TEACHER_NAME, RecordSize, open_records, write_records
 from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum
 from megatrain_ray.read_file import parse_json
 
 LOGPROBS_NAME = "logprobs.bin"
+PROGRESS_NAME = "progress.json"
+SYNC_S = 5.0  # seconds of a pass that a kill costs at most
 
 
 @dataclass(frozen=True)
@@ -47,55 +51,111 @@ class LogprobMeta:
         return sizes
 
 
+@dataclass(frozen=True)
+class WrittenRows:
+    """Says how much of a folder is written durably.
+
+    num_rows: windows of the source, from its first one on.
+    num_targets: supervised targets in these.
+    """
+
+    num_rows: int
+    num_targets: int
+
+
 class LogprobWriter:
-    """Writes the log-probabilities of one source into a new folder, batch by batch, in any order."""
+    """Writes the log-probabilities of one source batch by batch, in any order, and goes on where a killed one stopped.
+
+    progress.json says how many rows are durable. meta.json says that all are, once `finish` has replaced it.
+    """
 
     def __init__(self, folder: Path, record: RecordSize | None = None) -> None:
-        """Write into `folder`. `record`: of a teacher's predictions; None: they are not asked for."""
+        """Go on with a folder that `begin_logprobs` filled. `record`: of a teacher's predictions; None: there are none.
+
+        Raises OSError, and ValueError, KeyError, TypeError for a damaged folder.
+        """
+        for left in left_by_kills(folder, (META_NAME, PROGRESS_NAME)):
+            left.unlink()
         self._file = folder / LOGPROBS_NAME
         self._record = record
-        self._values: Logprobs | None = None
-        self._num_targets: dict[int, int] = {}  # by batch, each of which may be written again
+        self._provenance = parse_json((folder / META_NAME).read_bytes())["provenance"]
+        self.written = self._durable = WrittenRows(**parse_json((folder / PROGRESS_NAME).read_bytes()))
+        self._values: Logprobs = np.memmap(self._file, WEIGHT_TYPE, "r+")
+        self._ahead: dict[int, WrittenRows] = {}  # by their start: written rows that follow ones that are not written
+        self._synced_s = time.monotonic()
 
-    def write(self, index: int, places: NDArray[np.int64], values: Logprobs, num_targets: int, num_values: int) -> None:
-        """Write batch `index`. Raises OSError, and MegatrainError if a value is not a number.
+    def write(self, rows: range, places: NDArray[np.int64], values: Logprobs, num_targets: int) -> None:
+        """Write these rows of the source. Raises OSError, and MegatrainError if a value is not a number.
 
         places: where the values are written, [rows, seq_len]; -1 for a pad.
         values: of the same shape, with more rows perhaps. With records a third dimension holds each value, then the
             bits of its record.
-        num_targets: supervised ones in the batch.
-        num_values: of the whole source.
+        num_targets: supervised ones among them.
         """
         real = places >= 0
         if np.isnan(values).any():
             raise MegatrainError(
-                f"batch {index}: the model gives some targets no probability: a logit is not a number; its weights or "
-                "the data are damaged, or bf16 is too narrow for it: try train.precision: fp32"
+                f"rows {rows.start} to {rows.stop}: the model gives some targets no probability: a logit is not a "
+                "number; its weights or the data are damaged, or bf16 is too narrow for it: try train.precision: fp32"
             )
-        if self._values is None:
-            with self._file.open("wb") as file:  # else a full disk would kill the process as it writes to memory
-                os.posix_fallocate(file.fileno(), 0, num_values * WEIGHT_TYPE.itemsize)
-            self._values = np.memmap(self._file, WEIGHT_TYPE, "r+", shape=(num_values,))
         written = values[: len(places)][real]
         if self._record is not None:
             records = self._record.parsed(written[:, 1:])
-            write_records(self._file.parent, places[real], records, num_values)
+            write_records(self._file.parent, places[real], records, self._values.size)
             written = written[:, 0]
         self._values[places[real]] = written
-        self._num_targets[index] = num_targets
+        if rows.start >= self.written.num_rows:  # else they are written again, after the death of a process
+            self._ahead[rows.start] = WrittenRows(len(rows), num_targets)
+        while added := self._ahead.pop(self.written.num_rows, None):
+            done = self.written
+            self.written = WrittenRows(done.num_rows + added.num_rows, done.num_targets + added.num_targets)
         os.utime(self._file)  # another process that waits for the folder sees by this that the pass goes on
+        if time.monotonic() - self._synced_s >= SYNC_S:
+            self.sync()
 
-    def finish(self, provenance: Mapping[str, Any]) -> LogprobMeta:
-        """Write the description of the folder, which completes it, and return it. Raises OSError."""
-        assert self._values is not None  # every source has a batch
-        self._values.flush()  # type: ignore[attr-defined]  # of a memmap
-        num_targets = sum(self._num_targets.values())
+    def sync(self) -> None:
+        """Make what is written durable. Raises OSError, DiskError."""
+        if self.written != self._durable:
+            self._values.flush()  # type: ignore[attr-defined]  # of a memmap
+            write_atomically(self._file.with_name(PROGRESS_NAME), json.dumps(asdict(self.written)))
+            self._durable = self.written
+        self._synced_s = time.monotonic()
+
+    def finish(self) -> LogprobMeta:
+        """Write the description of the folder, which completes it, and return it. Raises OSError, DiskError."""
+        self.sync()
+        num_targets = self.written.num_targets
         mean = float(self._values.sum(dtype=np.float64)) / max(num_targets, 1)
         meta = LogprobMeta(self._values.size, num_targets, mean, 0, self._record)
         meta = replace(meta, crc32=checksum([self._file.with_name(name) for name in meta.sizes()]))
-        tree = {"provenance": provenance, "logprobs": asdict(meta)}
-        self._file.with_name(META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        tree = {"provenance": self._provenance, "logprobs": asdict(meta)}
+        write_atomically(self._file.with_name(META_NAME), json.dumps(tree, indent=1))
         return meta
+
+
+def begin_logprobs(folder: Path, provenance: Mapping[str, Any], num_values: int) -> None:
+    """Fill a new folder for a LogprobWriter. The disk space of all values is taken. Raises OSError.
+
+    num_values: tokens that the source's windows are cut from.
+    """
+    with (folder / LOGPROBS_NAME).open("wb") as file:  # else a full disk would kill the process as it writes to memory
+        os.posix_fallocate(file.fileno(), 0, num_values * WEIGHT_TYPE.itemsize)
+    (folder / PROGRESS_NAME).write_text(json.dumps(asdict(WrittenRows(0, 0))), encoding="utf-8")
+    (folder / META_NAME).write_text(json.dumps({"provenance": provenance}, indent=1), encoding="utf-8")
+
+
+def begun_logprobs(folder: Path, num_values: int, record: RecordSize | None = None) -> LogprobWriter | None:
+    """Return a writer that goes on with a folder; None if it holds no begun log-probabilities of so many tokens.
+
+    One that was finished and is damaged since is not begun.
+    """
+    try:
+        is_begun = "logprobs" not in parse_json((folder / META_NAME).read_bytes())
+        if is_begun and (folder / LOGPROBS_NAME).stat().st_size == num_values * WEIGHT_TYPE.itemsize:
+            return LogprobWriter(folder, record)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
 
 
 def logprob_provenance(tokens: Path, settings: Mapping[str, Any], files: list[Any]) -> dict[str, Any]:

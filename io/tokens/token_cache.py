@@ -178,47 +178,45 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
     provenance = provenance_of(recipe)
     folder = root / key_of(provenance)
     meta, start = None, time.monotonic()
-    with cached_folder(folder, is_whole, watcher) as partial:
-        if partial is not None:
-            start = time.monotonic()
-            meta = _write(recipe, partial, vocab_size, watcher.advance)
-            tree = {"provenance": provenance, "tokens": asdict(meta)}
-            (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
-            if provenance_of(recipe) != provenance:
-                raise ConfigError("data.path: files changed while they were read; start again when they are done")
+    with locked_folder(folder, partial_of(folder), watcher):
+        if not is_whole(folder):
+            with new_folder(folder, watcher) as partial:
+                start = time.monotonic()
+                meta = _write(recipe, partial, vocab_size, watcher.advance)
+                tree = {"provenance": provenance, "tokens": asdict(meta)}
+                (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+                if provenance_of(recipe) != provenance:
+                    raise ConfigError("data.path: files changed while they were read; start again when they are done")
     if meta is not None:
         watcher.end(meta, time.monotonic() - start)
     return folder
 
 
 @contextmanager
-def cached_folder(
-    folder: Path, is_whole: Callable[[Path], bool], watcher: FolderWatcher, stall_s: float = STALL_S
-) -> Iterator[Path | None]:
-    """Yield where to write a folder of the cache, which is there once the block succeeds; None if it is there already.
+def locked_folder(folder: Path, written: Path, watcher: FolderWatcher, stall_s: float = STALL_S) -> Iterator[None]:
+    """Let no other process make this folder of the cache during the block. Raises MegatrainError if the disk fails.
 
-    A damaged one is replaced. One process writes it while others wait.
-
-    is_whole: returns whether a folder is undamaged.
+    written: folder whose files change while a process makes it.
     stall_s: as for wait_for_lock.
-
-    Raises MegatrainError if the disk fails.
     """
+    lock = folder.with_name(f"{folder.name}.lock")
 
     def progress() -> object:
-        return _progress(partial_of(folder))
+        return _progress(written)
 
-    lock = folder.with_name(f"{folder.name}.lock")
     with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), progress, stall_s):
-        if is_whole(folder):
-            yield None
-            return
-        if not is_free(folder):
-            watcher.replace(folder)
-            _remove_damaged(folder)
-        remove_abandoned(folder.parent)
-        with complete_or_absent(folder, FolderKind.TOKENS) as partial:
-            yield partial
+        yield
+
+
+@contextmanager
+def new_folder(folder: Path, watcher: FolderWatcher) -> Iterator[Path]:
+    """Yield where to write a locked folder of the cache, as complete_or_absent does. A damaged one is replaced."""
+    if not is_free(folder):
+        watcher.replace(folder)
+        _remove_damaged(folder)
+    remove_abandoned(folder.parent)
+    with complete_or_absent(folder, FolderKind.TOKENS) as partial:
+        yield partial
 
 
 def _remove_damaged(folder: Path) -> None:

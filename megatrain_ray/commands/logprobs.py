@@ -10,15 +10,21 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.data.data_worker import sources_of
+from megatrain_ray.data.data_worker import cut_source, sources_of
+from megatrain_ray.data.tokenize_data import ALL_IDS
 from megatrain_ray.driver.running_evaluation import perplexity
-from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME, read_logprob_meta
+from megatrain_ray.io.batching.windows import Windows
+from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME, open_logprobs, read_logprob_meta
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.trainer import compute_logprobs, tokenize_all
 from megatrain_ray.units import format_count
+
+ANSWERS = ("chosen", "rejected")
 
 
 def logprobs(options: Namespace) -> Iterator[str]:
@@ -36,6 +42,8 @@ def logprobs(options: Namespace) -> Iterator[str]:
         names, (*data.training, *(data.held_out or ())), (*found.training, *found.held_out), strict=True
     ):
         row = _row(name, tokens, folder)
+        if config.data.in_pairs:
+            row |= _of_answers(name, folder, cut_source(config.data, name, tokens, ALL_IDS, whole=True))
         yield json.dumps(row) if options.json else _line(row)
 
 
@@ -48,7 +56,27 @@ def _row(name: str, tokens: Path, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _of_answers(name: str, folder: Path, windows: Windows) -> dict[str, dict[str, Any]]:
+    """Return targets and mean log-probability of all chosen answers, and of all rejected ones."""
+    corpus, values = windows.corpus, open_logprobs(name, folder, windows.num_places)
+    assert corpus.loss_weights is not None  # preferences are chats
+    lengths = np.asarray(corpus.document_lengths)
+    answers = np.repeat(np.arange(lengths.size) % 2, lengths)
+    supervised = corpus.loss_weights != 0
+    supervised[np.cumsum(lengths) - lengths] = False  # first tokens, which are no targets, may hold a margin
+    counts = np.bincount(answers, supervised, minlength=2)
+    sums = np.bincount(answers, values, minlength=2)
+    numbers = zip(counts, sums, strict=True)
+    found = ({"targets": int(count), "mean_logprob": float(total / count)} for count, total in numbers)
+    return dict(zip(ANSWERS, found, strict=True))
+
+
 def _line(row: dict[str, Any]) -> str:
-    mean = row["mean_logprob"]
-    numbers = f"{format_count(row['targets'])} targets  mean {mean:.4f}  perplexity {perplexity(-mean):.5g}"
+    answers = [f"{key}: {_numbers(row[key])}" for key in ANSWERS if key in row]
+    numbers = "  ".join(answers) or _numbers(row)
     return f"{row['source']}  {numbers}  {row['logprobs']}"
+
+
+def _numbers(row: dict[str, Any]) -> str:
+    mean = row["mean_logprob"]
+    return f"{format_count(row['targets'])} targets  mean {mean:.4f}  perplexity {perplexity(-mean):.5g}"

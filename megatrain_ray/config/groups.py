@@ -101,7 +101,8 @@ class DataConfig(Group):
     seq_len: Count
     """Inputs of a sequence, and as many targets, cut from windows of seq_len + 1 tokens."""
     packing: bool = True
-    """true: a row holds several documents, whole chats or pairs, which do not see one another; false: one."""
+    """true: a row holds several documents, whole chats or pairs, which do not see one another; false: one, or one
+    pair, of which each answer has half the row."""
     shuffle: bool = True
     """Order the windows anew each epoch."""
     seed: Seed = 0
@@ -148,8 +149,8 @@ class DataConfig(Group):
 
     @property
     def joins_documents(self) -> bool:
-        """Return whether a row may hold several documents. A preference is always two."""
-        return self.packing or self.in_pairs
+        """Return whether a row may hold several documents."""
+        return self.packing
 
     @property
     def hash_range(self) -> tuple[float, float]:

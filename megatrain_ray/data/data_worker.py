@@ -70,6 +70,7 @@ class HeldOutData:
     batch_size: rows of a batch.
     micro_batch_size: rows of a micro-batch over all GPUs together, since each GPU computes as many rows.
     logprobs: as for open_windows.
+    starts: as for HeldOut.
     """
 
     data: DataConfig
@@ -78,6 +79,7 @@ class HeldOutData:
     batch_size: int
     micro_batch_size: int
     logprobs: tuple[Path, ...] = ()
+    starts: tuple[int, ...] = ()
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -85,7 +87,9 @@ class HeldOutData:
         return tuple(weights_of(self.data)) or (1.0,)
 
     def open(self) -> HeldOut:
-        return HeldOut(self.windows(), batch_size=self.batch_size, micro_batch_size=self.micro_batch_size)
+        return HeldOut(
+            self.windows(), batch_size=self.batch_size, micro_batch_size=self.micro_batch_size, starts=self.starts
+        )
 
     def windows(self) -> list[Windows]:
         """Open the windows of each source."""
@@ -109,7 +113,7 @@ class PassData(HeldOutData):
 
     def windows(self) -> list[Windows]:
         named = zip(self.names, self.tokens, strict=True)
-        return [_cut(self.data, name, folder, self.vocab_size, whole=True) for name, folder in named]
+        return [cut_source(self.data, name, folder, self.vocab_size, whole=True) for name, folder in named]
 
 
 @contextmanager
@@ -135,7 +139,7 @@ def open_windows(
     """
     sources = sources_of(data)
     named = zip(sources, tokens, strict=True)
-    windows = [_cut(data, name, folder, vocab_size, whole=whole) for name, folder in named]
+    windows = [cut_source(data, name, folder, vocab_size, whole=whole) for name, folder in named]
     if not logprobs:
         return windows
     return [
@@ -144,7 +148,8 @@ def open_windows(
     ]
 
 
-def _cut(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, whole: bool) -> Windows:
+def cut_source(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, whole: bool) -> Windows:
+    """Open the windows of one source. Raises ConfigError as open_corpus and cut."""
     return cut(
         open_corpus(name, tokens, vocab_size),
         seq_len=data.seq_len,

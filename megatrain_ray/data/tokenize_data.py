@@ -238,7 +238,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
         )  # fmt: skip
     return ChatRecipe(
         chats, tokenizer, template, data.truncation, data.seq_len, data.bad_records, num_processes, choice, data.learn,
-        data.learn_reasoning,
+        data.learn_reasoning, halves=data.in_pairs and not data.packing,
     )  # fmt: skip
 
 

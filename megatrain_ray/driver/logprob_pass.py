@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.data_worker import HeldOutData, PassData, sources_of
-from megatrain_ray.data.tokenize_data import writable_cache
+from megatrain_ray.data.data_worker import HeldOutData, PassData, cut_source, sources_of
+from megatrain_ray.data.tokenize_data import ALL_IDS, writable_cache
 from megatrain_ray.driver.run_context import DataTokens
 from megatrain_ray.engine.objectives.distillation import TopTokens
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.io.files.disk_errors import check_room
-from megatrain_ray.io.tokens.cache_pruning import mark_used
-from megatrain_ray.io.tokens.logprob_files import LogprobWriter, holds_logprobs, logprob_provenance
+from megatrain_ray.io.tokens.cache_pruning import held, mark_used
+from megatrain_ray.io.tokens.logprob_files import (
+    LogprobWriter,
+    begin_logprobs,
+    begun_logprobs,
+    holds_logprobs,
+    logprob_provenance,
+)
 from megatrain_ray.io.tokens.teacher_files import RecordSize
-from megatrain_ray.io.tokens.token_cache import cached_folder, key_of
+from megatrain_ray.io.tokens.token_cache import key_of, locked_folder, new_folder
 from megatrain_ray.io.tokens.token_files import read_meta
 from megatrain_ray.units import format_count, format_duration
 from megatrain_ray.workers.messages import HeldOutLoss
@@ -31,7 +39,7 @@ STALL_S = 3600.0  # without a batch after which a pass of another process counts
 class ModelIdentity(NamedTuple):
     """Says by what a model's log-probabilities are found again: its settings, and the identities of its files."""
 
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     files: list[Any]
 
 
@@ -50,7 +58,8 @@ class LogprobPass:
         Without held-out data they are those that are trained on.
     names: of all sources, by the folder of their tokens.
     teacher: what is recorded of the model's predictions as well; None: nothing.
-    writers: of the sources of the pass, in its order, by the folder of their tokens.
+    writers: of the sources of the pass, in its order, by the folder of their tokens. What an earlier pass has written
+        is left out.
     num_tokens: inputs that are no pads, by batch.
     """
 
@@ -60,19 +69,24 @@ class LogprobPass:
     writers: dict[Path, LogprobWriter] = field(default_factory=dict)
     num_tokens: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def record(self) -> RecordSize | None:
+        """Return the size of a teacher's records; None: there are none."""
+        return RecordSize(self.teacher.num_ids, self.teacher.num_logprobs) if self.teacher else None
+
     def evaluated(self, held_out: HeldOutData) -> PassData:
         """Return the data of the pass, in batches like those of `held_out`."""
         tokens = tuple(self.writers)
-        fields = vars(held_out) | {"tokens": tokens, "names": tuple(self.names[folder] for folder in tokens)}
-        return PassData(**fields)
+        names = tuple(self.names[folder] for folder in tokens)
+        starts = tuple(writer.written.num_rows for writer in self.writers.values())
+        return PassData(**vars(held_out) | {"tokens": tokens, "names": names, "starts": starts})
 
     def keep(self, batches: HeldOut, index: int, loss: HeldOutLoss) -> None:
         """Write the log-probabilities of a batch. Raises OSError, MegatrainError as LogprobWriter.write."""
         assert loss.logprobs is not None
-        number = batches.source_of(index)
-        writer = list(self.writers.values())[number]
+        writer = list(self.writers.values())[batches.source_of(index)]
         self.num_tokens[index] = loss.num_tokens
-        writer.write(index, batches.places(index), loss.logprobs, loss.num_supervised, batches.num_places(number))
+        writer.write(batches.rows_of(index), batches.places(index), loss.logprobs, loss.num_supervised)
 
     def describe(self, seconds: float) -> str:
         """Return how large and fast the pass was, as a line."""
@@ -100,7 +114,7 @@ def find_or_make(
     They lie where tokens are cached, or else in `run_dir`.
 
     data: tokens of all sources.
-    make: runs the pass. If it fails or is interrupted, nothing is kept.
+    make: runs the pass. If it fails or is interrupted, what it has written is kept, and the next call goes on there.
     teacher: as for LogprobPass.
 
     Raises ConfigError, CapacityError if a teacher's records have no room, MegatrainError if the disk fails, and what
@@ -111,7 +125,6 @@ def find_or_make(
         "packing": config.data.packing, **({"compute": config.train.compute} if config.train.compute else {}),
         **({"teacher": asdict(teacher)} if teacher else {}),
     }  # fmt: skip
-    record = RecordSize(teacher.num_ids, teacher.num_logprobs) if teacher else None
     names = dict(_named(config, data))
     made_of = {tokens: logprob_provenance(tokens, settings, model.files) for tokens in names}
     found: dict[Path, Path] = {}
@@ -122,25 +135,58 @@ def find_or_make(
                 found[tokens] = folder
     missing = [tokens for tokens in names if tokens not in found]
     if missing:
-        with writable_cache(run_dir) as root, ExitStack() as stack:
+        with writable_cache(run_dir) as root:
+            made = {tokens: root / key_of(made_of[tokens]) for tokens in missing}
             evaluated = data.training if data.held_out is None else data.held_out  # a run of no steps needs some
             scored = LogprobPass(data._replace(held_out=evaluated), names, teacher)
-            if record is not None:
-                _check_room(root, missing, record)
-            found |= {tokens: root / key_of(made_of[tokens]) for tokens in missing}
-            for tokens in sorted(missing, key=lambda tokens: found[tokens]):  # in one order, whoever takes the locks
-                partial = stack.enter_context(cached_folder(found[tokens], holds_logprobs, _Notes(), STALL_S))
-                if partial is not None:
-                    scored.writers[tokens] = LogprobWriter(partial, record)
-            if scored.writers:
-                make(scored)
-            for tokens, writer in scored.writers.items():
-                writer.finish(made_of[tokens])
+            if scored.record is not None:
+                _check_room(root, [tokens for tokens in missing if not made[tokens].exists()], scored.record)
+            with ExitStack() as stack:
+                begun = [
+                    stack.enter_context(_begun(config.data, scored, tokens, made[tokens], made_of[tokens]))
+                    for tokens in sorted(missing, key=made.__getitem__)  # in one order, whoever takes the locks
+                ]
+                if scored.writers:
+                    make(scored)
+                for writer in filter(None, begun):
+                    writer.finish()
+            found |= made
     for folder in found.values():
         mark_used(folder)
     return LogprobFolders(
         tuple(found[tokens] for tokens in data.training), tuple(found[tokens] for tokens in data.held_out or ())
     )
+
+
+@contextmanager
+def _begun(
+    data: DataConfig, scored: LogprobPass, tokens: Path, folder: Path, provenance: Mapping[str, Any]
+) -> Iterator[LogprobWriter | None]:
+    """Yield the writer of a folder, which goes on where an earlier one stopped; None if the folder is whole.
+
+    It is added to the pass unless all rows are written. Raises MegatrainError if the disk fails, or has no room.
+    """
+    with locked_folder(folder, folder, _Notes(), STALL_S):
+        if holds_logprobs(folder):  # another process has just made it
+            yield None
+            return
+        windows = cut_source(data, name := scored.names[tokens], tokens, ALL_IDS, whole=True)
+        if (writer := begun_logprobs(folder, windows.num_places, scored.record)) is None:
+            with new_folder(folder, _Notes()) as partial:
+                begin_logprobs(partial, provenance, windows.num_places)
+            writer = LogprobWriter(folder, scored.record)
+        if (done := writer.written.num_rows) < windows.num_windows:
+            scored.writers[tokens] = writer
+        if done:
+            say(f"{name}: the log-probabilities of {done} of {windows.num_windows} rows are there already")
+        mark_used(folder)
+        with held([folder]):
+            try:
+                yield writer
+            except BaseException:
+                with suppress(OSError, MegatrainError):  # of what ended the pass
+                    writer.sync()
+                raise
 
 
 def _check_room(root: Path, tokens: Sequence[Path], record: RecordSize) -> None:

@@ -53,14 +53,7 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     # Its tokens are needed anyway, and those of the training data are not.
     update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
-    reference, train = config.train.reference_model, dict[str, Any]()
-    if reference == "model" and config.model.path is None:
-        raise ConfigError(
-            "train.reference: model has random weights, which this evaluation cannot make again; name one"
-        )
-    if reference == "model":
-        train["reference"] = config.model.path  # not the model that is evaluated
-    with _without_updates(name, config, step, update, train) as changed:
+    with _without_updates(name, config, step, update, {}) as changed:
         yield changed
 
 
@@ -107,8 +100,16 @@ def identity_of(name: str | None, config: TrainConfig, step: SaveChoice = None) 
     """
     if (files := _run_of(name)) is not None:
         manifest = save_folder(files.saves, choose_save(files, step)) / MANIFEST_NAME
-        return ModelIdentity({"save": hashlib.sha256(manifest.read_bytes()).hexdigest()}, [file_identity(manifest)])
-    source = read_model(_model_of(name, config, step))
+        saved, of_files = {"save": hashlib.sha256(manifest.read_bytes()).hexdigest()}, [file_identity(manifest)]
+        if (run := files.read_config()).lora is None:
+            return ModelIdentity(saved, of_files)
+        base = _identity(run.model)  # which the save of adapters lacks
+        return ModelIdentity(saved | base.settings, of_files + base.files)
+    return _identity(_model_of(name, config, step))
+
+
+def _identity(model: ModelConfig) -> ModelIdentity:
+    source = read_model(model)
     code = sorted(source.code.glob("*.py")) if source.code else []
     settings = {"config": source.config, "seed": source.seed if source.folder is None else None}
     return ModelIdentity(settings, [file_identity(path) for path in (*source.weight_paths(), *code)])

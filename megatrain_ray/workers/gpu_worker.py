@@ -160,6 +160,7 @@ class GpuWorker:
             shapes = WarmUpShapes(
                 objective,
                 packed=config.data.joins_documents,
+                row_parts=2 if config.data.in_pairs and not config.data.packing else 1,
                 weighted=self._run_spec.weighted,
                 evaluates=config.evaluates,
                 trains=config.train.num_steps > 0,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,16 @@ import torch
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData
-from megatrain_ray.io.tokens.logprob_files import LogprobWriter
+from megatrain_ray.io.tokens import logprob_files
+from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME, PROGRESS_NAME, LogprobWriter
+from tests.support.disk_faults import Moment, Moments, disk_calls
 from tests.support.held_out_loss import plain_logprobs
-from tests.support.in_process import Train
+from tests.support.in_process import Train, actors_as_threads
 from tests.support.reference import Recipe
 from tests.support.runs import cli_here, config, write_config
 from tests.support.tiny import TEXT, VOCAB_SIZE, as_tensors, build_tiny
+
+MOST_MOMENTS = 160
 
 
 @pytest.fixture
@@ -68,34 +75,37 @@ def assert_plain(data: DataConfig, rows: list[dict[str, Any]], model: Path) -> N
 def test_they_are_the_plain_models_and_are_computed_once(
     tmp_path: Path, cache: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First the pass is interrupted. Then it is made, also by two GPU workers, and for the save of a run."""
+    """First the pass is interrupted, and goes on. Then it is made by two GPU workers, and for the save of a run."""
     tree = tree_of(tmp_path)
     path, data = write_config(tmp_path / "config.yaml", tree), DataConfig.model_validate(tree["data"])
 
-    def interrupted(self: LogprobWriter, index: int, *arguments: Any) -> None:
-        if index == 2:
+    def interrupted(self: LogprobWriter, rows: range, *arguments: Any) -> None:
+        if rows.start == 8:
             os.kill(os.getpid(), signal.SIGINT)
-        write(self, index, *arguments)
+        write(self, rows, *arguments)
 
     write = LogprobWriter.write
     with monkeypatch.context() as patch, train.actors():
         patch.setattr(LogprobWriter, "write", interrupted)
         done = cli_here("logprobs", str(path))
     assert (done.returncode, done.stdout) == (130, "")
-    assert "of which nothing is kept; the same command begins it again" in done.stderr
-    assert len(list(cache.iterdir())) == 2, "tokens and nothing else"
+    assert "those that are computed are kept, and the same command goes on" in done.stderr
+    assert len(list(cache.iterdir())) == 4, "tokens of two sources, and what is begun"
 
+    kept = sum(json.loads(file.read_text())["num_rows"] for file in cache.rglob(PROGRESS_NAME))
+    assert kept >= 12
     rows, said = scored(train, str(path))
-    assert said.startswith("1.07k tokens in ")
+    assert said.startswith(f"{1068 - 32 * kept} tokens in "), said
     assert [row["targets"] for row in rows] == [969, 96]
     assert_plain(data, rows, tmp_path / "model")
     assert not (tmp_path / "run").exists()
     assert scored(train, str(path)) == (rows, "")
 
+    values = Path(rows[0]["logprobs"]).read_bytes()
     Path(rows[0]["logprobs"]).write_bytes(b"\0" * Path(rows[0]["logprobs"]).stat().st_size)
     again, said = scored(train, str(path), "hardware.num_gpus=2", "train.accumulate=2")
     assert (again, said[:12]) == (rows, "972 tokens i"), "only of the damaged source"
-    assert_plain(data, rows, tmp_path / "model")
+    assert Path(rows[0]["logprobs"]).read_bytes() == values, "as without the interruption"
 
     assert train(str(path), "train.steps=2").returncode == 0
     arguments = str(path), "--model", str(tmp_path / "run"), "data.eval_path=null"
@@ -104,6 +114,57 @@ def test_they_are_the_plain_models_and_are_computed_once(
     assert scored(train, *arguments) == (of_run, "")
     assert cli_here("export", str(tmp_path / "run"), str(tmp_path / "out")).returncode == 0
     assert_plain(data.model_copy(update={"eval_path": None}), of_run, tmp_path / "out")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Holds an undisturbed pass whose rows are durable at once, and where it can be killed.
+
+    values: bytes of logprobs.bin by the name of its folder.
+    """
+
+    cache: Path
+    file: Path
+    values: dict[str, bytes]
+    moments: Sequence[Moment]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pass]:
+    folder = tmp_path_factory.mktemp("killed_pass")
+    path, cache = write_config(folder / "config.yaml", tree_of(folder)), folder / "cache"
+    cache.mkdir()
+    moments = Moments(cache, folder / "moments")
+    with pytest.MonkeyPatch.context() as patch, actors_as_threads():
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(logprob_files, "SYNC_S", 0.0)
+        with disk_calls(cache, moments):
+            done = cli_here("logprobs", str(path))
+        assert done.returncode == 0, done.stderr
+        assert len(moments.all) <= MOST_MOMENTS
+        yield Pass(cache, path, values_of(cache), moments.all)
+
+
+def values_of(cache: Path) -> dict[str, bytes]:
+    return {file.parent.name: file.read_bytes() for file in cache.rglob(LOGPROBS_NAME)}
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("number", range(MOST_MOMENTS))
+def test_a_pass_goes_on_from_any_kill(undisturbed: Pass, number: int) -> None:
+    if number >= len(undisturbed.moments):
+        return
+    shutil.rmtree(undisturbed.cache)
+    undisturbed.moments[number].folder.rename(undisturbed.cache)
+    tokens = undisturbed.cache / "megatrain-ray" / "tokens"
+    folders = [file.parent for file in tokens.glob(f"[!.]*/{PROGRESS_NAME}")]
+    begun = [folder for folder in folders if "logprobs" not in json.loads((folder / "meta.json").read_text())]
+    num_rows = [json.loads((folder / PROGRESS_NAME).read_text())["num_rows"] for folder in begun]
+    done = cli_here("logprobs", str(undisturbed.file))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stderr.count(" rows are there already") == sum(map(bool, num_rows))
+    assert values_of(undisturbed.cache) == undisturbed.values
+    assert list(undisturbed.cache.rglob(".*")) == []
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path, cache: Path) -> None:

@@ -17,6 +17,7 @@ from megatrain_ray.io.batching.batch_stream import Batch, HeldOut
 from megatrain_ray.io.tokens.logprob_files import (
     LOGPROBS_NAME,
     LogprobWriter,
+    begin_logprobs,
     holds_logprobs,
     logprob_provenance,
     open_logprobs,
@@ -62,18 +63,20 @@ def made_up(batch: Batch) -> NDArray[np.float32]:
 
 def written(data: DataConfig, tokens: tuple[Path, ...], root: Path) -> tuple[Path, ...]:
     """Write made-up numbers as a pass does, the last batch first."""
-    batches = HeldOut(open_windows(data, tokens, VOCAB_SIZE, whole=True), batch_size=4, micro_batch_size=2)
+    sources = open_windows(data, tokens, VOCAB_SIZE, whole=True)
+    batches = HeldOut(sources, batch_size=4, micro_batch_size=2)
     folders = tuple(root / f"logprobs {k}" for k in range(len(tokens)))
-    for folder in folders:
+    for folder, of, windows in zip(folders, tokens, sources, strict=True):
         folder.mkdir()
+        begin_logprobs(folder, logprob_provenance(of, {}, []), windows.num_places)
     writers = list(map(LogprobWriter, folders))
     for index in reversed(range(batches.num_batches)):
-        batch, source = batches.batch(index), batches.source_of(index)
-        writers[source].write(
-            index, batches.places(index), made_up(batch), batch.num_supervised, batches.num_places(source)
-        )
-    for folder, writer in zip(tokens, writers, strict=True):
-        writer.finish(logprob_provenance(folder, {}, []))
+        batch, writer = batches.batch(index), writers[batches.source_of(index)]
+        for _ in range(2):  # as after a death of a process
+            writer.write(batches.rows_of(index), batches.places(index), made_up(batch), batch.num_supervised)
+    for writer, windows in zip(writers, sources, strict=True):
+        assert writer.written.num_rows == windows.num_windows
+        writer.finish()
     return folders
 
 
@@ -140,6 +143,7 @@ def test_a_folder_says_what_it_holds_and_whether_it_is_whole(tmp_path: Path) -> 
 
 
 def test_what_is_not_a_number_is_no_reference(tmp_path: Path) -> None:
+    begin_logprobs(tmp_path, {}, 2)
     writer, places = LogprobWriter(tmp_path), np.array([[0, 1]])
-    with pytest.raises(MegatrainError, match=r"batch 3: the model gives some targets no probability"):
-        writer.write(3, places, np.array([[-1.0, np.nan]], np.float32), 2, 2)
+    with pytest.raises(MegatrainError, match=r"rows 3 to 4: the model gives some targets no probability"):
+        writer.write(range(3, 4), places, np.array([[-1.0, np.nan]], np.float32), 2)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_stream
-from megatrain_ray.driver import run_context
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.trainer import compute_logprobs, tokenize_all
+from tests.support.families import FAMILIES
 from tests.support.in_process import Train
 from tests.support.runs import assert_equals_reference, cli_here, config, losses, rows, write_config
 from tests.support.tiny import as_tensors, build_tiny
@@ -21,11 +22,43 @@ from tests.support.tiny import as_tensors, build_tiny
 STEPS = 4
 
 
-def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_saved(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records = [{"prompt": "q" * n, "chosen": "a" * (n % 7 + 1), "rejected": "b" * (n % 5 + 1)} for n in range(1, 25)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+def data_in(folder: Path, count: int) -> dict[str, Any]:
+    """Return data with rows of their own for both answers."""
+    records = [{"prompt": "q" * n, "chosen": "a" * (n % 7 + 1), "rejected": "b" * (n % 5 + 1)} for n in range(1, count)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {
+        "kind": "pairs", "packing": False, "path": str(folder / "pairs.jsonl"), "eval_fraction": 0.3,
+        "tokenizer": "bytes", "seq_len": 201,
+    }  # fmt: skip
+
+
+def test_a_model_that_cannot_pack_and_was_drawn_at_random(tmp_path: Path, train: Train) -> None:
+    model = FAMILIES["Bloom"].config | {"vocab_size": 257, "hidden_dropout": 0.0}
+    tree = config(tmp_path / "run", model, train__steps=1, train__objective="dpo", eval_every=1)
+    tree["data"] = data_in(tmp_path, 12) | {"packing": True}
+    path = write_config(tmp_path / "config.yaml", tree)
+    refused = train(str(path))
+    assert refused.returncode == 2
+    assert "data.kind: pairs: both answers of a preference share a row: this model does not keep" in refused.stderr
+    assert "; set data.packing: false" in refused.stderr
+    done = train(str(path), "data.packing=false")
+    assert done.returncode == 0, done.stderr
+    evaluated = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[-1])
+    with train.actors():
+        alone = cli_here("eval", str(tmp_path / "run"), "--json")
+        assert (alone.returncode, "log-probabilities: " in alone.stderr) == (0, False), alone.stderr
+        assert json.loads(alone.stdout)["eval_loss"] == evaluated["eval_loss"]
+        arguments = "logprobs", str(path), "data.packing=false"
+        first, held = (json.loads(line) for line in cli_here(*arguments, "--json").stdout.splitlines())
+        (line, _) = cli_here(*arguments).stdout.splitlines()
+    assert first["targets"] == first["chosen"]["targets"] + first["rejected"]["targets"] > held["targets"]
+    assert first["mean_logprob"] * first["targets"] == pytest.approx(
+        sum(first[answer]["mean_logprob"] * first[answer]["targets"] for answer in ("chosen", "rejected"))
+    )
+    assert "  chosen: " in line and "  rejected: " in line
+
+
+def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_saved(tmp_path: Path, train: Train) -> None:
     numbers = {"beta": 2.0, "label_smoothing": 0.1, "sft_weight": 0.1}
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=2, save_keep=9, eval_every=2)
     tree["train"] |= {
@@ -36,16 +69,10 @@ def test_a_run_on_preferences_equals_the_reference_and_goes_on_where_it_was_save
         "objective": "dpo",
         "preference": numbers,
     }
-    tree["data"] = {
-        "kind": "pairs", "packing": False, "path": str(tmp_path / "pairs.jsonl"), "eval_fraction": 0.3,
-        "tokenizer": "bytes", "seq_len": 200,
-    }  # fmt: skip
+    tree["data"] = data_in(tmp_path, 25)
     path = write_config(tmp_path / "config.yaml", tree)
-    checked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(run_context, "check_packing", lambda architecture, *texts: checked.append(texts))
     done = train(str(path))
     assert done.returncode == 0, done.stderr
-    assert {texts[0] for texts in checked} == {"data.kind: pairs: both answers of a preference share a row"}
     first, run_dir = rows(tmp_path / "run"), tmp_path / "run"
     assert f"  margin {first[0]['reward_margin']:.3g}  accuracy {first[0]['reward_accuracy']:.3g}  norm" in done.stdout
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]

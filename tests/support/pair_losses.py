@@ -26,18 +26,22 @@ class Preference(NamedTuple):
 
 
 def pair_losses(
-    logits: Tensor, targets: Tensor, positions: Tensor, real: Tensor, of: Preference, reference: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    positions: Tensor | None,
+    real: Any,
+    of: Preference,
+    reference: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each pair of a micro-batch.
 
     logits: FP32 [N, V], row after row.
     targets: [N], -100 where not supervised.
-    positions, real: [B, T], as in a batch.
+    positions, real: [B, T], as in a batch. positions is None if each row is one document.
     reference: log-probabilities of the targets by the reference model, [N].
     """
     log_p = -F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
-    begins = [*torch.nonzero(positions.flatten() == 0).flatten().tolist(), targets.numel()]
-    spans = [slice(*ends) for ends in itertools.pairwise(begins) if bool(real.flatten()[ends[0]])]
+    spans = [slice(*ends) for ends in _documents(positions, real)]
 
     def both(values: Tensor) -> Any:
         return torch.stack([values[span].sum() for span in spans]).view(-1, 2).unbind(1)
@@ -64,14 +68,15 @@ def pair_losses(
     return losses + of.sft_weight * nll
 
 
-def reward_losses(scores: Tensor, positions: Tensor, real: Tensor, margins: Tensor | None, of: Preference) -> Tensor:
+def reward_losses(
+    scores: Tensor, positions: Tensor | None, real: Any, margins: Tensor | None, of: Preference
+) -> Tensor:
     """Return the loss of each pair of a micro-batch by the scores of all tokens, as TRL 1.16's RewardTrainer.
 
     scores: FP32 [N], row after row.
     positions, real, margins: [B, T], as in a batch.
     """
-    begins = [*torch.nonzero(positions.flatten() == 0).flatten().tolist(), scores.numel()]
-    spans = [ends for ends in itertools.pairwise(begins) if bool(real.flatten()[ends[0]])]
+    spans = _documents(positions, real)
     chosen, rejected = scores[[end - 1 for _, end in spans]].view(-1, 2).unbind(1)
     ahead = chosen - rejected
     if margins is not None:
@@ -80,6 +85,14 @@ def reward_losses(scores: Tensor, positions: Tensor, real: Tensor, margins: Tens
     if of.center_rewards_coefficient:
         losses = losses + of.center_rewards_coefficient * (chosen + rejected) ** 2
     return losses
+
+
+def _documents(positions: Tensor | None, real: Any) -> list[tuple[int, int]]:
+    """Return where the documents of rows begin and end in their tokens."""
+    if positions is None:
+        positions = torch.arange(real.shape[1]).expand_as(real) - real.sum(1, keepdim=True) * ~real
+    begins = [*torch.nonzero(positions.flatten() == 0).flatten().tolist(), real.numel()]
+    return [ends for ends in itertools.pairwise(begins) if bool(real.flatten()[ends[0]])]
 
 
 def _sigmoid(of: Preference, logits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -223,6 +223,7 @@ def reference_learning_rate(
 
 def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> tuple[float, Named]:
     """Return loss and FP32 gradients of one update: each micro-batch has fresh gradients, which are summed in order."""
+    recipe = replace(recipe, micro_batch_size=recipe.micro_batch_size * getattr(batch, "row_parts", 1))
     weights = batch.loss_weights
     total_weight = int((batch.targets != -100).sum()) if weights is None else weights.double().sum().item()
     total_weight = (batch.num_documents or 0) // 2 if recipe.preference else total_weight
@@ -248,7 +249,7 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
         if recipe.preference and recipe.preference.kind == "reward":
             hidden = model.base_model(input_ids=inputs[j], use_cache=False, **packed[j]).last_hidden_state
             scores = model.score(hidden).float().flatten()
-            each = reward_losses(scores, packed[j]["position_ids"], real[j], margins[j], recipe.preference)
+            each = reward_losses(scores, packed[j].get("position_ids"), real[j], margins[j], recipe.preference)
             loss = each.sum() / total_weight
             loss.backward()
             losses.append(loss.item())
@@ -311,7 +312,7 @@ def _backward(
     elif recipe.preference is None:
         parts = [_objective(logits, targets, recipe) / total_weight]
     else:
-        losses = pair_losses(logits, targets[0], packed["position_ids"], real, recipe.preference, by_reference)
+        losses = pair_losses(logits, targets[0], packed.get("position_ids"), real, recipe.preference, by_reference)
         parts = [losses.sum() / total_weight]
     if getattr(output, "aux_loss", None) is not None:
         coefficient = model.config.get_text_config().router_aux_loss_coef

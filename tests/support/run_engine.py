@@ -239,8 +239,10 @@ def train_engine(
     batches = list(batches)
     source = folder_source(folder, trust_remote_code=trust_remote_code).with_lora(lora or lora_of(recipe))
     source = dataclasses.replace(source, expert_groups=mode.block_parts, fp8=recipe.compute == "fp8")
-    shape = [*batches, *held_out][0].input_ids.shape
-    structure, plan = plan_for(source.factory, recipe, mode, tuple(shape))  # type: ignore[arg-type]
+    first = [*batches, *held_out][0]
+    num_rows, columns = first.input_ids.shape
+    shape = num_rows // first.row_parts, columns * first.row_parts
+    structure, plan = plan_for(source.factory, recipe, mode, shape)
     state = HostState(structure.layout(mode.num_fragments), plan, recipe)
     state.load(source.weights())
 

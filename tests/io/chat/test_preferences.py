@@ -132,6 +132,17 @@ def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: 
     assert margins[margins != 0].tolist() == [-0.5, 2.0]
     assert {batch.input_ids[margins == margin].item() for margin in (-0.5, 2)} == {ord("q"), ord("r")}
     assert batch.positions is not None
+    halves = DataConfig.model_validate(settings | {"packing": False})
+    (folder,) = tokens_of(halves, tmp_path)
+    meta = read_meta(folder)
+    assert meta is not None and (meta.num_cut, meta.num_dropped, meta.longest) == (2, 2, 23)
+    (windows,) = open_windows(halves, (folder,), 257, whole=False)
+    batch = assemble(windows.rows(np.arange(windows.num_windows)), weighted=False, documents_per_record=2, row_parts=2)
+    assert batch.positions is None and batch.num_documents == 8 and batch.real is not None
+    kept = [bytes(ids[real].tolist()).decode() for ids, real in zip(batch.input_ids, batch.real, strict=True)]
+    assert kept == ["qab.", "qc.", "qabcde", "qc.", "qabcde", "qabcde", "rs.", "rt."]
+    margins = batch.columns["margins"]
+    assert margins[margins != 0].tolist() == [-0.5, 2.0]
     dropped = DataConfig.model_validate(settings | {"truncation": "drop"})
     (folder,) = tokens_of(dropped, tmp_path)
     meta = read_meta(folder)
