@@ -76,6 +76,18 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class ObjectiveBytes:
+    """Counts what an objective takes on the device in addition to what plain cross-entropy takes.
+
+    per_logit: of a chunk of the loss.
+    per_token: of all tokens of a GPU's step, from its beginning to its end.
+    """
+
+    per_logit: int = 0
+    per_token: int = 0
+
+
+@dataclass(frozen=True)
 class Request:
     """Holds what the user asked for, as far as it matters for placement."""
 
@@ -90,7 +102,7 @@ class Request:
     num_fragments: int = 1
     saves: bool = True  # whether saves are written while training goes on
     saves_frozen: bool = True  # false: saves leave out frozen parameters, which come from where the run began
-    z_loss: bool = False
+    objective: ObjectiveBytes = ObjectiveBytes()
     of_documents: bool = False  # the objective is over log-probabilities of documents, so the head runs once more
     attention: Attention = Attention.SDPA
     packed_attention: Attention = Attention.SDPA

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_DISK_BYTES_PER_S, HardwareProfile
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.discovery.discover import Trials
@@ -19,11 +20,12 @@ from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
-from megatrain_ray.engine.planner.request import Machine, Request, SpillSpace
+from megatrain_ray.engine.planner.request import Machine, ObjectiveBytes, Request, SpillSpace
 from megatrain_ray.engine.planner.search.infeasible import lacks_device_memory
 from megatrain_ray.engine.planner.search.make_plan import plan_with_compression, predict_plan
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.storage.disk_io import DiskWay
+from megatrain_ray.io.tokens.teacher_files import RecordSize
 from megatrain_ray.machine.machine import machine_of
 from megatrain_ray.model.discover_model import compiles, discover_with_attention
 from megatrain_ray.model.flop_count import active_experts, windows
@@ -258,7 +260,7 @@ def _question_of_parts(
         num_shards=hardware.num_shards,
         hbm_layers=hardware.hbm_layers,
         saves=bool(config.save_interval),
-        z_loss=config.train.z_loss > 0,
+        objective=objective_bytes(config.train, structure.vocab_size, compiled=compiled),
         of_documents=config.data.documents_per_record > 0 and config.train.objective != "reward",
         saves_frozen=config.lora is None,
         attention=discovery.attention,
@@ -273,6 +275,18 @@ def _question_of_parts(
         gathers_slots=None if hardware.all_gather == "auto" else hardware.all_gather,
     )
     return PlanningProblem(source, structure, activations, machine, request)
+
+
+def objective_bytes(train: OptimizationConfig, vocab_size: int, *, compiled: bool) -> ObjectiveBytes:
+    """Return what the objective takes.
+
+    Scores of which a teacher names some exist twice more in FP32, compiled or not.
+    """
+    if train.objective != "distill":
+        return ObjectiveBytes(4 if train.z_loss and not compiled else 0)
+    of_sft = 4 if train.distillation.sft_weight and not compiled else 0
+    num_ids = min(train.distillation.top_k, vocab_size)
+    return ObjectiveBytes(8 + of_sft, RecordSize(num_ids, num_ids + 1).kind.itemsize)
 
 
 def _captured(config: TrainConfig) -> bool | None:

@@ -50,6 +50,4 @@ def predicted(
         activations = replace(activations, kept=(0, *(kept_bytes * tokens,) * 28, activations.kept[-1]))
     plan = build_plan(structure, activations, MACHINE, request, candidate)
     plan = replace(plan, layers=tuple(replace(layer, **changes or {}) for layer in plan.layers))
-    return predict(
-        plan, CostBasis(structure, structure.layout(), work_of(structure), profile, True, False), activations
-    )
+    return predict(plan, CostBasis(structure, structure.layout(), work_of(structure), profile, True, 0), activations)

@@ -110,7 +110,7 @@ class _Split:
         self._layout = structure.layout()
         work, rates = work_of(structure), machine.rates
         disk = machine.spill.bytes_per_s if machine.spill else float("inf")
-        self._basis = CostBasis(structure, self._layout, work, rates, True, request.z_loss, disk)
+        self._basis = CostBasis(structure, self._layout, work, rates, True, request.objective.per_logit, disk)
         # Nothing spills unless `_on_disk` says so.
         self._known_moving_s: dict[object, float] = {}
         self._known_choices: dict[object, list[tuple[int, LayersOnDisk]]] = {}
@@ -204,7 +204,7 @@ class _Split:
 
     def _counted(self, plan: Plan) -> Plan:
         """Return the plan with its rows of memory counted anew."""
-        hbm = device_memory_items(plan, self._structure, self._layout, self._activations, z_loss=self._request.z_loss)
+        hbm = device_memory_items(plan, self._structure, self._layout, self._activations, self._request.objective)
         spill = self._machine.spill
         plan = replace(plan, limits=replace(plan.limits, spill_bytes=spill.limit_bytes if spill else None))
         return replace(

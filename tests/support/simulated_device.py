@@ -160,7 +160,13 @@ class StandIn:
         work = work_of(question.structure, request.active_experts, request.sliding_windows)
         disk = machine.spill.bytes_per_s if machine.spill else math.inf
         basis = CostBasis(
-            question.structure, self._layout, work, machine.rates, machine.profile is not None, request.z_loss, disk
+            question.structure,
+            self._layout,
+            work,
+            machine.rates,
+            machine.profile is not None,
+            request.objective.per_logit,
+            disk,
         )
         return Prices(plan, basis, activations_of(plan, question.activations, request))
 

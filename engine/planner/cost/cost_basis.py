@@ -48,7 +48,7 @@ class CostBasis:
     work: tuple[LayerWork, ...]
     profile: HardwareProfile
     is_measured: bool  # false: the rates of the profile are built-in ones
-    z_loss: bool
+    objective_bytes: int  # `ObjectiveBytes.per_logit`
     disk_bytes_per_s: float = math.inf  # reads and writes that run at the same time, both together
     disk_plain_bytes_per_s: float | None = None  # of activations, if the other rate is of packed data: these never are
     of_documents: bool = False  # as in `Request`

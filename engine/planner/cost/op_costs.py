@@ -281,7 +281,7 @@ class Prices:
             self._basis.structure,
             self._plan.precision,
             1,
-            z_loss=self._basis.z_loss,
+            self._basis.objective_bytes,
             compiled=self._plan.compute.compiled_loss,
         )
         trained = sum(p.elements for p in products if p.trained)

@@ -8,6 +8,7 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.model.structure import ModelStructure
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.planner.request import ObjectiveBytes
 
 # Logits of a chunk may take the largest of: this many bytes, this share of device memory, and what a layer's backward
 # takes at another time. The head's gradient is summed over the chunks, so few are faster: with chunks of 512 tokens the
@@ -23,20 +24,22 @@ MAX_LOGITS = (1 << 31) - 1  # per chunk: kernels count elements in 32 bits
 
 
 def logits_bytes(
-    structure: ModelStructure, precision: Precision, num_tokens: int, *, z_loss: bool, compiled: bool
+    structure: ModelStructure, precision: Precision, num_tokens: int, objective_bytes: int, *, compiled: bool
 ) -> int:
     """Return the bytes of the logits of `num_tokens` tokens and of their gradient.
 
     Both are in the working type. If nothing fuses the operations between them (`compiled` is false), both exist in
-    FP32, too, and a z-loss takes 4 more bytes per logit.
+    FP32, too.
+
+    objective_bytes: `ObjectiveBytes.per_logit`.
     """
-    between = 0 if compiled else 12 if z_loss else 8
+    between = objective_bytes + (0 if compiled else 8)
     return num_tokens * structure.num_logits * (2 * precision.working_dtype.itemsize + between)
 
 
 def chunk_tokens(
-    plan: Plan, structure: ModelStructure, layout: ModelLayout, *, beside: int, backward: int, z_loss: bool,
-    small: bool = False,
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, *, beside: int, backward: int,
+    objective: ObjectiveBytes, small: bool = False,
 ) -> int:  # fmt: skip
     """Return the number of tokens in a chunk of the loss.
 
@@ -48,7 +51,7 @@ def chunk_tokens(
     small: logits take as few bytes as is sensible.
     """
     tokens = plan.step.micro_batch_size * plan.step.seq_len
-    logit_bytes = logits_bytes(structure, plan.precision, 1, z_loss=z_loss, compiled=plan.compute.compiled_loss)
+    logit_bytes = logits_bytes(structure, plan.precision, 1, objective.per_logit, compiled=plan.compute.compiled_loss)
     device = plan.limits.hbm_bytes or 0
     share = int(SMALL_LOGITS_SHARE * device) if small else max(LOGITS_BYTES, int(LOGITS_SHARE * device))
     room = backward - beside - _gradient_bytes(plan, layout, chunked=True)
@@ -65,14 +68,20 @@ def may_be_small(device_bytes: int | None) -> bool:
     return device_bytes is not None and SMALL_LOGITS_SHARE * device_bytes < LOGITS_BYTES / 2
 
 
-def loss_bytes(plan: Plan, structure: ModelStructure, layout: ModelLayout, *, beside: int, z_loss: bool) -> int:
+def loss_bytes(
+    plan: Plan, structure: ModelStructure, layout: ModelLayout, objective: ObjectiveBytes, *, beside: int
+) -> int:
     """Return the device bytes of the loss: logits of a chunk, gradients of weights, and `beside`.
 
     beside: bytes that stay on the device for all chunks.
     """
     chunked = plan.compute.loss_chunk_tokens < plan.step.micro_batch_size * plan.step.seq_len
     logits = logits_bytes(
-        structure, plan.precision, plan.compute.loss_chunk_tokens, z_loss=z_loss, compiled=plan.compute.compiled_loss
+        structure,
+        plan.precision,
+        plan.compute.loss_chunk_tokens,
+        objective.per_logit,
+        compiled=plan.compute.compiled_loss,
     )
     return logits + beside + _gradient_bytes(plan, layout, chunked=chunked)
 

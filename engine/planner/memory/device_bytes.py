@@ -19,6 +19,7 @@ from megatrain_ray.engine.optimizer.muon import work_bytes
 from megatrain_ray.engine.plan.plan import ALLOCATOR, CONTEXT, EXCHANGE, ActivationPolicy, LayerPlan, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_groups import dtype_name
 from megatrain_ray.engine.planner.memory.chunk_sizes import loss_bytes
+from megatrain_ray.engine.planner.request import ObjectiveBytes
 from megatrain_ray.units import format_bytes
 
 EXCHANGE_BYTES = 1 << 30  # a guess: NCCL's buffers for one communicator
@@ -68,13 +69,17 @@ class ActivationRows(NamedTuple):
 
 
 def device_memory_items(
-    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
+    plan: Plan,
+    structure: ModelStructure,
+    layout: ModelLayout,
+    activations: ActivationBytes,
+    objective: ObjectiveBytes,
 ) -> Iterator[MemoryItem]:
     """Return all rows of a plan's device memory.
 
     plan: complete but for its rows.
     """
-    activation_items = activation_rows(plan, structure, layout, activations, z_loss=z_loss)
+    activation_items = activation_rows(plan, structure, layout, activations, objective)
     rows = slot_rows(plan)
     rows |= _resident_rows(plan, layout)
     if plan.gradients_on_device:
@@ -101,7 +106,11 @@ def slot_rows(plan: Plan) -> dict[str, Row]:
 
 
 def activation_rows(
-    plan: Plan, structure: ModelStructure, layout: ModelLayout, activations: ActivationBytes, *, z_loss: bool
+    plan: Plan,
+    structure: ModelStructure,
+    layout: ModelLayout,
+    activations: ActivationBytes,
+    objective: ObjectiveBytes,
 ) -> ActivationRows:
     """Return the rows of activations and of the memory that computing takes.
 
@@ -113,7 +122,7 @@ def activation_rows(
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
     staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*block_bytes, 0], plan.layers, strict=True)]
     held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
-    loss = loss_bytes(plan, structure, layout, beside=beside_loss(plan, activations), z_loss=z_loss)
+    loss = loss_bytes(plan, structure, layout, objective, beside=beside_loss(plan, activations))
     in_fp8 = fp8_bytes(plan, structure)
     work = max(loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations) + in_fp8)
     rows: dict[str, Row] = {
@@ -130,6 +139,10 @@ def activation_rows(
             f"head gradient, tied ones{f'; {format_bytes(in_fp8)} of FP8 copies' if in_fp8 else ''}",
         ),
     }
+    if objective.per_token:
+        num_tokens = plan.step.num_micro_batches * plan.step.micro_batch_size * plan.step.seq_len
+        formula = f"{num_tokens} tokens of a step × {objective.per_token}"
+        rows["teacher's predictions"] = num_tokens * objective.per_token, formula
     if plan.device == "cuda":
         between = min(ALLOCATOR_BYTES, int(ALLOCATOR_SHARE * sum(num_bytes for num_bytes, _ in rows.values())))
         rows[ALLOCATOR] = between, "pages of torch's allocator that are not full"

@@ -120,7 +120,7 @@ class PlanBuilder:
         plan = self.without_rows(candidate)
         in_memory = self.in_memory(candidate)
         device_items = device_memory_items(
-            in_memory, self.structure, self.layout, self.activations, z_loss=self._z_loss
+            in_memory, self.structure, self.layout, self.activations, self.request.objective
         )
         plan = replace(plan, memory_items=(*device_items, *self._host_and_disk_items(candidate, plan)))
         return _with_copies(plan) if self.request.saves else plan
@@ -226,7 +226,7 @@ class PlanBuilder:
     def _activation_rows(self, candidate: Candidate) -> ActivationRows:
         """Return the rows of activations, the same wherever gradients are and whichever layers live on the device."""
         plan = self.in_memory(candidate)
-        return activation_rows(plan, self.structure, self.layout, self.activations, z_loss=self._z_loss)
+        return activation_rows(plan, self.structure, self.layout, self.activations, self.request.objective)
 
     @cached_by(_always(ANYWHERE | BLOCKS_ALIKE))
     def _chunk_tokens(self, candidate: Candidate) -> int:
@@ -238,8 +238,8 @@ class PlanBuilder:
         beside = beside_loss(plan, self.activations)
         backward = backward_bytes(plan, self.layout, self.activations)
         return chunk_tokens(
-            plan, self.structure, self.layout, beside=beside, backward=backward, z_loss=self._z_loss,
-            small=self.request.small_logits,
+            plan, self.structure, self.layout, beside=beside, backward=backward,
+            objective=self.request.objective, small=self.request.small_logits,
         )  # fmt: skip
 
     def _layers_in_memory(self, candidate: Candidate) -> tuple[LayerPlan, ...]:
@@ -248,10 +248,6 @@ class PlanBuilder:
     @cached_property
     def _layers(self) -> LayerPlanBuilder:
         return LayerPlanBuilder(self.structure, self.layout, self.activations, self.request)
-
-    @property
-    def _z_loss(self) -> bool:
-        return self.request.z_loss
 
 
 class _Placement(NamedTuple):

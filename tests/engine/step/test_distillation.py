@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.engine.model.chunked_loss import Targets, top_records
+from megatrain_ray.config.train_groups import DistillationConfig, OptimizationConfig
+from megatrain_ray.engine.model.chunked_loss import Objective, Targets, chunk_sums, chunked_loss, top_records
 from megatrain_ray.engine.objectives.distillation import Distillation, Softmax, TopLogprobs, TopTokens
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.planning.run_spec import objective_bytes
 from tests.engine.step.test_parity import assert_equal
+from tests.support.live_bytes import Live
 from tests.support.reference import Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
 from tests.support.teacher import Distil, gkd_losses, predictions, taught
@@ -54,6 +58,25 @@ def test_chunks_and_micro_batches_change_nothing_but_rounding(tmp_path: Path) ->
     for run in runs[1:]:
         assert run.losses == pytest.approx(runs[0].losses, rel=1e-6)
         assert run.grad_norms == pytest.approx(runs[0].grad_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("sft_weight", [0.0, 0.5])
+def test_a_chunk_takes_what_is_planned(sft_weight: float) -> None:
+    num_tokens, vocab_size, top_k = 64, 8192, 16
+    weight = torch.nn.Parameter(torch.randn(vocab_size, 8, dtype=torch.bfloat16))
+    hidden = torch.randn(1, num_tokens, 8, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.arange(top_k, dtype=torch.int32).expand(1, num_tokens, -1)
+    teacher = TopLogprobs(ids, torch.randn(1, num_tokens, top_k + 1).log_softmax(-1))
+    objective = Objective(distillation=Distillation(Softmax(2.0, vocab_size), 0.5, sft_weight))
+    sums = partial(chunk_sums, lambda chunk: chunk @ weight.T, objective)
+    targets = Targets(torch.zeros(1, num_tokens, dtype=torch.int64), teacher=teacher)
+    with Live(weight, hidden) as live:
+        before = live.most
+        chunked_loss(sums, hidden, targets, [weight], chunk_tokens=num_tokens, total_weight=1.0)
+    numbers = DistillationConfig(sft_weight=sft_weight)
+    train = OptimizationConfig(objective="distill", distillation=numbers)
+    planned = 2 * 2 + 8 + objective_bytes(train, vocab_size, compiled=False).per_logit
+    assert live.most - before == pytest.approx(num_tokens * vocab_size * planned, rel=0.01)
 
 
 def random_scores(num_tokens: int, seed: int) -> torch.Tensor:

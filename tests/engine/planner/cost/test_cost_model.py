@@ -65,7 +65,7 @@ def test_an_update_takes_the_time_of_its_bytes() -> None:
     The rate was measured with these. With moments in bf16 it moves 18, on shards and on the device.
     """
     structure, activations = shape()
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
     request = replace(REQUEST, num_micro_batches=1)
 
     def update_s(precision: Precision, name: str) -> float:
@@ -86,7 +86,7 @@ def test_products_in_fp8_have_a_rate_of_their_own_and_are_rounded_first() -> Non
     def seconds(fp8: frozenset[str], rates: HardwareProfile, name: str) -> float:
         model = replace(structure, fp8=fp8)
         plan = build_plan(model, activations, MACHINE, request, Candidate(OUTER, KEEP, 3, 2))
-        basis = CostBasis(model, model.layout(), work_of(model), rates, True, False)
+        basis = CostBasis(model, model.layout(), work_of(model), rates, True, 0)
         return Prices(plan, basis, activations).of_layer(name, 1)
 
     shapes = [p.shape for p in structure.layers[1].parameters if p.name in names]
@@ -129,7 +129,7 @@ def test_one_eager_layer() -> None:
     structure, activations = shape()
     request = replace(REQUEST, num_micro_batches=1)
     plan = build_plan(structure, activations.times(16), MACHINE, request, Candidate(OUTER, KEEP, 3, 2))
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
     prices = Prices(plan, basis, activations.times(16))
     seconds = sum(prices(Stage.COMPUTE, Op(name, 1)) for name in ("forward", "backward"))
     assert basis.work[1].flops(16 * 1024, 16 * 1024 * 1024) / seconds / 1e12 == pytest.approx(595, rel=0.05)
@@ -165,7 +165,7 @@ def test_many_micro_batches_are_told_from_three(sums: Tier) -> None:
     request = replace(REQUEST, micro_batch_size=2, num_micro_batches=9)
     candidate = Candidate(OUTER, KEEP, 3, 2, sums)
     plan = build_plan(structure, activations.times(2), MACHINE, request, candidate)
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
     prediction = predict(plan, basis, activations.times(2))
     order = visits(len(plan.layers), 9, OUTER)
     residency = residency_of(order, structure, basis.layout, plan)

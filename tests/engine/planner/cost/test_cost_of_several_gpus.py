@@ -53,7 +53,7 @@ def with_muon(request: Request) -> tuple[Plan, Prediction]:
     )
     structure, activations = replace(structure, layers=layers), activations.times(request.micro_batch_size)
     plan = build_plan(structure, activations, MACHINE, request, Candidate(LAYERS, RECOMPUTE, 3, 2))
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
     return plan, predict(plan, basis, activations)
 
 

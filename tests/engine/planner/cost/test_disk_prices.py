@@ -40,7 +40,7 @@ def test_the_engine_takes_what_the_simulation_does_for_each_of_them(tmp_path: Pa
     assert plan.disk.packed and plan.weights_on_disk and plan.gradients_on_disk and plan.disk_activations
     layout = structure.layout()
     _, activations = discover(factory, plan.precision.working_dtype, plan.step.micro_batch_size, plan.step.seq_len)
-    basis = CostBasis(structure, layout, work_of(structure), TYPICAL_CPU, True, False, PACKED, PLAIN)
+    basis = CostBasis(structure, layout, work_of(structure), TYPICAL_CPU, True, 0, PACKED, PLAIN)
     assert basis.rates == replace(TYPICAL_CPU, disk_bytes_per_s=PACKED, disk_plain_bytes_per_s=PLAIN)
     prices = Prices(plan, basis, activations)
     result = train_engine(folder, tiny_batches(3), recipe, EVERYTHING, cost=prices)

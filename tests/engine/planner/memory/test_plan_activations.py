@@ -143,7 +143,7 @@ def test_the_arithmetic_counts_windows_files_and_every_sweep() -> None:
 
 def test_each_gpu_of_a_host_has_windows_and_a_file_and_they_share_the_disk() -> None:
     structure, activations = shape()
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, DISK.bytes_per_s)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0, DISK.bytes_per_s)
     one, *others = (
         planned(needed_bytes(num_gpus=n * k, num_hosts=k) - n * (1 << 30), disk=DISK, num_gpus=n * k, num_hosts=k)
         for n, k in ((1, 1), (3, 1), (3, 2))
@@ -197,7 +197,7 @@ def test_no_plan_is_faster_than_its_bounds(bytes_per_s: float, num_micro_batches
     """`bytes_per_s`: of what is not packed, which activations never are."""
     structure, activations = shape()
     rates = 10 * bytes_per_s, bytes_per_s
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, *rates)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0, *rates)
     tight = 0.0
     for plan in drafts(replace(SHORT, spill=DISK), num_micro_batches):
         predicted = predict(plan, basis, activations)

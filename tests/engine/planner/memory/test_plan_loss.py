@@ -25,13 +25,14 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import (
     may_be_small,
 )
 from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
-from megatrain_ray.engine.planner.request import Candidate, Machine, Request
+from megatrain_ray.engine.planner.request import Candidate, Machine, ObjectiveBytes, Request
 from tests.support.candidate_plans import build_plan
 from tests.support.shapes import qwen
 
 MACHINE = Machine(device="cuda", num_cpus=16, num_nodes=1, ram_bytes=1 << 41, hbm_bytes=None, profile=TYPICAL_GPU)
 CANDIDATE = Candidate(LoopOrder.MICRO_BATCHES_OUTER, ActivationPolicy.RECOMPUTE, 3, 2)
 VOCAB = 152064
+NOTHING = ObjectiveBytes()
 
 
 @cache
@@ -60,11 +61,11 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
     plan, beside, backward = planned(64, num_micro_batches=num_micro_batches), 1 << 28, backward_gib << 30
 
     def tokens_of(num_bytes: int) -> int:
-        return chunk_tokens(plan, structure, layout, beside=beside, backward=num_bytes, z_loss=False)
+        return chunk_tokens(plan, structure, layout, beside=beside, backward=num_bytes, objective=NOTHING)
 
     def bytes_of(tokens: int) -> int:
         chunked = replace(plan, compute=replace(plan.compute, loss_chunk_tokens=tokens))
-        return loss_bytes(chunked, structure, layout, beside=beside, z_loss=False)
+        return loss_bytes(chunked, structure, layout, NOTHING, beside=beside)
 
     tokens = tokens_of(backward)
     assert tokens % LOSS_CHUNK_TOKENS == 0
@@ -76,12 +77,19 @@ def test_a_chunk_takes_what_a_backward_takes(backward_gib: int, num_micro_batche
     assert tokens == 8192 or bytes_of(2 * tokens) > backward, "with twice as many there were more"
 
 
+def test_a_teacher_makes_chunks_shorter_and_has_a_row() -> None:
+    plan = planned(64, objective=ObjectiveBytes(8, 516))
+    assert plan.compute.loss_chunk_tokens < planned(64).compute.loss_chunk_tokens
+    (row,) = (item for item in plan.memory_items if item.name == "teacher's predictions")
+    assert row.num_bytes == 64 * 1024 * 516
+
+
 def test_small_logits_take_a_small_share_of_a_small_device() -> None:
     structure, layout, plan = shape()[0], shape()[0].layout(), planned(64)
 
     def tokens_of(gib: int) -> int:
         limited = replace(plan, limits=replace(plan.limits, hbm_bytes=gib << 30))
-        return chunk_tokens(limited, structure, layout, beside=0, backward=0, z_loss=False, small=True)
+        return chunk_tokens(limited, structure, layout, beside=0, backward=0, objective=NOTHING, small=True)
 
     assert [tokens_of(gib) for gib in (4, 9, 15)] == [128, 256, 512]
     assert [may_be_small(gib << 30) for gib in (4, 9, 15, 16, 80)] == [True, True, True, False, False]
@@ -91,7 +99,7 @@ def test_small_logits_take_a_small_share_of_a_small_device() -> None:
 def test_chunks_of_rows_of_any_length_stay_below_32_bits(seq_len: int) -> None:
     structure, layout = shape()[0], shape()[0].layout()
     plan = replace(planned(64), step=replace(planned(64).step, micro_batch_size=1, seq_len=seq_len))
-    tokens = chunk_tokens(plan, structure, layout, beside=0, backward=1000 << 30, z_loss=False)
+    tokens = chunk_tokens(plan, structure, layout, beside=0, backward=1000 << 30, objective=NOTHING)
     assert tokens % LOSS_CHUNK_TOKENS == 0
     assert tokens * VOCAB <= MAX_LOGITS
 
@@ -101,14 +109,14 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
     activations = activations.times(64)
     plan, layout = planned(64), structure.layout()
     backward, beside = backward_bytes(plan, layout, activations), beside_loss(plan, activations)
-    of_loss = loss_bytes(plan, structure, layout, beside=beside, z_loss=False)
+    of_loss = loss_bytes(plan, structure, layout, NOTHING, beside=beside)
     assert planned(1).compute.loss_chunk_tokens == 1024
     assert 0.5 * backward < of_loss <= backward
 
 
 def test_larger_chunks_are_predicted_to_be_faster() -> None:
     structure, activations = shape()
-    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0)
 
     def seconds(tokens: int, basis: CostBasis = basis) -> float:
         plan = replace(planned(64), compute=replace(planned(64).compute, loss_chunk_tokens=tokens))

@@ -161,7 +161,7 @@ def drafts(request: Request, machine: Machine) -> Iterator[Plan]:
 def test_no_plan_is_faster_than_its_bounds(slower: int, num_micro_batches: int) -> None:
     structure, activations = shape()
     profile = replace(TYPICAL_GPU, both_bytes_per_s=TYPICAL_GPU.both_bytes_per_s / slower)
-    basis = CostBasis(structure, structure.layout(), work_of(structure), profile, True, False)
+    basis = CostBasis(structure, structure.layout(), work_of(structure), profile, True, 0)
     tight = 0.0
     for plan in drafts(replace(REQUEST, num_micro_batches=num_micro_batches), MACHINE):
         predicted_s = predict(plan, basis, activations).step_s

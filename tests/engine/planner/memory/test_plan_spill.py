@@ -277,7 +277,7 @@ def test_layers_live_on_the_device_where_the_disk_has_no_room() -> None:
 
 def basis_of(bytes_per_s: float) -> CostBasis:
     structure, _ = shape()
-    return CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, False, bytes_per_s)
+    return CostBasis(structure, structure.layout(), work_of(structure), TYPICAL_GPU, True, 0, bytes_per_s)
 
 
 def predicted(plan: Plan, bytes_per_s: float) -> Prediction:

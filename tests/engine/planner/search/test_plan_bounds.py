@@ -54,7 +54,7 @@ def shape() -> tuple[Any, ActivationBytes]:
 def basis_of(profile: HardwareProfile, disk_bytes_per_s: float = 3e9, num_hosts: int = 1) -> CostBasis:
     structure, _ = shape()
     layout = largest_share(structure.layout(), num_hosts)
-    return CostBasis(structure, layout, work_of(structure), profile, True, False, disk_bytes_per_s)
+    return CostBasis(structure, layout, work_of(structure), profile, True, 0, disk_bytes_per_s)
 
 
 def plans(request: Request, machine: Machine = MACHINE) -> Iterator[tuple[Plan, ActivationBytes]]:
