@@ -41,38 +41,39 @@ def policy_loss(logits: Tensor, targets: Tensor, of: Rollouts, policy: Policy, c
     targets: [N], -100 where not learned.
     counts: answers and learned tokens of the step.
     """
-    all_logprobs = -F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+    logprobs, learned = -F.cross_entropy(logits, targets, reduction="none", ignore_index=-100), targets != -100
     begins = [*torch.nonzero(of.positions.flatten() == 0).flatten().tolist(), targets.numel()]
-    parts = []
-    for start, stop in itertools.pairwise(begins):
-        at = start + torch.nonzero(targets[start:stop] != -100).flatten()
-        if not bool(of.real.flatten()[start]):
-            continue
-        logprobs, sampled, advantages = all_logprobs[at], of.sampled[at], of.advantages[at]
-        reference = None if of.reference is None else of.reference[at]
-        losses = _losses(logprobs, sampled, advantages, reference, policy)
-        if policy.loss_type == "grpo":
-            losses = losses / len(at)
-        parts.append(losses)
-    divisor = {"grpo": counts[0], "dapo": counts[1], "dr_grpo": counts[0] * policy.answer_length}[policy.loss_type]
-    return torch.cat(parts).sum() / divisor
+    spans = [slice(*ends) for ends in itertools.pairwise(begins)]
+    parts = []  # of each document, and of pads
+    for span in spans:
+        given = None if of.reference is None else of.reference[span]
+        losses = _losses(logprobs[span], of.sampled[span], of.advantages[span], given, learned[span], policy)
+        parts.append(losses.masked_fill(~learned[span], 0.0))
+    if policy.loss_type == "grpo":
+        of_answers = [
+            part.sum() / learned[span].sum() for part, span in zip(parts, spans, strict=True) if learned[span].any()
+        ]
+        return torch.stack(of_answers).sum() / counts[0]
+    return torch.cat(parts).sum() / (counts[1] if policy.loss_type == "dapo" else counts[0] * policy.answer_length)
 
 
-def _losses(logprobs: Tensor, sampled: Tensor, advantages: Tensor, reference: Tensor | None, policy: Policy) -> Tensor:
-    """Return the loss of each token of an answer."""
+def _losses(
+    logprobs: Tensor, sampled: Tensor, advantages: Tensor, reference: Tensor | None, learned: Tensor, policy: Policy
+) -> Tensor:
+    """Return the loss of each token of a document. learned: which of them are learned."""
     old = logprobs.detach() if policy.correction is None else reference
     assert old is not None
     sampled = torch.where(sampled.isnan(), old, sampled)
     if policy.correction is None:
         old = sampled
-    log_ratios = logprobs - old
+    log_ratios = (logprobs - old).masked_fill(~learned, 0.0)
     if policy.level == "sequence":
-        log_ratios = (log_ratios.sum() / len(log_ratios)).expand(len(log_ratios))
+        log_ratios = (log_ratios.sum() / learned.sum().clamp(min=1)).expand(len(log_ratios))
     ratios = torch.exp(log_ratios)
     clipped = torch.clamp(ratios, 1 - policy.clip_low, 1 + policy.clip_high)
     losses = -torch.min(ratios * advantages, clipped * advantages)
     if policy.correction is not None:
-        differences = old - sampled
+        differences = (old - sampled).masked_fill(~learned, 0.0)
         if policy.correction.startswith("sequence"):
             differences = differences.sum().expand(len(differences))
         correction, low, high = torch.exp(differences), policy.correction_min or 0.0, policy.correction_max
@@ -84,5 +85,6 @@ def _losses(logprobs: Tensor, sampled: Tensor, advantages: Tensor, reference: Te
         losses = losses * correction
     if policy.beta:
         assert reference is not None
-        losses = losses + policy.beta * (torch.exp(reference - logprobs) - (reference - logprobs) - 1) * ratios
+        above = reference - logprobs
+        losses = losses + policy.beta * ((torch.exp(above) - above - 1) * ratios)
     return losses

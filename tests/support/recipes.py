@@ -14,12 +14,12 @@ from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.objectives.distillation import Distillation, Softmax
 from megatrain_ray.engine.objectives.objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
+from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.io.batching.batch_stream import Batch
-from tests.support.pair_losses import Preference
 from tests.support.reference import Recipe
 from tests.support.tiny import VOCAB_SIZE
 
@@ -67,10 +67,13 @@ def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
 def objective_of(recipe: Recipe) -> Objective:
     distil = recipe.distil
     distillation = distil and Distillation(Softmax(distil.temperature, VOCAB_SIZE), distil.beta, distil.sft_weight)
-    return Objective(recipe.z_loss, recipe.label_smoothing, _of_documents(recipe.preference), distillation)
+    return Objective(recipe.z_loss, recipe.label_smoothing, _of_documents(recipe), distillation)
 
 
-def _of_documents(preference: Preference | None) -> LogprobObjective | None:
+def _of_documents(recipe: Recipe) -> LogprobObjective | None:
+    preference = recipe.preference
+    if recipe.policy is not None:
+        return PolicyObjective(*recipe.policy)  # type: ignore[arg-type]
     if preference is None:
         return None
     *numbers, centering = preference

@@ -28,6 +28,7 @@ from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import dropout_seed
 from tests.support.fp8_linear import with_fp8
 from tests.support.pair_losses import Preference, pair_losses, reward_losses
+from tests.support.policy_losses import Policy, Rollouts, policy_loss
 from tests.support.rounded_moments import round_moments
 from tests.support.teacher import Distil, plain_objective
 
@@ -60,6 +61,8 @@ class Sequences(Protocol):
     def reference_logprobs(self) -> Tensor | None: ...
     @property
     def teacher(self) -> tuple[Tensor, Tensor] | None: ...
+    @property
+    def num_supervised(self) -> int: ...
     @property
     def columns(self) -> Mapping[str, Tensor]: ...
 
@@ -105,6 +108,7 @@ class Recipe:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     preference: Preference | None = None  # of batches of pairs
+    policy: Policy | None = None  # of batches of rollouts
     distil: Distil | None = None  # of batches with a teacher's predictions
     seed: int = 0
     precision: str = "fp32"
@@ -221,7 +225,9 @@ def reference_learning_rate(
     }[schedule]
 
 
-def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> tuple[float, Named]:
+def _gradients(  # noqa: C901
+    model: Any, batch: Sequences, recipe: Recipe, place: _Place
+) -> tuple[float, Named]:
     """Return loss and FP32 gradients of one update: each micro-batch has fresh gradients, which are summed in order."""
     recipe = replace(recipe, micro_batch_size=recipe.micro_batch_size * getattr(batch, "row_parts", 1))
     weights = batch.loss_weights
@@ -243,6 +249,7 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
     margins = [None] * len(inputs)
     if "margins" in batch.columns:
         margins = batch.columns["margins"].split(recipe.micro_batch_size)
+    rows = torch.arange(len(batch.input_ids)).split(recipe.micro_batch_size)
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
@@ -253,6 +260,8 @@ def _gradients(model: Any, batch: Sequences, recipe: Recipe, place: _Place) -> t
             loss = each.sum() / total_weight
             loss.backward()
             losses.append(loss.item())
+        elif recipe.policy:
+            losses.append(_backward_of_rollouts(model, batch, recipe.policy, targets[j][0], packed[j], rows[j]))
         elif recipe.loss_chunk_tokens is None or recipe.preference or recipe.distil:
             losses += _backward(
                 model,
@@ -286,6 +295,19 @@ def _positions(positions: Tensor | None, num_micro_batches: int, recipe: Recipe)
     if positions is None:
         return [{}] * num_micro_batches
     return [{"position_ids": part} for part in positions.to(recipe.device).split(recipe.micro_batch_size)]
+
+
+def _backward_of_rollouts(
+    model: Any, batch: Sequences, policy: Policy, targets: Tensor, packed: dict[str, Tensor], rows: Tensor
+) -> float:
+    """Compute the gradients of these rows' rollouts into `.grad`; return their share of the step's loss."""
+    sampled, advantages = (batch.columns[name][rows].flatten() for name in ("sampler_logprob", "advantage"))
+    reference = None if batch.reference_logprobs is None else batch.reference_logprobs[rows].flatten()
+    of = Rollouts(batch.positions[rows], batch.real[rows], sampled, advantages, reference)
+    logits = model(input_ids=batch.input_ids[rows], use_cache=False, **packed).logits.float().flatten(0, 1)
+    loss = policy_loss(logits, targets, of, policy, (batch.num_documents, batch.num_supervised))
+    loss.backward()
+    return loss.item()
 
 
 def _backward(

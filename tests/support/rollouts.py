@@ -40,9 +40,9 @@ def random_rollouts(count: int) -> Iterator[Sampled]:
 
 
 def rollout_batches(
-    rollouts: Sequence[Sampled], num_batches: int, *, packing: bool, seq_len: int = 40, batch_size: int = 4
+    rollouts: Sequence[Sampled], num_batches: int, *, packing: bool, seq_len: int = 40, batch_size: int | None = None
 ) -> list[Batch]:
-    """Return batches of so many rows, as a run makes them in the order of the rollouts."""
+    """Return batches of so many rows, or of all, as a run makes them in the order of the rollouts."""
     corpus = corpus_of(*([*rollout.prompt, *rollout.answer] for rollout in rollouts))
     columns: dict[str, list[float]] = {ADVANTAGE: [], SAMPLER_LOGPROB: []}
     learned: list[int] = []
@@ -57,5 +57,5 @@ def rollout_batches(
         columns={name: np.array(values, np.float32) for name, values in columns.items()},
     )
     windows = cut(corpus, seq_len=seq_len, packing=packing, vocab_size=VOCAB_SIZE, documents_per_record=1)
-    stream = BatchStream(windows, batch_size=batch_size, shuffle=False, seed=0)
+    stream = BatchStream(windows, batch_size=batch_size or windows.num_windows, shuffle=False, seed=0)
     return [as_tensors(stream.next_batch()) for _ in range(num_batches)]
