@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "code.md"
 
 
 def test_every_room_is_listed_with_its_sentence() -> None:
-    rows = dict(re.findall(r"^\| \[(\S+)/\]\(\S+\) \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\* \[(\S+)/\]\(\S+\): (.+)$", PAGE.read_text(), re.MULTILINE))
     folders = [path.parent for top in ("io", "engine", "megatrain_ray") for path in (ROOT / top).rglob("__init__.py")]
     rooms = [folder for folder in folders if folder.name != "megatrain_ray"]
     sentences = {
