@@ -153,6 +153,7 @@ def test_sums_that_wait_on_the_host(tmp_path: Path, hbm_layers: frozenset[int]) 
     assert simulated(folder, recipe, mode, cost)[1].exposed_s["host_accumulation"] > 0
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("slow", ["COMPUTE", "OPTIMIZER", "D2H", "H2D"])
 @pytest.mark.parametrize(
     ("mode", "freeze"),
@@ -183,6 +184,7 @@ def test_boundaries_that_wait_on_the_host(tmp_path: Path, mode: Mode, freeze: tu
             assert step.num_bytes[stage] == sum(r.op.num_bytes for r in records if r.stage is stage)
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("slow", ["COMPUTE", "OPTIMIZER", "D2H", "H2D"])
 @pytest.mark.parametrize(
     ("mode", "freeze"),

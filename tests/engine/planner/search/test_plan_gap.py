@@ -37,6 +37,11 @@ def test_nothing_that_fits_is_much_faster(number: int) -> None:
 
 
 def test_some_of_these_have_state_on_disk() -> None:
-    plans = [make_plan(*drawn) for number in NUMBERS if (drawn := case(number)) is not None]
-    assert sum(bool(plan.spilled_layers) for plan in plans) > 1
-    assert sum(bool(plan.hbm_layers) for plan in plans) > 3
+    num_spilled = num_on_device = 0
+    for drawn in filter(None, map(case, NUMBERS)):
+        plan = make_plan(*drawn)
+        num_spilled += bool(plan.spilled_layers)
+        num_on_device += bool(plan.hbm_layers)
+        if num_spilled > 1 and num_on_device > 3:
+            return
+    pytest.fail(f"{num_spilled} have state on disk, {num_on_device} have layers on the device")
