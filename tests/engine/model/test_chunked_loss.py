@@ -19,7 +19,7 @@ def test_a_chunk_has_the_only_gradient_of_the_head(monkeypatch: pytest.MonkeyPat
     weight = torch.randn(11, 4, dtype=torch.bfloat16, requires_grad=True)
     seen: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    take = loss._gradients
+    take = loss.gradients_of
 
     def taken(*args: Any) -> list[torch.Tensor | None]:
         alive.append(sum(gradient() is not None for gradient in seen))
@@ -28,7 +28,7 @@ def test_a_chunk_has_the_only_gradient_of_the_head(monkeypatch: pytest.MonkeyPat
         seen.append(weakref.ref(found[1]))
         return found
 
-    monkeypatch.setattr(loss, "_gradients", taken)
+    monkeypatch.setattr(loss, "gradients_of", taken)
     sums = partial(chunk_sums, lambda hidden: (hidden @ weight.T).float(), Objective())
     into = [OpenSum(torch.empty(11, 4), True)] if is_open else []
     hidden, targets = torch.randn(1, 12, 4, dtype=torch.bfloat16, requires_grad=True), torch.arange(12)[None] % 11
