@@ -140,7 +140,7 @@ class Trainer:
                 return output
             check_position(run.config, data, source.written_vocab_size, manifest)
             teacher = self._pass.teacher if self._pass else find_teacher(run.config, source)
-            logprobs = self._reference(run, data, startup, teacher)
+            logprobs = LogprobFolders() if self._pass else self._reference(run, data, startup, teacher)
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):

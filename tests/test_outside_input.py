@@ -25,10 +25,9 @@ from megatrain_ray.engine.model.lora import Lora
 from megatrain_ray.engine.model.parameter_rules import ParameterRules
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat import chat_template
-from megatrain_ray.io.chat.chat_template import ChatTemplate
+from megatrain_ray.io.chat.chat_template import PLAIN, ChatTemplate, read_named_template
 from megatrain_ray.io.chat.conversation_formats import MESSAGES, read_conversation
 from megatrain_ray.io.chat.mark_turns import TurnMarker
-from megatrain_ray.io.chat.named_templates import PLAIN, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.read_file import parse_json, regular_file
 from megatrain_ray.time_limit import OutOfTimeError, time_limit

@@ -119,6 +119,12 @@ class LogprobObjective(Protocol):
         ...
 
 
+def with_margin(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Add the margin of the mean rewards of good and of bad answers where these are of no pairs."""
+    rewards = [metrics[name] for name in ("reward_chosen", "reward_rejected") if name in metrics]
+    return {"reward_margin": rewards[0] - rewards[1], **metrics} if len(rewards) == 2 else dict(metrics)
+
+
 def joining(name: str) -> Callable[[Iterable[float]], float]:
     """Return what makes one metric of its parts: `sum`, or `max` if the name says so."""
     return max if name.endswith("_max") else sum

@@ -88,7 +88,10 @@ class StepLoss:
                 else:
                     compute = self._of_scores if self._model.structure.is_reward else self._of_documents
                     result, found = compute(hidden, targets, named, share)
-                    losses, metrics = [found.loss.share], {name: [mean.share] for name, mean in found.metrics.items()}
+                    losses, metrics = (
+                        [found.loss.share],
+                        {name: [mean.share] for name, mean in found.metrics.items() if mean.divisor},
+                    )
             auxiliary = self._model.proxied.auxiliary(forward_pass.result, targets.real)
         forward_pass.send(hidden, result.hidden)
         if auxiliary is not None:  # averaged over the step's micro-batches: this term is no sum over tokens

@@ -22,7 +22,7 @@ from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, relea
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
-from megatrain_ray.engine.objectives.objective import joining
+from megatrain_ray.engine.objectives.objective import joining, with_margin
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
@@ -154,13 +154,14 @@ class StepRunner:
         """Wait until the device has computed the results. The gradient store must still hold the step's norms."""
         with self._device.exposed("loss"):
             *values, norm = submitted.values.tolist()
-        metrics, bad = {}, None
+        metrics: dict[str, float] = {}
+        bad = None
         for name, count in submitted.counts.items():
             metrics[name], values = joining(name)(values[:count]), values[count:]
         if not math.isfinite(norm):
             names, norms = self._layout.parameter_order, self._gradients.norms
             bad = next((name for name in names if not bool(torch.isfinite(norms[name]))), "the norm of all")
-        return StepOutput(sum(values), metrics, norm, bad)
+        return StepOutput(sum(values), with_margin(metrics), norm, bad)
 
     def apply_scale(self, params: UpdateParams) -> None:
         """Submit what needs the scale of a clipped update, after the backward."""

@@ -18,6 +18,7 @@ from megatrain_ray.io.batching.windows import Rows, Windows
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, WEIGHT_TYPE, Fingerprint
 
 MARGINS = "margins"
+LABELS = "labels"  # column: 1 at targets of good answers, -1 at those of bad ones
 MOST_EPOCHS = 1 << 40  # of a position that a run can have reached
 
 
@@ -60,6 +61,8 @@ class Batch:
     num_documents: int | None = None
     rewards: NDArray[np.float32] | None = None  # of each document of rollouts, NaN if unknown
     row_parts: int = 1  # rows for each window: 2 if both answers of a preference have rows of their own
+    # With LABELS: as many rows, with the prompt of each document and an answer to another one.
+    mismatched: Batch | None = None
 
     @property
     def counts(self) -> BatchCounts | None:
@@ -244,19 +247,20 @@ class BatchKind(NamedTuple):
     documents_per_record: int
     columns: tuple[str, ...]
     row_parts: int
+    labelled: bool
 
     @staticmethod
     def of(windows: Windows) -> BatchKind:
         corpus = windows.corpus
         return BatchKind(
             corpus.weighted, windows.logprobs is not None, windows.documents_per_record, tuple(corpus.columns),
-            windows.row_parts,
+            windows.row_parts, windows.labelled,
         )  # fmt: skip
 
 
 def assemble(
     rows: Rows, *, weighted: bool, referenced: bool = False, documents_per_record: int = 0,
-    columns: Sequence[str] = (), row_parts: int = 1,
+    columns: Sequence[str] = (), row_parts: int = 1, labelled: bool = False,
 ) -> Batch:  # fmt: skip
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document.
 
@@ -265,7 +269,16 @@ def assemble(
     documents_per_record: as for `cut`; if not 0, the batch has the number of documents.
     columns: names of the windows' columns. That of advantages has the reward at a document's first token.
     row_parts: number of rows that each window is divided into.
+    labelled: as for `cut`.
     """
+    if labelled:  # a row holds two windows
+        own, others = (Rows(*half) for half in zip(*(np.split(part, 2, axis=1) for part in rows), strict=True))
+        batch, mismatched = (
+            assemble(half, weighted=weighted, referenced=referenced, documents_per_record=documents_per_record)
+            for half in (own, others)
+        )
+        labels = np.where(batch.targets == IGNORED, WEIGHT_TYPE.type(0), own.loss_weights[:, 1:])
+        return dataclasses.replace(batch, columns={LABELS: labels}, mismatched=mismatched)
     num_documents = int((rows.documents.max(axis=1) + 1).sum())
     ids, documents, loss_weights, logprobs, numbers = (_divided(values, row_parts) for values in rows)
     inputs, real = documents[:, :-1], documents[:, :-1] >= 0

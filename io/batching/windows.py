@@ -45,19 +45,21 @@ class SpanWindows:
     """Makes each window of one or several spans of the corpus, side by side, and pads.
 
     joins_documents: whether a window may hold several documents.
-    documents_per_record: as for `cut`.
+    documents_per_record, labelled: as for `cut`. Windows of labelled answers come with one more: window i + num_windows
+        holds the mismatched ones.
     row_parts: number of rows that `assemble` divides a window into. Each span is in a part of its own if there are two.
     """
 
     corpus: Corpus
     starts: NDArray[np.int64]  # [num_spans], start of each span in the tokens of the corpus, window by window
     lengths: NDArray[np.int64]  # [num_spans]
-    firsts: NDArray[np.int64]  # [num_windows + 1], index of each window's first span
+    firsts: NDArray[np.int64]  # [all windows + 1], index of each window's first span
     seq_len: int
     joins_documents: bool
     logprobs: NDArray[Any] | None = None  # [num_places]
     documents_per_record: int = 0
     row_parts: int = 1
+    labelled: bool = False
 
     @staticmethod
     def of_documents(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SpanWindows:
@@ -94,17 +96,38 @@ class SpanWindows:
         windows = np.repeat(
             first_fit(sums, seq_len + (not documents_per_record)) if packing else np.arange(sums.size), together
         )
+        return SpanWindows._of_windows(
+            corpus, seq_len, windows, joins_documents=packing, documents_per_record=documents_per_record,
+            row_parts=1 if packing else together,
+        )  # fmt: skip
+
+    @staticmethod
+    def of_labelled(corpus: Corpus, seq_len: int, *, packing: bool) -> SpanWindows:
+        """Pack labelled answers, and the mismatched ones into as many windows of their own, without cutting any.
+
+        packing: as for of_sequences.
+        """
+        lengths = np.asarray(corpus.document_lengths)
+        longer = lengths.reshape(-1, 2).max(axis=1)
+        windows = first_fit(longer, seq_len + 1) if packing else np.arange(longer.size)
+        windows = np.stack([windows, windows + windows.max(initial=-1) + 1], axis=1).ravel()
+        return SpanWindows._of_windows(
+            corpus, seq_len, windows, joins_documents=packing, documents_per_record=1, labelled=True
+        )
+
+    @staticmethod
+    def _of_windows(corpus: Corpus, seq_len: int, windows: NDArray[np.int64], **facts: Any) -> SpanWindows:
+        """Put each document into a window. windows: [num_documents], their numbers."""
+        lengths = np.asarray(corpus.document_lengths)
         order = np.argsort(windows, kind="stable")
         firsts = np.searchsorted(windows[order], np.arange(windows.max(initial=-1) + 2))
-        starts, row_parts = np.cumsum(lengths) - lengths, 1 if packing else together
-        return SpanWindows(
-            corpus, starts[order], lengths[order], firsts, seq_len, packing,
-            documents_per_record=documents_per_record, row_parts=row_parts,
-        )  # fmt: skip
+        starts = np.cumsum(lengths) - lengths
+        return SpanWindows(corpus, starts[order], lengths[order], firsts, seq_len, **facts)
 
     @property
     def num_windows(self) -> int:
-        return self.firsts.size - 1
+        """Return how many windows are drawn. Those of mismatched answers come with theirs."""
+        return (self.firsts.size - 1) // (2 if self.labelled else 1)
 
     @property
     def num_places(self) -> int:
@@ -116,7 +139,16 @@ class SpanWindows:
         return self._spread(indices)[0]
 
     def rows(self, indices: NDArray[np.int64]) -> Rows:
-        """Return the windows of these indices; short ones are padded."""
+        """Return the windows of these indices; short ones are padded.
+
+        A row of labelled answers is the window of the mismatched ones after their own, so it has twice as many tokens.
+        """
+        if self.labelled:
+            both = [self._rows(indices), self._rows(indices + self.num_windows)]
+            return Rows(*(np.concatenate(parts, axis=1) for parts in zip(*both, strict=True)))
+        return self._rows(indices)
+
+    def _rows(self, indices: NDArray[np.int64]) -> Rows:
         places, documents = self._spread(indices)
         real, at, weights = places >= 0, np.maximum(places, 0), self.corpus.loss_weights
         return Rows(
@@ -158,6 +190,7 @@ class PackedWindows:
     joins_documents: ClassVar[bool] = True
     documents_per_record: ClassVar[int] = 0
     row_parts: ClassVar[int] = 1
+    labelled: ClassVar[bool] = False
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
@@ -215,8 +248,9 @@ Windows = SpanWindows | PackedWindows
 
 
 def cut(
-    corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False, documents_per_record: int = 0
-) -> Windows:
+    corpus: Corpus, *, seq_len: int, packing: bool, vocab_size: int, whole: bool = False, documents_per_record: int = 0,
+    labelled: bool = False,
+) -> Windows:  # fmt: skip
     """Cut a corpus into windows.
 
     One document is cut in the same way with packing and without. Sequences of chats, of at most seq_len + 1 tokens,
@@ -225,12 +259,16 @@ def cut(
     whole: whether to keep the last short windows, so that no document is left out.
     documents_per_record: sequences that are the answers of one record, one after the other: 2 of a preference. They
         are not cut, and the objective is of whole documents. 0: it is of single tokens.
+    labelled: whether answers are labelled good or bad: the loss weights of bad ones are negative, and each is followed
+        by a mismatched one, of which only the log-probabilities count.
 
     Raises ConfigError if there is no window, or if several documents are to be packed and the tokenizer has no
     end-of-document id or one outside the vocabulary.
     """
     windows: Windows
-    if documents_per_record:
+    if labelled:
+        windows = SpanWindows.of_labelled(corpus, seq_len, packing=packing)
+    elif documents_per_record:
         windows = SpanWindows.of_sequences(corpus, seq_len, packing=packing, documents_per_record=documents_per_record)
     elif packing and corpus.num_documents > 1 and corpus.loss_weights is not None:
         windows = SpanWindows.of_sequences(corpus, seq_len)

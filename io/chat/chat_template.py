@@ -11,11 +11,11 @@ from typing import Any
 import jinja2
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.named_templates import MARKS, PLAIN, check_marks, read_named_template
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import (
     ADDITIONAL_TEMPLATES,
     END_NAME,
+    FolderTokenizer,
     named_tokens,
     read_settings,
     tokenizer_folder,
@@ -27,6 +27,18 @@ Message = Mapping[str, Any]
 
 TEMPLATE_NAME = "chat_template.jinja"  # file of a folder from which Transformers reads the template
 PROCESSOR_TEMPLATE_NAME = "chat_template.json"  # file that older processors have it in
+
+# Templates by name, for tokenizers that have none.
+TEMPLATES = Path(__file__).parent / "templates"
+PLAIN = "plain"  # what is used if there is nothing else
+EOS = "eos_token"  # stands for the tokenizer's own
+MARKS: dict[str, tuple[str, ...]] = {  # tokens that a template writes around turns
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": (EOS,),
+}
 
 # A template that writes today's date would give different tokens every day, and a run could not be resumed a day later.
 # Llama's templates write 26 July 2024 if they have no function for the date.
@@ -148,6 +160,40 @@ def _named(name: str, folder: Path | None) -> str:
             f"or one of {', '.join(MARKS)}"
         )
     return _read(Path(name))
+
+
+def read_named_template(name: str) -> str:
+    """Return the source of `PLAIN` or of one of `MARKS`."""
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def fitting_templates(folder: Path | None) -> list[str]:
+    """Return the names of the templates whose marks a tokenizer has. `folder` is as in check_marks."""
+    return [name for name, marks in MARKS.items() if not _missing(marks, folder)]
+
+
+def check_marks(name: str, folder: Path | None) -> None:
+    """Raise ConfigError if a tokenizer lacks marks of a template: they would be learned in pieces, and never end.
+
+    folder: the tokenizer's; None: the tokenizer `bytes`, which has no marks.
+    """
+    missing = _missing(MARKS[name], folder)
+    if missing:
+        fitting = fitting_templates(folder)
+        others = f"set data.chat_template to {' or '.join(fitting)}" if fitting else "leave data.chat_template out"
+        raise ConfigError(
+            f"data.chat_template: {name} writes {', '.join(missing)}, which {folder or 'the tokenizer bytes'} does not "
+            f"have as one token; {others}, or add the tokens to tokenizer and model with Transformers "
+            "(add_special_tokens, resize_token_embeddings)"
+        )
+
+
+def _missing(marks: Sequence[str], folder: Path | None) -> list[str]:
+    if folder is None:
+        return list(marks)
+    tokenizer, names = FolderTokenizer(folder), named_tokens(folder)
+    ids = {mark: tokenizer.id_of(names.get(EOS, "") if mark == EOS else mark) for mark in marks}
+    return [mark for mark, token_id in ids.items() if token_id is None]
 
 
 def _of_processor(folder: Path) -> str | None:

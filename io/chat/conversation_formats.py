@@ -15,9 +15,10 @@ ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completio
 Learn = Literal["all", "last"]
 
 # Keys that change what is learned in ways that neither a Conversation nor a pair of them can express.
-REFUSED_KEYS = ("kto_tag", "image", "images", "video", "videos", "audio", "audios")
+REFUSED_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 CHOSEN, REJECTED = "chosen", "rejected"  # keys of the two answers of a preference
 MARGIN = "margin"  # key of the reward by which the chosen answer shall be ahead
+LABEL_KEYS = ("label", "kto_tag")  # that say whether an answer is good: TRL's and LLaMA-Factory's
 
 # Keys that a turn may have in addition to role and content; templates read these names.
 MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", *THOUGHT_KEYS})
@@ -251,8 +252,10 @@ def _learnable(record: Any) -> Mapping[str, Any]:
     fields = as_mapping(record)
     if refused := [key for key in REFUSED_KEYS if fields.get(key) not in (None, [], "")]:
         raise RecordError(f"{refused[0]}: cannot be learned from; remove the key")
-    if isinstance(fields.get("label"), bool):
-        raise RecordError("label: true or false says that an answer is good or bad (KTO), which cannot be learned from")
+    if labelled := [key for key in LABEL_KEYS if isinstance(fields.get(key), bool)]:
+        raise RecordError(
+            f"{labelled[0]}: says whether the answer is good, which data.kind: unpaired reads; set that, or remove it"
+        )
     return fields
 
 

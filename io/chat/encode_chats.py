@@ -24,6 +24,7 @@ from megatrain_ray.io.chat.conversation_formats import (
 )
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.mark_turns import TurnMarker
+from megatrain_ray.io.chat.unpaired import UnpairedLayout, with_mismatched
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
 from megatrain_ray.io.records.process_map import map_in_order
@@ -50,6 +51,9 @@ class ChatRecipe:
 
     A preference makes two, the chosen one first, which have at most `seq_len` tokens together, so that all of these are
     inputs. In place of the loss weight of the chosen one's first token, which is never a target, it has the margin.
+
+    A labelled answer makes two as well, the mismatched one second (unpaired.py); the loss weights of a bad one are
+    negative.
 
     halves: whether each sequence of a preference has half of seq_len instead, without what the other one leaves.
     """
@@ -100,7 +104,22 @@ class ChatRecipe:
         layouts = [source.layout for source in self.sources]
         work = RecordEncoder(encoder, layouts, self.seq_len, self.truncation, self.learn, self.halves)
         with closing(map_in_order(work, self._numbered(), self.num_processes)) as records:
-            yield from tallied(records, tally)
+            yield from tallied(self._mismatched(records) if self.is_unpaired else records, tally)
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Return whether records are labelled answers, as then all are."""
+        return all(isinstance(source.layout, UnpairedLayout) for source in self.sources)
+
+    def _mismatched(
+        self, records: Iterable[tuple[RecordLocation, EncodedRecord]]
+    ) -> Iterator[tuple[RecordLocation, EncodedRecord]]:
+        def sequence_of(item: tuple[RecordLocation, EncodedRecord]) -> tuple[TokenArray, LossWeights] | None:
+            return next(((kept.ids, kept.loss_weights) for kept in item[1].kept), None)
+
+        for (location, record), mismatched in with_mismatched(records, sequence_of, self.seq_len + 1):
+            more = [] if mismatched is None else [KeptSequence(*mismatched)]
+            yield location, record._replace(kept=[*record.kept, *more])
 
     def _numbered(self) -> Iterator[tuple[RecordLocation, tuple[int, Any]]]:
         """Yield the records that are used, each with the number of its source."""
@@ -114,8 +133,10 @@ class ChatRecipe:
         chooser.check()
 
 
-def _described(layout: ChatLayout | PairLayout) -> list[Any]:
+def _described(layout: ChatLayout | PairLayout | UnpairedLayout) -> list[Any]:
     """Return a layout as data for JSON. Sets are sorted, because their own order differs between processes."""
+    if isinstance(layout, UnpairedLayout):
+        return [type(layout).__name__, _described(layout.answer), layout.label]
     if isinstance(layout, PairLayout):
         return [type(layout).__name__, _described(layout.prompt), layout.chosen, layout.rejected]
     fields = {key: sorted(value) if isinstance(value, frozenset) else value for key, value in asdict(layout).items()}
@@ -254,7 +275,7 @@ class RecordEncoder:
     """Encodes records, each given with the number of its layout. Picklable, so that other processes can run it."""
 
     encoder: ChatEncoder
-    layouts: Sequence[ChatLayout | PairLayout]
+    layouts: Sequence[ChatLayout | PairLayout | UnpairedLayout]
     seq_len: int
     truncation: Truncation
     learn: Learn = "all"
@@ -265,11 +286,16 @@ class RecordEncoder:
         layout = self.layouts[number]
         if isinstance(layout, PairLayout):
             return self._pair(record, layout)
+        is_good = True
         try:
-            conversation = read_conversation(record, layout)
-            if self.learn == "last":
-                conversation = conversation.with_last_only()
-            chats = self.encoder.encode(conversation)
+            if isinstance(layout, UnpairedLayout):
+                conversation, is_good = layout.read(record)
+                chats = self._only(self.encoder.encode(conversation), "the answer")
+            else:
+                conversation = read_conversation(record, layout)
+                if self.learn == "last":
+                    conversation = conversation.with_last_only()
+                chats = self.encoder.encode(conversation)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
         outcomes = []
@@ -280,18 +306,15 @@ class RecordEncoder:
             outcomes.append(RecordOutcome.TRAILING)
         if len(chats) > 1:
             outcomes.append(RecordOutcome.SPLIT)
+        if not is_good:
+            chats = [chat._replace(loss_weights=-chat.loss_weights) for chat in chats]
         return EncodedRecord.of(chats, self.seq_len + 1, self.truncation, outcomes)
 
     def _pair(self, record: object, layout: PairLayout) -> EncodedRecord:
         pair: list[EncodedChat] = []
         try:
             for key, conversation in zip((layout.chosen, layout.rejected), read_pair(record, layout), strict=True):
-                chats = self.encoder.encode(conversation)
-                if len(chats) > 1:
-                    raise RecordError(
-                        f"{key}: the chat template writes its answers as {len(chats)} sequences; keep one"
-                    )
-                pair += chats
+                pair += self._only(self.encoder.encode(conversation), key)
             margins = read_margin(record), 0.0
         except RecordError as error:
             return EncodedRecord([], [], str(error))
@@ -299,6 +322,13 @@ class RecordEncoder:
             chat.loss_weights[:1] = margin
         outcomes = [*dict.fromkeys(note for chat in pair for note in chat.notes)]
         return EncodedRecord.of_pair(pair, self.seq_len, self.truncation, outcomes, halves=self.halves)
+
+    @staticmethod
+    def _only(chats: list[EncodedChat], what: str) -> list[EncodedChat]:
+        """Return the sequences of a conversation, of which there is one or none. Raises RecordError for more."""
+        if len(chats) > 1:
+            raise RecordError(f"{what}: the chat template writes its answers as {len(chats)} sequences; keep one")
+        return chats
 
 
 def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: RecordTally) -> Iterator[TokenBlock]:

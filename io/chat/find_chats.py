@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.conversation_formats import (
@@ -19,9 +19,16 @@ from megatrain_ray.io.chat.conversation_formats import (
     PairLayout,
     TurnsLayout,
 )
+from megatrain_ray.io.chat.unpaired import UnpairedLayout
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
 from megatrain_ray.io.records.find_files import find_files, is_saved_dataset
 from megatrain_ray.read_file import parse_json, regular_file
+
+# learned: they are learned; preferred: one of two is; labelled: some are good, others bad.
+Answers = Literal["learned", "preferred", "labelled"]
+LAYOUT_OF: Mapping[Answers, Callable[[ChatLayout], ChatLayout | PairLayout | UnpairedLayout]] = {
+    "learned": lambda layout: layout, "preferred": PairLayout, "labelled": UnpairedLayout,
+}  # fmt: skip
 
 
 class ChatSource(NamedTuple):
@@ -31,18 +38,18 @@ class ChatSource(NamedTuple):
     """
 
     file: Path
-    layout: ChatLayout | PairLayout
+    layout: ChatLayout | PairLayout | UnpairedLayout
     dataset: str | None = None
 
 
 def find_chats(
     path: str | Sequence[str], dataset: str | Sequence[str] | None = None, chat_format: ChatFormat = "auto", *,
-    in_pairs: bool = False,
+    answers: Answers = "learned",
 ) -> tuple[ChatSource, ...]:  # fmt: skip
     """Return the files of `data.path` in the order given: files, folders, globs, or one dataset_info.json.
 
     dataset: names of the entries of dataset_info.json; None with other paths.
-    in_pairs: the records are preferences.
+    answers: what the records say of their answers.
 
     Raises ConfigError as find_files, and if `dataset` and the path do not belong together.
     """
@@ -50,11 +57,11 @@ def find_chats(
     infos = [pattern for pattern in patterns if Path(pattern).name == FILE_NAME]
     if infos and len(patterns) == 1:
         names = [dataset] if isinstance(dataset, str) else dataset or ()
-        named = read_dataset_info(Path(infos[0]), names, in_pairs=in_pairs)
+        named = read_dataset_info(Path(infos[0]), names, answers)
         return tuple(entry._replace(file=file) for entry in named for file in _files(str(entry.file)))
     if infos or dataset is not None:
         raise ConfigError(f"data.path: data.dataset goes with one {FILE_NAME} and nothing else, got {path!r}")
-    layout = PairLayout(LAYOUTS[chat_format]) if in_pairs else LAYOUTS[chat_format]
+    layout = LAYOUT_OF[answers](LAYOUTS[chat_format])
     return tuple(ChatSource(file, layout) for pattern in patterns for file in _files(pattern))
 
 
@@ -69,6 +76,7 @@ HUB_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_
 KNOWN_KEYS = {
     "file_name", "formatting", "columns", "tags", "split", "subset", "folder", "ranking", "num_samples", *HUB_KEYS,
 }  # fmt: skip
+KTO_TAG = "kto_tag"  # the column of labels
 ALPACA_COLUMNS = ("prompt", "query", "response", "system", "history", "tools")
 TURN_COLUMNS = ("messages", "system", "tools")
 ROLE_TAGS = {
@@ -80,7 +88,7 @@ ROLE_TAGS = {
 }
 
 
-def read_dataset_info(file: Path, names: Sequence[str], *, in_pairs: bool = False) -> tuple[ChatSource, ...]:
+def read_dataset_info(file: Path, names: Sequence[str], answers: Answers) -> tuple[ChatSource, ...]:
     """Return the data sets of these names. Raises ConfigError, naming entry and key, for what cannot be read."""
     try:
         entries = parse_json(regular_file(file).read_bytes().decode("utf-8-sig"))
@@ -93,14 +101,14 @@ def read_dataset_info(file: Path, names: Sequence[str], *, in_pairs: bool = Fals
         raise ConfigError(f"data.dataset: required with {file}; it holds {known}")
     if missing := [name for name in names if name not in entries]:
         raise ConfigError(f"data.dataset: {missing[0]} is not in {file}; it holds {known}")
-    return tuple(_DatasetEntry(file, name, entries[name], in_pairs).dataset() for name in names)
+    return tuple(_DatasetEntry(file, name, entries[name], answers).dataset() for name in names)
 
 
 class _DatasetEntry(NamedTuple):
     file: Path
     name: str
     settings: Any
-    in_pairs: bool
+    answers: Answers
 
     def dataset(self) -> ChatSource:
         settings = self._mapping(self.settings, "the entry")
@@ -111,18 +119,22 @@ class _DatasetEntry(NamedTuple):
             )
         if settings.get("num_samples"):
             raise self._error("num_samples cannot be followed here; remove the key")
-        if bool(settings.get("ranking")) != self.in_pairs:
-            stated = "true, so it holds preferences: set data.kind: pairs" if not self.in_pairs else "not true"
+        columns = self._mapping(settings.get("columns", {}), "columns")
+        if bool(settings.get("ranking")) != (self.answers == "preferred"):
+            stated = "true, so it holds preferences: set data.kind: pairs" if settings.get("ranking") else "not true"
             raise self._error(f"ranking is {stated}")
+        if (KTO_TAG in columns) != (self.answers == "labelled"):
+            stated = f"{KTO_TAG} is there, so it holds labelled answers: set data.kind: unpaired"
+            raise self._error(f"columns: {stated if KTO_TAG in columns else f'no {KTO_TAG}'}")
         if unknown := sorted(settings.keys() - KNOWN_KEYS):
             raise self._error(f"unknown key {unknown[0]}; expected file_name, formatting, columns, tags")
         if not isinstance(name := settings.get("file_name"), str):
             raise self._error(f"file_name: expected the name of a file, got {name!r}")
-        columns = self._mapping(settings.get("columns", {}), "columns")
-        own = {key: columns[key] for key in columns if not self.in_pairs or key not in (CHOSEN, REJECTED)}
-        layout = self._layout(settings, own)
-        pairs = PairLayout(layout, *(str(columns.get(key, key)) for key in (CHOSEN, REJECTED)))
-        return ChatSource(self.file.parent / name, pairs if self.in_pairs else layout, self.name)
+        taken = {"learned": (), "preferred": (CHOSEN, REJECTED), "labelled": (KTO_TAG,)}[self.answers]
+        layout: Any = self._layout(settings, {key: columns[key] for key in columns if key not in taken})
+        if taken:
+            layout = LAYOUT_OF[self.answers](layout, *(str(columns.get(key, key)) for key in taken))
+        return ChatSource(self.file.parent / name, layout, self.name)
 
     def _layout(self, settings: Mapping[str, Any], columns: Mapping[str, str]) -> ChatLayout:
         formatting = settings.get("formatting", "alpaca")

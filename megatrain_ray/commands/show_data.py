@@ -83,18 +83,17 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: i
     tokenizer = _tokenizer(config)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     has_colours = console.is_terminal and not console.no_color
-    chosen = _both_answers(corpora) if config.data.in_pairs else _chosen(corpora)
+    has_two = config.data.in_pairs or config.data.is_labelled
+    chosen = _both_documents(corpora) if has_two else _chosen(corpora)
     for corpus, number in chosen:
         start = int(corpus.document_lengths[:number].sum())
         part = slice(start, start + int(corpus.document_lengths[number]))
         ids, weights = corpus.tokens[part], _weights(corpus, part)
-        name = f"{'text' if corpus.loss_weights is None else 'sequence'} {number + 1} of {corpus.num_documents}"
-        if config.data.in_pairs:
-            name = f"pair {number // 2 + 1} of {corpus.num_documents // 2}, {('chosen', 'rejected')[number % 2]}"
+        name = _name(config.data, corpus, number, is_good=bool((weights > 0).any()))
         learned = "" if corpus.loss_weights is None else f", {int((weights[1:] != 0).sum())} learned"
         where = f" of {corpus.name}" if len(corpora) > 1 else ""
         show(f"── {name}{where}: {ids.size} tokens{learned} ──")
-        console.print(_rendered(tokenizer, ids, weights, has_colours=has_colours))
+        console.print(_rendered(tokenizer, ids, np.abs(weights), has_colours=has_colours))
         show("")
     if any(corpus.loss_weights is not None for corpus in corpora):
         show(f"learned   {'green and bold text' if has_colours else f'what stands between {OPEN} and {CLOSE}'}")
@@ -103,10 +102,20 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: i
             show(line)
 
 
-def _both_answers(corpora: Sequence[Corpus]) -> Iterator[tuple[Corpus, int]]:
-    """Yield both documents of the preferences that the chosen documents belong to."""
-    for corpus, pair in dict.fromkeys((corpus, number // 2) for corpus, number in _chosen(corpora)):
-        yield from ((corpus, 2 * pair), (corpus, 2 * pair + 1))
+def _name(data: DataConfig, corpus: Corpus, number: int, *, is_good: bool) -> str:
+    """Return what a document is called. is_good: of an answer that is labelled."""
+    record = f"{number // 2 + 1} of {corpus.num_documents // 2}"
+    if data.in_pairs:
+        return f"pair {record}, {('chosen', 'rejected')[number % 2]}"
+    if data.is_labelled:
+        return f"answer {record}, {'mismatched' if number % 2 else 'good' if is_good else 'bad'}"
+    return f"{'text' if corpus.loss_weights is None else 'sequence'} {number + 1} of {corpus.num_documents}"
+
+
+def _both_documents(corpora: Sequence[Corpus]) -> Iterator[tuple[Corpus, int]]:
+    """Yield both documents of the records that the chosen documents belong to."""
+    for corpus, record in dict.fromkeys((corpus, number // 2) for corpus, number in _chosen(corpora)):
+        yield from ((corpus, 2 * record), (corpus, 2 * record + 1))
 
 
 def _chosen(corpora: Sequence[Corpus]) -> Iterator[tuple[Corpus, int]]:
@@ -235,7 +244,7 @@ def _lengths(corpus: Corpus) -> Iterator[str]:
 
 
 def _rows(windows: Windows, seq_len: int) -> Iterator[str]:
-    room = windows.num_windows * (seq_len + 1)
+    room = windows.num_windows * (seq_len + 1) * (2 if windows.labelled else 1)
     used = int(windows.lengths.sum()) if isinstance(windows, SpanWindows) else min(room, windows.num_places)
     yield f"{format_quantity(windows.num_windows, 'row')} of {seq_len} inputs, {used / room:.0%} filled"
     left = windows.corpus.tokens.size - used

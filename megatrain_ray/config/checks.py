@@ -21,16 +21,16 @@ from megatrain_ray.units import format_ranges, parse_ranges
 KINDS_OF_KEY = {
     "text_field": ("pretrain",),
     "add_bos": ("pretrain",),
-    "add_eos": ("pretrain", "sft", "pairs", "rollouts"),
-    "dataset": ("sft", "pairs"),
-    "eval_dataset": ("sft", "pairs"),
-    "chat_format": ("sft", "pairs"),
-    "chat_template": ("sft", "pairs", "rollouts"),
-    "chat_template_args": ("sft", "pairs", "rollouts"),
+    "add_eos": ("pretrain", "sft", "pairs", "unpaired", "rollouts"),
+    "dataset": ("sft", "pairs", "unpaired"),
+    "eval_dataset": ("sft", "pairs", "unpaired"),
+    "chat_format": ("sft", "pairs", "unpaired"),
+    "chat_template": ("sft", "pairs", "unpaired", "rollouts"),
+    "chat_template_args": ("sft", "pairs", "unpaired", "rollouts"),
     "learn": ("sft",),
-    "learn_reasoning": ("sft", "pairs"),
-    "truncation": ("sft", "tokens", "pairs", "rollouts"),
-    "eval_fraction": ("pretrain", "sft", "tokens", "pairs"),  # which would tear groups apart
+    "learn_reasoning": ("sft", "pairs", "unpaired"),
+    "truncation": ("sft", "tokens", "pairs", "unpaired", "rollouts"),
+    "eval_fraction": ("pretrain", "sft", "tokens", "pairs", "unpaired"),  # which would tear groups apart
     "scale_rewards": ("rollouts",),
     "unfinished": ("rollouts",),
 }

@@ -48,9 +48,9 @@ class ModelConfig(Group):
 
 
 class DataConfig(Group):
-    kind: Literal["pretrain", "sft", "tokens", "pairs", "rollouts"] = "pretrain"
+    kind: Literal["pretrain", "sft", "tokens", "pairs", "unpaired", "rollouts"] = "pretrain"
     """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids; pairs: chosen and rejected answers;
-    rollouts: sampled answers with rewards.
+    unpaired: answers that are labelled good or bad; rollouts: sampled answers with rewards.
     Keys of other kinds are refused."""
     path: Sources
     """File, glob, folder, hub id (OWNER/NAME), a list of these, or a list of {path, weight} or {hub, name, split,
@@ -65,11 +65,11 @@ class DataConfig(Group):
     """Only the first records of each source (a list without weights is one), or of each data set of data.dataset, are
     used, held-out ones as well; null: all."""
     dataset: Names | None = None
-    """sft, pairs: names in the dataset_info.json that data.path is."""
+    """sft, pairs, unpaired: names in the dataset_info.json that data.path is."""
     eval_dataset: Names | None = None
-    """sft, pairs: the same for data.eval_path."""
+    """The same for data.eval_path."""
     chat_format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"] = "auto"
-    """sft: format of the records; pairs: of their prompts; auto: by each record's keys."""
+    """sft, unpaired: format of the records; pairs: of their prompts; auto: by each record's keys."""
     chat_template: Text | None = None
     """Of chats: chatml, llama3, qwen, gemma, mistral, or a Jinja file; null: the tokenizer's own, else a plain one."""
     chat_template_args: TemplateArguments = {}  # noqa: RUF012, pydantic copies it
@@ -77,7 +77,7 @@ class DataConfig(Group):
     learn: Literal["all", "last"] = "all"
     """sft: answers of a chat that are learned: all, or only the last."""
     learn_reasoning: bool = True
-    """sft, pairs: true: thoughts in answers are learned; false: answers are learned given their thoughts."""
+    """sft, pairs, unpaired: true: thoughts in answers are learned; false: answers are learned given their thoughts."""
     truncation: Literal["turn", "drop"] = "turn"
     """A longer chat is cut after an answer (turn) or left out (drop); token ids, pairs and rollouts are cut at the end
     or left out."""
@@ -140,12 +140,24 @@ class DataConfig(Group):
     @property
     def documents_per_record(self) -> int:
         """Return how many answers of a record the objective takes as wholes; 0: it is of single tokens."""
-        return {"pairs": 2, "rollouts": 1}.get(self.kind, 0)
+        return {"pairs": 2, "unpaired": 1, "rollouts": 1}.get(self.kind, 0)
 
     @property
     def has_chats(self) -> bool:
         """Return whether a chat template writes the data."""
-        return self.kind in ("sft", "pairs", "rollouts")
+        return self.kind in ("sft", "pairs", "unpaired", "rollouts")
+
+    @property
+    def answers(self) -> Literal["learned", "preferred", "labelled"]:
+        """Return what records say of their answers."""
+        if self.is_labelled:
+            return "labelled"
+        return "preferred" if self.in_pairs else "learned"
+
+    @property
+    def is_labelled(self) -> bool:
+        """Return whether the data are answers that are labelled good or bad."""
+        return self.kind == "unpaired"
 
     @property
     def joins_documents(self) -> bool:

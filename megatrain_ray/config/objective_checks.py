@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatrain_ray.config.groups import Settings
-from megatrain_ray.config.train_groups import OptimizationConfig
+from megatrain_ray.config.train_groups import LABELLED, OptimizationConfig
 
 # The kind of data that objectives need which are not over single tokens.
 PAIR_OBJECTIVES = ("dpo", "ipo", "hinge", "simpo", "orpo", "reward")
-KIND_OF_OBJECTIVE = {**dict.fromkeys(PAIR_OBJECTIVES, "pairs"), "grpo": "rollouts"}
-RECORDS_OF_KIND = {"pairs": "pairs of a chosen and a rejected answer", "rollouts": "sampled answers with rewards"}
+KIND_OF_OBJECTIVE = {
+    **dict.fromkeys(PAIR_OBJECTIVES, "pairs"), **dict.fromkeys(LABELLED, "unpaired"), "grpo": "rollouts",
+}  # fmt: skip
+RECORDS_OF_KIND = {
+    "pairs": "pairs of a chosen and a rejected answer", "unpaired": "answers that are labelled good or bad",
+    "rollouts": "sampled answers with rewards",
+}  # fmt: skip
 
 # Keys of `train.preference` that only some objectives have, and these objectives.
 OBJECTIVES_OF_KEY = {
-    "beta": ("dpo", "ipo", "hinge", "simpo", "orpo"),
+    "beta": ("dpo", "ipo", "hinge", "simpo", "orpo", *LABELLED),
     "gamma": ("simpo",),
     "label_smoothing": ("dpo", "simpo"),
     "sft_weight": ("dpo", "ipo", "hinge", "simpo"),
     "center_rewards_coefficient": ("reward",),
+    "desirable_weight": LABELLED,
+    "undesirable_weight": LABELLED,
 }
 
 

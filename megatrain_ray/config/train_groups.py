@@ -22,6 +22,8 @@ from megatrain_ray.config.values import (
     exact,
 )  # fmt: skip
 
+LABELLED = ("kto", "apo_zero_unpaired")  # objectives over labelled answers
+
 
 class ParameterGroupConfig(Group):
     """Gives a group of parameters their own learning rate, decay or optimizer."""
@@ -51,10 +53,10 @@ class MuonConfig(Group):
 
 
 class PreferenceConfig(Group):
-    """Holds the numbers of the objectives over pairs of answers."""
+    """Holds the numbers of the objectives over preferences and labelled answers."""
 
     beta: Positive = 0.1
-    """Factor of log-probabilities in rewards: DPO's and SimPO's β, IPO's τ, ORPO's λ."""
+    """Factor of log-probabilities in rewards: DPO's, SimPO's and KTO's β, IPO's τ, ORPO's λ."""
     gamma: Annotated[float, Field(ge=0)] = 0.5
     """simpo: reward by which the chosen answer shall be ahead."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -63,6 +65,10 @@ class PreferenceConfig(Group):
     """Adds this × the chosen answer's mean cross-entropy over its tokens. orpo: always 1."""
     center_rewards_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """reward: adds this × (reward of the chosen + of the rejected answer)², which keeps rewards near zero."""
+    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """kto, apo_zero_unpaired: factor of the losses of good answers."""
+    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """kto, apo_zero_unpaired: factor of the losses of bad answers."""
 
 
 class DistillationConfig(Group):
@@ -117,20 +123,23 @@ class OptimizationConfig(Group):
     """Sequences of one forward; the plan chooses if only batch_size is set."""
     accumulate: Sequences | None = None
     """Micro-batches of an update."""
-    objective: Literal["sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo", "reward", "grpo"] = "sft"
+    objective: Literal[
+        "sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo", "kto", "apo_zero_unpaired", "reward", "grpo"
+    ] = "sft"
     """sft: cross-entropy of tokens; distill: divergence from a teacher; grpo, over data.kind: rollouts: answers with a
-    larger reward become likelier. The others, over data.kind: pairs, prefer chosen answers to rejected ones; reward
+    larger reward become likelier; kto and apo_zero_unpaired, over data.kind: unpaired, prefer good answers to bad ones.
+    The others, over data.kind: pairs, prefer chosen answers to rejected ones; reward
     makes a reward model, with a head that scores answers."""
     distillation: DistillationConfig = DistillationConfig()
     """Teacher and numbers of objective: distill."""
     preference: PreferenceConfig = PreferenceConfig()
-    """Numbers of the objectives over pairs."""
+    """Numbers of the objectives over preferences and labelled answers."""
     policy: PolicyConfig = PolicyConfig()
     """Numbers of grpo."""
     reference: Text | None = None
     """Model whose log-probabilities of the targets come with batches: `model` (model.path without adapters), a folder,
-    hub id or run directory. It is never loaded beside the model that is trained. null: `model` for dpo, ipo, hinge, and
-    for grpo with policy.beta or policy.correction; else none."""
+    hub id or run directory. It is never loaded beside the model that is trained. null: `model` for dpo, ipo, hinge,
+    kto and apo_zero_unpaired, and for grpo with policy.beta or policy.correction; else none."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -188,7 +197,7 @@ class OptimizationConfig(Group):
         """Return whether the objective compares the model with a reference."""
         if self.objective == "grpo":
             return self.policy.beta > 0 or self.policy.correction is not None
-        return self.objective in ("dpo", "ipo", "hinge")
+        return self.objective in ("dpo", "ipo", "hinge", *LABELLED)
 
     @property
     def num_steps(self) -> int:

@@ -131,7 +131,7 @@ def llama_factory_data(tree: Mapping[str, Any], found: Findings) -> None:
 
 def _check_entries(info: Path, chosen: list[str]) -> None:
     try:
-        read_dataset_info(info, chosen)
+        read_dataset_info(info, chosen, "learned")
     except ConfigError as error:
         raise RefusedError(str(error).replace("data.dataset", "dataset", 1)) from None
 

@@ -15,8 +15,7 @@ from megatrain_ray.config.other_tools import RESOLVED_KEYS
 from megatrain_ray.config.yaml_file import override
 from megatrain_ray.convert.key_tables import EVERY_LINEAR
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.named_templates import PLAIN, read_named_template
+from megatrain_ray.io.chat.chat_template import PLAIN, load_chat_template, read_named_template
 
 FREEZING = ("freeze_layers", "freeze_modules", "freeze_extra")
 MAX_WARMUP_STEPS = 100  # upper limit of Axolotl's default warm-up

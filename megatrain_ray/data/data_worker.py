@@ -16,7 +16,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.batching.mixture import MixedStream
-from megatrain_ray.io.batching.windows import Windows, cut
+from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut
 from megatrain_ray.io.tokens.logprob_files import open_logprobs
 from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
@@ -113,7 +113,7 @@ class PassData(HeldOutData):
 
     def windows(self) -> list[Windows]:
         named = zip(self.names, self.tokens, strict=True)
-        return [cut_source(self.data, name, folder, self.vocab_size, whole=True) for name, folder in named]
+        return [cut_for_pass(self.data, name, folder, self.vocab_size) for name, folder in named]
 
 
 @contextmanager
@@ -157,7 +157,14 @@ def cut_source(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, wh
         vocab_size=vocab_size,
         whole=whole,
         documents_per_record=data.documents_per_record,
+        labelled=data.is_labelled,
     )
+
+
+def cut_for_pass(data: DataConfig, name: str, tokens: Path, vocab_size: int) -> Windows:
+    """Open all windows of one source, those of mismatched answers like the others. Raises ConfigError as cut_source."""
+    windows = cut_source(data, name, tokens, vocab_size, whole=True)
+    return replace(windows, labelled=False) if isinstance(windows, SpanWindows) else windows
 
 
 class DataWorker:

@@ -18,11 +18,10 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
+from megatrain_ray.io.chat.chat_template import ChatTemplate, fitting_templates, load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
 from megatrain_ray.io.chat.end_marks import lacks_bos, last_mark, text_after_answer, unlearned_mark
 from megatrain_ray.io.chat.find_chats import ChatSource, find_chats
-from megatrain_ray.io.chat.named_templates import fitting_templates
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.disk_errors import DiskError
@@ -243,7 +242,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
 
 
 def _chats(path: Sequence[str], data: DataConfig) -> tuple[ChatSource, ...]:
-    return find_chats(path, data.dataset, data.chat_format, in_pairs=data.in_pairs)
+    return find_chats(path, data.dataset, data.chat_format, answers=data.answers)
 
 
 def _check_filled(path: Sequence[str]) -> None:

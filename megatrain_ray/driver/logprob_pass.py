@@ -12,7 +12,7 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.data_worker import HeldOutData, PassData, cut_source, sources_of
+from megatrain_ray.data.data_worker import HeldOutData, PassData, cut_for_pass, sources_of
 from megatrain_ray.data.tokenize_data import ALL_IDS, writable_cache
 from megatrain_ray.driver.run_context import DataTokens
 from megatrain_ray.engine.objectives.distillation import TopTokens
@@ -170,7 +170,7 @@ def _begun(
         if holds_logprobs(folder):  # another process has just made it
             yield None
             return
-        windows = cut_source(data, name := scored.names[tokens], tokens, ALL_IDS, whole=True)
+        windows = cut_for_pass(data, name := scored.names[tokens], tokens, ALL_IDS)
         if (writer := begun_logprobs(folder, windows.num_places, scored.record)) is None:
             with new_folder(folder, _Notes()) as partial:
                 begin_logprobs(partial, provenance, windows.num_places)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatrain_ray.engine.objectives.objective import joining
+from megatrain_ray.engine.objectives.objective import joining, with_margin
 from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.workers.messages import HeldOutLoss
 
@@ -102,11 +102,12 @@ def evaluation_row(
     totals = [sum(loss.total_weight for loss in losses) for losses in sources]
     means = [sum(loss.total for loss in losses) / total for losses, total in zip(sources, totals, strict=True)]
     loss = mean_of(means)
-    metrics = {
-        f"eval_{name}": mean_of([_joined(name, [loss.metrics[name] for loss in losses]) for losses in sources])
+    joined = {
+        name: mean_of([_joined(name, [loss.metrics[name] for loss in losses]) for losses in sources])
         for name in sources[0][0].metrics
         if all(any(loss.metrics[name][1] for loss in losses) for losses in sources)
     }
+    metrics = {f"eval_{name}": value for name, value in with_margin(joined).items()}
     if "eval_cross_entropy" in metrics or not metrics:
         metrics["perplexity"] = perplexity(metrics.get("eval_cross_entropy", loss))
     num_tokens = sum(loss.num_supervised for losses in sources for loss in losses)

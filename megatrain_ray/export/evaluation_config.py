@@ -68,7 +68,7 @@ def pass_config(name: str | None, config: TrainConfig, step: SaveChoice = None) 
     data = config.data
     update = {} if config.evaluates else {"eval_path": data.path, "eval_dataset": data.dataset, "eval_fraction": None}
     # Any objective over such data will do.
-    objective = {"pairs": "simpo", "rollouts": "grpo"}.get(data.kind, "sft")
+    objective = {"pairs": "simpo", "unpaired": "kto", "rollouts": "grpo"}.get(data.kind, "sft")
     numbers: dict[str, Any] = {"preference": {}, "policy": {}, "distillation": {}}
     train = {"reference": None, "objective": objective, **numbers}
     with _without_updates(name, config, step, update, train) as changed:

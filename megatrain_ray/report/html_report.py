@@ -163,11 +163,12 @@ def _charts(rows: Rows, evaluations: Rows, resumed: Sequence[int]) -> list[Chart
     rewards["sampled"] = _points(rows, "reward")
     clipped = {name: _points(rows, f"clipped_{name}") for name in ("low", "high")}
     preferred = {"training": _points(rows, "reward_accuracy"), "held out": _points(evaluations, "eval_reward_accuracy")}
+    divergence = {"training": _points(rows, "kl"), "held out": _points(evaluations, "eval_kl")}
     drawn = [
         line_chart("Loss, nats", losses, steps, from_zero=False, resumes=resumed),
         line_chart("Mean reward of the answers", rewards, steps, from_zero=False, resumes=resumed),
         line_chart("Share of preferences whose chosen answer has more reward", preferred, steps, resumes=resumed),
-        line_chart("KL divergence from the reference", {"training": _points(rows, "kl")}, steps, resumes=resumed),
+        line_chart("KL divergence from the reference", divergence, steps, resumes=resumed),
         line_chart("Share of tokens whose ratio is clipped", clipped, steps, resumes=resumed),
         *(line_chart(title, {name: _points(rows, key)}, steps, resumes=resumed) for title, name, key in of_steps),
         stacked_chart("Where a step's seconds went", list(_parts(rows)), "s"),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
-from megatrain_ray.engine.model.chunked_loss import Objective
+from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.objectives.distillation import Distillation
+from megatrain_ray.engine.objectives.kto_objective import KtoObjective
 from megatrain_ray.engine.objectives.objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
@@ -75,15 +76,21 @@ class GpuSteps:
         train = self._run_spec.config.train
         if step < train.num_steps:
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
-        objective = objective_of(self._run_spec)
+        start = time.perf_counter()
+        objective = await self._objective(batch, step - 1)
+        forward_s = time.perf_counter() - start
         inputs = StepInput(step, self._micro_batches(batch), batch.total_weight, train.seed, objective, batch.counts)
         params = UpdateParams(step, self._progress.adam_step + 1, self._rows.learning_rate(step), save=save)
         with memory_explained(self._run_spec.plan, f"step {step}"):
             report = await self._engine.step(inputs, params, train.clip)
+        report = replace(report, step_s=report.step_s + forward_s)
         self._engine.device.timeline.clear()  # nobody reads these records, which take 8 KB a step
         self._progress = Progress(step, self._progress.adam_step + (not report.skipped))
         row = self._rows.row(report, batch, data_s)
         return StepResult(row | self._work.columns(step, self._rows.newest), self._progress)
+
+    async def _objective(self, batch: Batch, step: int) -> Objective:
+        return await objective_of_batch(self._engine, objective_of(self._run_spec), batch, step, self._micro_batches)
 
     def _micro_batches(self, batch: Batch) -> tuple[MicroBatch, ...]:
         """Return the micro-batches of this rank. Every rank has the same number."""
@@ -123,13 +130,14 @@ class GpuSteps:
             return loss
 
     async def _held_out_loss(self, batch: Batch, step: int) -> HeldOutLoss:
-        objective, micro_batches = objective_of(self._run_spec), self._micro_batches(batch)
+        micro_batches = self._micro_batches(batch)
         sums = HeldOutLoss(0.0, batch.num_supervised, batch.total_weight, num_tokens=batch.num_tokens)
         if self._run_spec.keeps_logprobs:
             top = self._run_spec.teacher
             logprobs = await self._engine.logprobs(micro_batches, step, top)
             shape = batch.targets.shape if top is None else (*batch.targets.shape, -1)
             return sums if self._rank else replace(sums, logprobs=logprobs.numpy().reshape(shape))  # rank 0 is asked
+        objective = await self._objective(batch, step)
         if objective.distillation is not None:
             total, plain = await self._engine.evaluate(micro_batches, step, objective)
             return replace(sums, total=total, metrics={"cross_entropy": (plain, batch.total_weight)})
@@ -138,8 +146,7 @@ class GpuSteps:
             return replace(sums, total=total)
         logprobs = await self._engine.logprobs(micro_batches, step)
         assert batch.counts is not None
-        (whole,) = micro_batches_of(batch, len(batch.input_ids))
-        found = objective.of_documents.loss(logprobs, whole.uploaded_targets(lambda tensor: tensor), batch.counts)
+        found = objective.of_documents.loss(logprobs, _whole(batch), batch.counts)
         metrics = {name: (mean.total.item(), mean.divisor) for name, mean in found.metrics.items()} | batch.means
         return replace(sums, total=found.loss.total.item(), total_weight=found.loss.divisor, metrics=metrics)
 
@@ -171,14 +178,44 @@ def objective_of(run_spec: RunSpec) -> Objective:
     return Objective(train.z_loss, train.label_smoothing, _of_documents(train, seq_len))
 
 
+async def objective_of_batch(
+    engine: Engine, objective: Objective, batch: Batch, step: int,
+    divided: Callable[[Batch], Sequence[MicroBatch]],
+) -> Objective:  # fmt: skip
+    """Return the objective of a batch. KTO's has an estimate of KL by the weights after `step`.
+
+    It is of the whole batch, so that it takes a forward of its own, before the first loss.
+
+    divided: returns the micro-batches of this rank.
+    """
+    kto = objective.of_documents
+    if not isinstance(kto, KtoObjective):
+        return objective
+    kto = kto.with_counts(_whole(batch))
+    if kto.estimates_kl:
+        assert batch.mismatched is not None  # answers are labelled
+        logprobs = await engine.logprobs(divided(batch.mismatched), step)
+        kto = kto.with_kl(logprobs, _whole(batch.mismatched))
+    return replace(objective, of_documents=kto)
+
+
+def _whole(batch: Batch) -> Targets:
+    """Return the targets of all rows of a batch, on the host."""
+    (whole,) = micro_batches_of(batch, len(batch.input_ids))
+    return whole.uploaded_targets(lambda tensor: tensor)
+
+
 def _of_documents(train: OptimizationConfig, seq_len: int) -> LogprobObjective | None:
     numbers, policy = train.preference.model_dump(), train.policy.model_dump()
     centering = numbers.pop("center_rewards_coefficient")
+    weights = numbers.pop("desirable_weight"), numbers.pop("undesirable_weight")
     match train.objective:
         case "sft" | "distill":
             return None
         case "reward":
             return RewardObjective(centering)
+        case "kto" | "apo_zero_unpaired" as kind:
+            return KtoObjective(kind, train.preference.beta, *weights)
         case "grpo":
             return PolicyObjective(**policy | {"answer_length": policy["answer_length"] or seq_len})
         case kind:

@@ -162,7 +162,7 @@ class GpuWorker:
                 packed=config.data.joins_documents,
                 row_parts=2 if config.data.in_pairs and not config.data.packing else 1,
                 weighted=self._run_spec.weighted,
-                evaluates=config.evaluates,
+                evaluates=config.evaluates or config.data.is_labelled,  # whose KL is of a forward
                 trains=config.train.num_steps > 0,
                 teacher=self._run_spec.teacher,
             )

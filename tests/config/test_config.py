@@ -72,6 +72,8 @@ def test_defaults_are_those_of_the_table() -> None:
                 "label_smoothing": 0.0,
                 "sft_weight": 0.0,
                 "center_rewards_coefficient": 0.0,
+                "desirable_weight": 1.0,
+                "undesirable_weight": 1.0,
             },
             "policy": {
                 "clip_low": 0.2,
@@ -454,11 +456,26 @@ def test_all_problems_come_in_one_message() -> None:
         ({"spill__limit": "200GB"}, "spill.path is required with spill.limit: 200000000000: a folder on"),
         ({"log__trace": [3, 2]}, "log.trace: [3, 2]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
         ({"log__trace": [3, 5]}, "log.trace: [3, 5]: expected two steps with 1 ≤ first ≤ last ≤ train.steps: 4"),
-        ({"data__dataset": "d"}, "data.dataset: goes with data.kind: sft or pairs, and data.kind is pretrain; leave"),
+        (
+            {"data__dataset": "d"},
+            "data.dataset: goes with data.kind: sft or pairs or unpaired, and data.kind is pretrain",
+        ),
         ({"data__chat_template_args": {"a": 1}}, "data.chat_template_args: goes with data.kind: sft"),
         ({"data__kind": "sft", "data__text_field": "body"}, "data.text_field: goes with data.kind: pretrain, and"),
         ({"data__kind": "pairs"}, "train.objective: sft learns single answers, and data.kind is pairs; set dpo, ipo,"),
         ({"train__objective": "orpo"}, "data.kind: pretrain, and train.objective: orpo is over pairs of a chosen and"),
+        (
+            {"train__objective": "kto"},
+            "data.kind: pretrain, and train.objective: kto is over answers that are labelled",
+        ),
+        (
+            {"data__kind": "unpaired"},
+            "train.objective: sft learns single answers, and data.kind is unpaired; set kto or",
+        ),
+        (
+            PAIRS | {"train__preference__desirable_weight": 2.0},
+            "train.preference.desirable_weight: goes with train.objective: kto or apo_zero_unpaired, and",
+        ),
         (
             {"train__preference__gamma": 1.0},
             "train.preference.gamma: goes with train.objective: simpo, and train.objective is sft; leave the key out",

@@ -15,7 +15,7 @@ import pytest
 
 from megatrain_ray.config.yaml_file import config_to_dict
 from megatrain_ray.errors import CapacityError, ConfigError
-from megatrain_ray.io.chat.named_templates import PLAIN, read_named_template
+from megatrain_ray.io.chat.chat_template import PLAIN, read_named_template
 from megatrain_ray.io.files.owned_folder import MARK_NAME
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.saves.manifest import Manifest

@@ -64,5 +64,32 @@ def referenced(folder: Path, batches: Sequence[Any]) -> list[Batch]:
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids, position_ids=batch.positions, use_cache=False).logits
         losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
-        found.append(replace(batch, reference_logprobs=-losses.view(batch.targets.shape)))
+        mismatched = None if batch.mismatched is None else referenced(folder, [batch.mismatched])[0]
+        logprobs = -losses.view(batch.targets.shape)
+        found.append(replace(batch, reference_logprobs=logprobs, mismatched=mismatched))
     return found
+
+
+def labelled_batches(
+    pairs: Iterator[Pair], num_batches: int, *, packing: bool, seq_len: int = 40, batch_size: int = 4
+) -> list[Batch]:
+    """Return batches of the chosen answers, of which those with an odd rejected one are labelled bad.
+
+    Each prompt is mismatched with the answer before it among `batch_size`, the first one with the last, as in TRL.
+    """
+    documents, weights, records = [], [], list(pairs)
+    for index, pair in enumerate(records):
+        group = index // batch_size * batch_size
+        other = records[group + (index - group - 1) % len(records[group : group + batch_size])]
+        sign = 1.0 if is_good(pair) else -1.0
+        for answer, weight in ((pair.chosen, sign), (other.chosen, 1.0)):
+            documents.append([*pair.prompt, *answer])
+            weights.append(np.where(np.arange(len(documents[-1])) >= len(pair.prompt), weight, 0.0))
+    corpus = replace(corpus_of(*documents), loss_weights=np.concatenate(weights).astype(np.float32))
+    windows = cut(corpus, seq_len=seq_len, packing=packing, vocab_size=VOCAB_SIZE, labelled=True)
+    stream = BatchStream(windows, batch_size=batch_size, shuffle=False, seed=0)
+    return [as_tensors(stream.next_batch()) for _ in range(num_batches)]
+
+
+def is_good(pair: Pair) -> bool:
+    return len(pair.rejected) % 2 == 0

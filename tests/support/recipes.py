@@ -12,6 +12,7 @@ from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.objectives.distillation import Distillation, Softmax
+from megatrain_ray.engine.objectives.kto_objective import KtoObjective
 from megatrain_ray.engine.objectives.objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
@@ -74,6 +75,8 @@ def _of_documents(recipe: Recipe) -> LogprobObjective | None:
     preference = recipe.preference
     if recipe.policy is not None:
         return PolicyObjective(*recipe.policy)  # type: ignore[arg-type]
+    if recipe.kto:
+        return KtoObjective(*recipe.kto)  # type: ignore[arg-type]
     if preference is None:
         return None
     *numbers, centering = preference

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import dropout_seed
 from tests.support.fp8_linear import with_fp8
+from tests.support.kto_losses import Kto, kl_of, kto_backward
 from tests.support.pair_losses import Preference, pair_losses, reward_losses
 from tests.support.policy_losses import Policy, Rollouts, policy_loss
 from tests.support.rounded_moments import round_moments
@@ -110,6 +111,7 @@ class Recipe:
     preference: Preference | None = None  # of batches of pairs
     policy: Policy | None = None  # of batches of rollouts
     distil: Distil | None = None  # of batches with a teacher's predictions
+    kto: Kto | None = None  # of batches of labelled answers
     seed: int = 0
     precision: str = "fp32"
     compute: str | None = None
@@ -250,10 +252,14 @@ def _gradients(  # noqa: C901
     if "margins" in batch.columns:
         margins = batch.columns["margins"].split(recipe.micro_batch_size)
     rows = torch.arange(len(batch.input_ids)).split(recipe.micro_batch_size)
+    size = recipe.micro_batch_size
+    kl = kl_of(model, batch, size, recipe.kto)
     for j in range(len(inputs)):
         place.micro_batch, place.layer = j, 0
         model.zero_grad(set_to_none=True)
-        if recipe.preference and recipe.preference.kind == "reward":
+        if recipe.kto:
+            losses += kto_backward(model, batch, slice(j * size, (j + 1) * size), recipe.kto, kl)
+        elif recipe.preference and recipe.preference.kind == "reward":
             hidden = model.base_model(input_ids=inputs[j], use_cache=False, **packed[j]).last_hidden_state
             scores = model.score(hidden).float().flatten()
             each = reward_losses(scores, packed[j].get("position_ids"), real[j], margins[j], recipe.preference)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import open_model
 from megatrain_ray.virtual_clock import CostModel, Record, Timeline, unit_cost
+from megatrain_ray.workers.gpu_steps import objective_of_batch
 from tests.support.candidate_plans import build_plan
 from tests.support.host_state import HostState, blob_in_memory
 from tests.support.local_host import LocalHost
@@ -289,7 +291,9 @@ class Training:
             packed = any(batch.positions is not None for batch in batches)
             weighted = any(batch.loss_weights is not None for batch in batches)
             await self.engine.run_warm_up(
-                WarmUpShapes(objective, packed, weighted, evaluates=bool(held_out), trains=bool(batches))
+                WarmUpShapes(
+                    objective, packed, weighted, evaluates=bool(held_out or self.recipe.kto), trains=bool(batches)
+                )
             )
             await self._evaluate(held_out, 0)
             for step, batch in enumerate(batches, 1):
@@ -308,9 +312,11 @@ class Training:
     async def _step(self, step: int, batch: Batch) -> None:
         adam_step = 1 + sum(not report.skipped for report in self.result.reports)
         params = schedule(step, adam_step, self.recipe)
-        self.result.reports.append(
-            await self.engine.step(step_input(step, batch, self.recipe), params, self.recipe.clip)
-        )
+        inputs = step_input(step, batch, self.recipe)
+        divided = partial(micro_batches_of, size=self.recipe.micro_batch_size)
+        objective = await objective_of_batch(self.engine, inputs.objective, batch, step - 1, divided)
+        inputs = replace(inputs, objective=objective)
+        self.result.reports.append(await self.engine.step(inputs, params, self.recipe.clip))
 
     async def _evaluate(self, batches: Sequence[Batch], generation: int) -> None:
         if not batches:

@@ -17,9 +17,11 @@ import yaml
 from torch import Tensor
 
 from megatrain_ray.cli import main
+from megatrain_ray.config.train_groups import LABELLED
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
+from tests.support.kto_losses import Kto
 from tests.support.pair_losses import Preference
 from tests.support.reference import MuonRecipe, Own, Recipe, Result, train_reference
 from tests.support.teacher import Distil
@@ -112,6 +114,7 @@ def reference_of(run_dir: Path, tree: Mapping[str, Any], batches: Iterable[Batch
 def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
     """Return the run's settings as a recipe, with the threads and loss chunks of its plan."""
     plan, train = plan_of(run_dir), tree["train"]
+    kto = Kto(train["objective"], **train["preference"]) if train.get("objective") in LABELLED else None
     return Recipe(
         steps=train["steps"],
         lr=train["lr"],
@@ -122,7 +125,8 @@ def recipe_of(run_dir: Path, tree: Mapping[str, Any]) -> Recipe:
         muon=MuonRecipe(**train.get("muon", {})) if train.get("optimizer") == "muon" else None,
         adapter=Path(tree["lora"]["path"]) if tree.get("lora") else None,
         clip=train.get("clip", 1.0),
-        preference=Preference(train["objective"], **train["preference"]) if "preference" in train else None,
+        preference=Preference(train["objective"], **train["preference"]) if "preference" in train and not kto else None,
+        kto=kto,
         distil=_distil(**train["distillation"]) if "distillation" in train else None,
         seed=train.get("seed", 0),
         precision=train["precision"],

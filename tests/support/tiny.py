@@ -87,7 +87,7 @@ def as_tensors(batch: Batch) -> Any:
     }
     arrays |= {"teacher": batch.teacher and tuple(map(torch.from_numpy, batch.teacher))}
     arrays |= {"columns": {key: torch.from_numpy(array) for key, array in batch.columns.items()}}
-    return replace(batch, **arrays)
+    return replace(batch, mismatched=batch.mismatched and as_tensors(batch.mismatched), **arrays)
 
 
 def weigh(batch: Batch) -> Batch:

@@ -219,7 +219,7 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
     "weight as a flag": (turns(USER, ANSWER | {"weight": True}), "auto", "weight: expected a number of 0 and more"),
     "train": (turns(USER, ANSWER | {"train": 1}), "auto", "turn 2 (assistant): train: expected true or false, got 1"),
     "user to learn": (turns(USER | {"train": True}, ANSWER), "auto", "train: only turns of the assistant are learned"),
-    "KTO": ({"prompt": "Q", "completion": "A", "label": True}, "auto", "label: true or false says that an answer is"),
+    "KTO": ({"prompt": "Q", "completion": "A", "label": True}, "auto", "label: says whether the answer is good, which"),
     "no completion": ({"prompt": "Q"}, "prompt_completion", "no key 'completion'; its keys are 'prompt'"),
     "empty completion": ({"prompt": "Q", "completion": ""}, "auto", "empty turn of assistant"),
     "turn of a prompt": (

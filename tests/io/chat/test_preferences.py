@@ -14,7 +14,7 @@ from megatrain_ray.data.data_worker import open_windows
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import assemble
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, PairLayout, read_margin, read_pair
-from megatrain_ray.io.chat.find_chats import find_chats
+from megatrain_ray.io.chat.find_chats import Answers, find_chats
 from megatrain_ray.io.records.read_records import RecordError, read_records
 from megatrain_ray.io.tokens.token_files import read_meta
 from tests.io.chat.test_chat_records import said
@@ -90,16 +90,21 @@ def test_the_ranking_of_llama_factory(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"q": "Q", "good": "A", "bad": "B"}]))
     columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     entries = {"a": {"file_name": "a.json", "ranking": True, "columns": columns}, "b": {"file_name": "a.json"}}
+    entries["c"] = {"file_name": "a.json", "columns": {"kto_tag": "good"}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
     info = str(tmp_path / "dataset_info.json")
-    (source,) = find_chats(info, "a", in_pairs=True)
+    (source,) = find_chats(info, "a", answers="preferred")
     assert isinstance(source.layout, PairLayout)
     for _, record in read_records(source.file):
         pair = read_pair(record, source.layout)
         assert [conversation.messages[-1]["content"] for conversation in pair] == ["A", "B"]
-    for name, in_pairs, problem in (("a", False, "set data.kind: pairs"), ("b", True, "ranking is not true")):
+    wrong: tuple[tuple[str, Answers, str], ...] = (
+        ("a", "learned", "set data.kind: pairs"), ("b", "preferred", "ranking is not true"),
+        ("b", "labelled", "columns: no kto_tag"), ("c", "learned", "kto_tag is there"),
+    )  # fmt: skip
+    for name, answers, problem in wrong:
         with pytest.raises(ConfigError, match=problem):
-            find_chats(info, name, in_pairs=in_pairs)
+            find_chats(info, name, answers=answers)
 
 
 def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: Path) -> None:

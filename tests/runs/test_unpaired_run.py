@@ -1,0 +1,76 @@
+"""Runs on labelled answers through the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.data.data_worker import open_stream
+from megatrain_ray.trainer import compute_logprobs, tokenize_all
+from tests.support.in_process import Train
+from tests.support.runs import assert_equals_reference, cli_here, config, losses, rows, write_config
+from tests.support.tiny import as_tensors, build_tiny
+
+STEPS = 4
+
+
+def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was_saved(
+    tmp_path: Path, train: Train
+) -> None:
+    records = [{"prompt": "q" * n, "completion": "ab" * (n % 5 + 1), "label": n % 3 > 0} for n in range(1, 31)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=2, save_keep=9, eval_every=2)
+    tree["train"] |= {
+        "steps": STEPS, "batch_size": 4, "micro_batch_size": 1, "accumulate": 4, "objective": "kto",
+        "preference": {"beta": 2.0, "desirable_weight": 0.5},
+    }  # fmt: skip
+    tree["data"] = {
+        "kind": "unpaired", "path": str(tmp_path / "answers.jsonl"), "eval_fraction": 0.3, "tokenizer": "bytes",
+        "seq_len": 100,
+    }  # fmt: skip
+    path, run_dir = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    done = train(str(path))
+    assert done.returncode == 0, done.stderr
+    first = rows(run_dir)
+    assert any(row["kl"] > 0 for row in first)
+    assert f"  margin {first[1]['reward_margin']:.3g}  kl {first[1]['kl']:.3g}  norm" in done.stdout
+    evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    # The reference is the model before the first update.
+    assert evaluations[0]["eval_reward_chosen"] == evaluations[0]["eval_kl"] == 0
+    assert evaluations[2]["eval_reward_margin"] == pytest.approx(
+        evaluations[2]["eval_reward_chosen"] - evaluations[2]["eval_reward_rejected"]
+    )
+    shown = cli_here("inspect", str(run_dir)).stdout
+    assert f"eval_loss {evaluations[-1]['eval_loss']:.4f}  margin " in shown
+    assert cli_here("report", str(run_dir)).returncode == 0
+    assert "KL divergence from the reference" in (run_dir / "report.html").read_text()
+    shown = cli_here("data", str(path)).stdout
+    assert "── answer 1 of " in shown and ", good: " in shown
+
+    shutil.rmtree(run_dir / "saves" / "step_4")
+    assert train(str(path)).returncode == 0
+    assert losses(run_dir) == [row["loss"] for row in first]
+    with train.actors():
+        alone = cli_here("eval", str(run_dir), "--json")
+        assert (alone.returncode, "log-probabilities: " in alone.stderr) == (0, False), alone.stderr
+        for key in ("eval_loss", "eval_reward_margin", "eval_kl"):
+            assert json.loads(alone.stdout)[key] == evaluations[-1][key]
+        settings, data = tokenize_all(load_config(path), 257, run_dir, Startup())
+        found = compute_logprobs(None, settings, data, run_dir)
+    stream = open_stream(settings.data, data.training, 257, 4, found.training)
+    batches = [as_tensors(stream.next_batch()) for _ in range(STEPS)]
+    assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
+
+    tree["run_dir"] = str(tmp_path / "two")
+    tree["hardware"] |= {"num_gpus": 2}
+    tree["train"] |= {"accumulate": 2}
+    assert train(str(write_config(path, tree))).returncode == 0
+    for row, same in zip(rows(tmp_path / "two"), first, strict=True):
+        for key in ("loss", "kl", "grad_norm"):
+            assert row[key] == pytest.approx(same[key], rel=1e-5, abs=1e-6)
