@@ -23,7 +23,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
 from megatrain_ray.io.batching.windows import SpanWindows, Windows
 from megatrain_ray.io.files.scratch_folder import scratch_folder
-from megatrain_ray.io.tokens.token_files import Corpus, TokenArray, read_meta
+from megatrain_ray.io.tokens.token_files import ADVANTAGE, Corpus, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.model.positions import check_length
@@ -91,6 +91,7 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: i
         ids, weights = corpus.tokens[part], _weights(corpus, part)
         name = _name(config.data, corpus, number, is_good=bool((weights > 0).any()))
         learned = "" if corpus.loss_weights is None else f", {int((weights[1:] != 0).sum())} learned"
+        learned += _rewarded(corpus, part)
         where = f" of {corpus.name}" if len(corpora) > 1 else ""
         show(f"── {name}{where}: {ids.size} tokens{learned} ──")
         console.print(_rendered(tokenizer, ids, np.abs(weights), has_colours=has_colours))
@@ -100,6 +101,14 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: i
     if config.data.has_chats:
         for line in describe_template(config.data, config.tokenizer, vocab_size):
             show(line)
+
+
+def _rewarded(corpus: Corpus, part: slice) -> str:
+    """Return the reward and the largest advantage of a rollout, each after a comma; nothing for other documents."""
+    if ADVANTAGE not in corpus.columns:
+        return ""
+    reward, *advantages = corpus.columns[ADVANTAGE][part].tolist()
+    return f", reward {reward:.3g}, advantage {max(advantages, key=abs):.3g}"
 
 
 def _name(data: DataConfig, corpus: Corpus, number: int, *, is_good: bool) -> str:

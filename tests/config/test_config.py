@@ -235,6 +235,7 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
         ({"num_train_epochs": 3}, "num_train_epochs: unknown key; did you mean train.epochs?"),
         ({"max_length": 3}, "max_length: unknown key; did you mean data.seq_len?"),
         ({"sequence_len": 3}, "sequence_len: unknown key; did you mean data.seq_len?"),
+        ({"train__epsilon_high": 0.3}, "train.epsilon_high: unknown key; did you mean train.policy.clip_high?"),
         ({"eval_evry": 3}, "eval_evry: unknown key; did you mean eval_every?"),
         ({"auto_resume_from_checkpoints": True}, "auto_resume_from_checkpoints: unknown key; the same command resumes "
                                                  "the run in run_dir"),

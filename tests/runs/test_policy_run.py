@@ -31,8 +31,9 @@ def records() -> list[dict[str, object]]:
 def test_a_run_on_rollouts_goes_on_where_it_was_saved_and_reports(tmp_path: Path, train: Train) -> None:
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records()))
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), save_every=2, save_keep=9, eval_every=4)
+    tree["hardware"]["num_gpus"] = 2
     tree["train"] |= {
-        "steps": STEPS, "batch_size": 2, "micro_batch_size": 1, "accumulate": 2, "objective": "grpo",
+        "steps": STEPS, "batch_size": 2, "micro_batch_size": 1, "accumulate": 1, "objective": "grpo",
         "policy": {"beta": 0.1},
     }  # fmt: skip
     tree["data"] = {
@@ -68,4 +69,4 @@ def test_a_run_on_rollouts_goes_on_where_it_was_saved_and_reports(tmp_path: Path
         for key in ("eval_loss", "eval_kl", "eval_clipped_low"):
             assert json.loads(alone.stdout)[key] == evaluations[-1][key]
     shown = cli_here("data", str(path)).stdout
-    assert "an epoch is 6 rows" in shown
+    assert "an epoch is 6 rows" in shown and ", 6 learned, reward 0, advantage -1.31 ──" in shown
