@@ -61,18 +61,21 @@ def test_layers_are_traced_once(tmp_path: Path, traced: list[object]) -> None:
     assert len(traced) == 1
     assert first == second
     assert any(layer.compiled for layer in second.layers)
+    run_spec(tmp_path, {"intermediate_size": 128})
+    assert len(traced) == 2
+    run_spec(tmp_path, {}, train__freeze=["embed_tokens"])
+    assert len(traced) == 3
 
 
-@pytest.mark.spread(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
-        ({"intermediate_size": 128}, {}),
+        ({"num_attention_heads": 8}, {}),
         ({}, {"data__seq_len": 24}),
         ({}, {"train__precision": "bf16"}),
-        ({}, {"train__freeze": ["embed_tokens"]}),
     ],
-    ids=["another width", "another length", "another precision", "another freezing"],
+    ids=["other heads", "another length", "another precision"],
 )
 def test_another_model_or_shape_is_traced(
     tmp_path: Path, traced: list[object], shape: dict[str, Any], changes: dict[str, Any]

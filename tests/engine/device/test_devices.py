@@ -32,6 +32,8 @@ from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
 pytestmark = pytest.mark.pairwise
+# Of tests whose numbers others compare with plain PyTorch on the CPU (test_parity.py, test_muon.py, test_division.py).
+FEW = pytest.mark.spread(2)
 
 
 @pytest.fixture(params=list(MAKERS))
@@ -175,6 +177,7 @@ def test_the_event_log_with_muon_is_the_same_on_every_device(tmp_path: Path, mak
 MUON_TOLERANCE = {"fp32": 2e-3, "bf16": 0.2}
 
 
+@FEW
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
@@ -231,6 +234,7 @@ def test_an_update_on_the_device_is_torchs_on_the_cpu(
             assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name  # type: ignore[union-attr, arg-type]
 
 
+@FEW
 @pytest.mark.parametrize(("precision", "moments"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("hbm_layers", [frozenset({0, 2}), frozenset(range(5))], ids=["some", "all"])
@@ -249,6 +253,7 @@ def test_where_layers_live_changes_no_bit(
         assert torch.equal(ours.exp_avg_sq[name], theirs.exp_avg_sq[name]), name
 
 
+@FEW
 @pytest.mark.parametrize("hbm_layers", [frozenset(), frozenset({0, 2})], ids=["none", "some"])
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize("micro_batch_size", [2, 4])
@@ -270,6 +275,7 @@ def test_where_gradients_wait_changes_no_bit(
         assert torch.equal(ours.masters[name], master), name
 
 
+@FEW
 @pytest.mark.parametrize("activations", ActivationPolicy)
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_where_boundaries_wait_changes_no_bit(
@@ -292,6 +298,7 @@ def test_where_boundaries_wait_changes_no_bit(
         assert torch.equal(ours.masters[name], master), name
 
 
+@FEW
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("num_staying", [0, 1])
@@ -315,6 +322,7 @@ def test_where_what_is_kept_waits_changes_no_bit(
         assert torch.equal(ours.masters[name], master), name
 
 
+@FEW
 @pytest.mark.parametrize("order", LoopOrder)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tier", [Tier.HBM, Tier.HOST])
@@ -336,6 +344,7 @@ def test_dividing_blocks_changes_no_bit(
         assert torch.equal(ours.masters[name], master), name
 
 
+@FEW
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
 def test_dividing_experts_changes_no_bit(tmp_path: Path, make: Make, family: str, precision: str) -> None:

@@ -127,7 +127,7 @@ def test_a_rank_without_a_part_of_a_small_layer_uploads_nothing_of_it() -> None:
     assert min(span.size for (span,) in parts) == 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_slot_has_the_parts_of_all_hosts(num_ranks: int) -> None:
     """Two ranks use an all-gather; parts of three are not equally large, and each sends its own."""
     meeting = Meeting()

@@ -107,6 +107,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 def test_other_numbers_are_bit_equal(tmp_path: Path, numbers: MuonRecipe) -> None:
     recipe = replace(RECIPE, steps=3, muon=numbers, precision="bf16")
@@ -136,6 +137,7 @@ def test_groups_and_frozen_parameters_are_bit_equal(tmp_path: Path, clip: float 
 FAMILIES = ["GPT-2", "Mixtral", "Qwen3-MoE", "GPT-OSS", "DeepSeek-V3", "Zamba2"]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("name", "clip"), zip(FAMILIES, itertools.cycle([1.0, None]), strict=False))
 def test_families_are_bit_equal(tmp_path: Path, name: str, clip: float | None) -> None:
     """Experts' matrices one by one; no convolution, table or stack of biases; weights that layers share once."""
