@@ -50,12 +50,17 @@ class LayerProxy(nn.Module):
         return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        current = getcurrent()
-        if not isinstance(current, _Suspendable):
-            raise MegatrainError(f"{self.path} was called outside a forward pass")
-        call = LayerCall(current.num_calls, self.path, args, kwargs)
-        current.num_calls += 1
-        return current.parent.switch(call)  # returns when the step answers the call
+        return suspend(self.path, *args, **kwargs)
+
+
+def suspend(path: str, *args: Any, **kwargs: Any) -> Any:
+    """Suspend the current forward at a call of the module at `path`, and return the answer to the call."""
+    current = getcurrent()
+    if not isinstance(current, _Suspendable):
+        raise MegatrainError(f"{path} was called outside a forward pass")
+    call = LayerCall(current.num_calls, path, args, kwargs)
+    current.num_calls += 1
+    return current.parent.switch(call)  # returns when the step answers the call
 
 
 class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types

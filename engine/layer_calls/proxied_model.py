@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ray.engine.layer_calls.forward_pass import LayerProxy
+from megatrain_ray.engine.layer_calls.forward_pass import LayerProxy, suspend
 from megatrain_ray.engine.layer_calls.layer_call import is_floating
 from megatrain_ray.engine.model.attention import (
     PACKED,
@@ -90,6 +91,23 @@ class ProxiedModel:
         self._stub.kind = type(output)
         return output
 
+    def generate(self, input_ids: torch.Tensor, head: str, **arguments: Any) -> Any:
+        """Run Transformers' `generate`. To be run by a ForwardPass.
+
+        After each forward of the base model a call of `head`, a module of the head, without arguments is pending. From
+        its answer on, until the next call, the modules of the loss must be bound.
+        """
+        from transformers import GenerationConfig
+
+        PACKED.set(False)  # for this greenlet, which has its own context
+        names = GenerationConfig().to_dict().keys() & arguments.keys()
+        # The model's own settings would fill in others, such as a penalty or an end.
+        config = self._model.generation_config = GenerationConfig(
+            do_sample=False, **{name: arguments.pop(name) for name in names}
+        )
+        with self._stub.calling(partial(suspend, head)):
+            return self._model.generate(input_ids, generation_config=config, **arguments)  # type: ignore[operator]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits with the model's own bound head, after a `forward`: [B, T, D] → [B, T, V].
 
@@ -152,6 +170,7 @@ class _StubBaseModel(nn.Module):
 
     kind: type = tuple  # class of the base model's own output
     _output: Any = None
+    _then: Callable[[], object] | None = None  # is called after each call of the base model, which is called itself
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -168,5 +187,21 @@ class _StubBaseModel(nn.Module):
         finally:
             self._output = None
 
+    @contextmanager
+    def calling(self, then: Callable[[], object]) -> Iterator[None]:
+        """Call the base model itself within the block, and `then` after each of its calls."""
+        self._then = then
+        try:
+            yield
+        finally:
+            self._then = None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._output
+        if self._then is None:
+            return self._output
+        output = self.__dict__["_base"](*args, **kwargs)
+        for name, value in vars(output).items():
+            if value == ():  # side outputs of layers, which only a training step collects
+                output[name] = None
+        self._then()
+        return output

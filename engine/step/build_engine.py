@@ -22,6 +22,7 @@ from megatrain_ray.engine.shards.device_shard import DeviceGate, DeviceShard
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.evaluator import Evaluator
+from megatrain_ray.engine.step.sampler import Sampler
 from megatrain_ray.engine.step.step_hooks import (
     DeviceUpdates,
     OffloadedActivations,
@@ -94,6 +95,7 @@ def build_engine(
         activations=activations,
         runner=runner,
         evaluator=Evaluator(device, model, streamer, plan.compute.loss_chunk_tokens),
+        sampler=Sampler(device, model, streamer),
         warm_up=WarmUp(plan, memory, model, step_loss),
         captured_step=CapturedStep(plan, device, runner, store) if plan.step.captured and ranks.size == 1 else None,
     )

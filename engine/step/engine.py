@@ -32,9 +32,10 @@ from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import Residency, residency_of
-from megatrain_ray.engine.plan.schedule import Visit, forward_visits
+from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, forward_visits
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
+from megatrain_ray.engine.step.sampler import Completion, Prompt, Sampler, SamplingParams
 from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
@@ -44,6 +45,9 @@ from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Stage
 
 T = TypeVar("T")
+
+# Tokens of a row that are sampled while weights stream without a pause. Those after the last end compute nothing.
+FORWARDS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Engine:
     activations: ActivationStore | None
     runner: StepRunner
     evaluator: Evaluator
+    sampler: Sampler
     warm_up: WarmUp
     captured_step: CapturedStep | None
 
@@ -199,6 +204,22 @@ class Engine:
             micro_batches, generation, of_chunk, lambda values: self.ranks.gather(values.flatten()).cpu()
         )
 
+    async def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, generation: int) -> list[Completion]:
+        """Return a completion of each prompt by this generation's weights, all computed together.
+
+        Call it as `evaluate`. Raises torch.OutOfMemoryError if they are too many for the device; nothing is lost then.
+        """
+        await self.drain(generation)
+        order = forward_visits(len(self.plan.layers), FORWARDS_AT_ONCE, LoopOrder.MICRO_BATCHES_OUTER)
+        residency = self._residency_of(order)
+        await self.on_compute_thread(lambda: self.sampler.begin(prompts, sampling))
+        over = False
+        while not over:
+            async with self._streaming(residency, generation):
+                over = await self.on_compute_thread(lambda: self.sampler.run(order))
+        await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited
+        return await self.on_compute_thread(self.sampler.completions)
+
     async def _evaluate(
         self, micro_batches: Sequence[MicroBatch], generation: int, of_chunk: OfChunk,
         gather: Callable[[torch.Tensor], T],
@@ -233,7 +254,7 @@ class Engine:
     @property
     def current_phase(self) -> str:
         """Return what the compute thread is doing, for the message about a step that does not end."""
-        return self.evaluator.current_phase or self.runner.current_phase
+        return self.sampler.current_phase or self.evaluator.current_phase or self.runner.current_phase
 
     async def on_compute_thread(self, function: Callable[[], T]) -> T:
         """Run `function` on the compute thread, where every torch call that computes runs; return its result."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from megatrain_ray.engine.layer_calls.template import Positions, Template
 from megatrain_ray.engine.layer_calls.template import structure as structure_of
 from megatrain_ray.engine.layout.flat_layout import Segment
 from megatrain_ray.engine.layout.model_layout import ModelLayout
+from megatrain_ray.engine.model.attention import Attention
 from megatrain_ray.engine.model.chunked_loss import ChunkSums, chunk_sums
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure, build_empty
@@ -115,6 +117,16 @@ class BoundModel:
         packed = any(micro_batch.positions is not None for micro_batch in micro_batches)
         self.proxied.attention.set(self._plan.compute.packed_attention if packed else self._plan.compute.attention)
         return [ForwardPass(self.proxied.forward_of(batch, self._device.upload)) for batch in micro_batches]
+
+    def generating(self, input_ids: torch.Tensor, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """Return Transformers' `generate` for a ForwardPass (ProxiedModel.generate), with attention as it was built."""
+        self.proxied.attention.set(Attention.SDPA)
+        head = min(self.structure.loss_modules)
+        return partial(self.proxied.generate, input_ids, head, **arguments)
+
+    def eager(self, path: str) -> Function:
+        """Return the module's function as it is without a compiler. Call it within `bound`."""
+        return partial(self.proxied.recorder.run, self._modules[path].template.module)
 
     @contextmanager
     def bound(self, path: str) -> Iterator[tuple[Function, list[torch.Tensor]]]:

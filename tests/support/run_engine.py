@@ -31,6 +31,7 @@ from megatrain_ray.engine.planner.request import Candidate, Machine, Request
 from megatrain_ray.engine.shards.device_shard import DeviceShard
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine, StepReport
+from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.io.batching.batch_stream import Batch
 from megatrain_ray.io.storage.blob_store import BlobStore
@@ -96,6 +97,7 @@ class EngineResult:
     device_bytes: int = 0
     evaluations: list[float] = field(default_factory=list)  # mean of the held-out batches, before and after every step
     logprobs: list[Tensor] = field(default_factory=list)  # of all targets of the held-out batches, just as often
+    sampled: list[list[Completion]] = field(default_factory=list)  # of the prompts, just as often
 
     @property
     def losses(self) -> list[float]:
@@ -230,6 +232,8 @@ def train_engine(
     make_device: Callable[[Timeline, int], Device] = lambda timeline, threads: CpuDevice(timeline, threads),
     trust_remote_code: bool = False,
     held_out: Sequence[Batch] = (),
+    prompts: Sequence[Prompt] = (),
+    sampling: SamplingParams | None = None,
     lora: LoraConfig | None = None,
     disk: Callable[[int], tuple[BlobStore, str]] = lambda num_bytes: (blob_in_memory(num_bytes), "spill"),
 ) -> EngineResult:
@@ -261,7 +265,8 @@ def train_engine(
             source.factory, structure, plan, device, host,
             muon=muon_of(recipe), device_shard=state.device_shard, spill=spill, poison=mode.poison,
         )  # fmt: skip
-        return await Training(engine, host, timeline, recipe, EngineResult(plan, state.layout)).run(batches, held_out)
+        result = EngineResult(plan, state.layout)
+        return await Training(engine, host, timeline, recipe, result, prompts, sampling).run(batches, held_out)
 
     try:
         result = asyncio.run(train())
@@ -284,6 +289,8 @@ class Training:
     timeline: Timeline
     recipe: Recipe
     result: EngineResult
+    prompts: Sequence[Prompt] = ()
+    sampling: SamplingParams | None = None
 
     async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
         try:
@@ -319,6 +326,8 @@ class Training:
         self.result.reports.append(await self.engine.step(inputs, params, self.recipe.clip))
 
     async def _evaluate(self, batches: Sequence[Batch], generation: int) -> None:
+        if self.sampling:
+            self.result.sampled.append(await self.engine.sample(self.prompts, self.sampling, generation))
         if not batches:
             return
         cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in batches]
