@@ -55,6 +55,7 @@ from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.profiling.profiles import measured
 from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.report.html_report import report_at_end
+from megatrain_ray.rollouts.run_rollouts import open_rollouts
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import check_model, read_leftovers, record_model
@@ -141,6 +142,7 @@ class Trainer:
             check_position(run.config, data, source.written_vocab_size, manifest)
             teacher = self._pass.teacher if self._pass else find_teacher(run.config, source)
             logprobs = LogprobFolders() if self._pass else self._reference(run, data, startup, teacher)
+            rollouts = stack.enter_context(open_rollouts(run.config, run.path, data.training, source))
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
@@ -158,11 +160,10 @@ class Trainer:
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
             leftovers = run_spec.source.leftovers()
             _describe(run_spec, data, manifest, self.config.train.epochs, leftovers)
-            budget = FailureBudget(run.config.max_failures)
             held_out = held_out and replace(held_out, logprobs=logprobs.held_out)
             job = RunContext(
-                run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup, budget,
-                self._callbacks, self._at_end, logprobs=logprobs.training,
+                run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup,
+                FailureBudget(run.config.max_failures), self._callbacks, self._at_end, logprobs.training, rollouts,
             )  # fmt: skip
             if self._pass and held_out:
                 job = replace(job, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)

@@ -30,9 +30,9 @@ ENGINE = (
     "engine.planner", "engine.planner.memory", "engine.planner.cost", "engine.planner.search",
 )  # fmt: skip
 ORCHESTRATION = (
-    "machine", "model", "accounting", "console", "run", "data", "convert", "profiling", "planning", "metrics",
-    "workers", "crew", "driver", "export", "generate", "report", "trainer", "bench", "commands", "cli", "__main__",
-    "__init__",
+    "machine", "model", "accounting", "console", "run", "data", "rollouts", "convert", "profiling", "planning",
+    "metrics", "workers", "crew", "driver", "export", "generate", "report", "trainer", "bench", "commands", "cli",
+    "__main__", "__init__",
 )  # fmt: skip
 ORDER = (*FOUNDATION, *IO, *ENGINE, *ORCHESTRATION)
 WITH_RAY = {"crew", "driver", "metrics.ray_sink"}  # rooms and modules that may import it

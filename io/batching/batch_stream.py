@@ -121,6 +121,11 @@ class BatchStream:
         return BatchKind.of(self._windows)
 
     @property
+    def num_windows(self) -> int:
+        """Return the windows of an epoch."""
+        return self._windows.num_windows
+
+    @property
     def num_drawn(self) -> int:
         """Return how many windows have been drawn since the start of the first epoch."""
         return self._epoch * self._windows.num_windows + self._cursor

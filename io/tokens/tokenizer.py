@@ -72,9 +72,12 @@ class ByteTokenizer:
         return self.encode_placed(text).ids if self._marked else np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def decode(self, ids: TokenArray) -> str:
-        """Return the text of ids, for people to read: marks included, and � for what is no whole character."""
-        end = END_NAME.encode()
-        text = b"".join(end if token == self.end_of_document else bytes([token]) for token in ids.tolist())
+        """Return the text of ids, for people to read: marks included, and � for what is no whole character.
+
+        Ids beyond that of the end, which a model with more entries may sample, are no characters.
+        """
+        others = {self.end_of_document: END_NAME.encode()}
+        text = b"".join(others.get(token, b"\xff") if token > 255 else bytes([token]) for token in ids.tolist())
         return text.decode("utf-8", errors="replace")
 
     def token_of(self, token_id: int) -> str:

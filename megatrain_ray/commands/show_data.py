@@ -207,7 +207,8 @@ def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) ->
         lines = [*_records(folder, windows, seq_len, num_positions), *_lengths(corpus), *_rows(windows, seq_len)]
         yield from (f"  {line}" for line in lines)
     if not isinstance(part.data, HeldOutConfig):
-        num_rows = sum(windows.num_windows for windows in part.windows)
+        rollouts = config.train.rollouts
+        num_rows = sum(windows.num_windows for windows in part.windows) * (rollouts.group_size if rollouts else 1)
         batch_size = config.train.batch_size or config.hardware.num_gpus
         steps = f"{num_rows / batch_size:.3g} steps of {format_quantity(batch_size, 'row')}"
         yield f"an epoch is {format_quantity(num_rows, 'row')}, {steps}"

@@ -14,25 +14,29 @@ from pydantic_core import ErrorDetails
 from megatrain_ray.config.groups import DataConfig, NodeConfig, Settings
 from megatrain_ray.config.objective_checks import objective_disagreements
 from megatrain_ray.config.other_tools import key_for, other_names, reason_for
+from megatrain_ray.config.rollout_checks import rollout_disagreements
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.units import format_ranges, parse_ranges
 
 # Keys of `data` that are valid for some kinds of data only, and these kinds.
+RECORDED = ("pretrain", "sft", "tokens", "pairs", "unpaired")
 KINDS_OF_KEY = {
+    "eval_path": (*RECORDED, "rollouts"),
+    "bad_records": (*RECORDED, "rollouts"),
     "text_field": ("pretrain",),
     "add_bos": ("pretrain",),
-    "add_eos": ("pretrain", "sft", "pairs", "unpaired", "rollouts"),
+    "add_eos": ("pretrain", "sft", "pairs", "unpaired", "rollouts", "prompts"),
     "dataset": ("sft", "pairs", "unpaired"),
     "eval_dataset": ("sft", "pairs", "unpaired"),
-    "chat_format": ("sft", "pairs", "unpaired"),
-    "chat_template": ("sft", "pairs", "unpaired", "rollouts"),
-    "chat_template_args": ("sft", "pairs", "unpaired", "rollouts"),
+    "chat_format": ("sft", "pairs", "unpaired", "prompts"),
+    "chat_template": ("sft", "pairs", "unpaired", "rollouts", "prompts"),
+    "chat_template_args": ("sft", "pairs", "unpaired", "rollouts", "prompts"),
     "learn": ("sft",),
     "learn_reasoning": ("sft", "pairs", "unpaired"),
     "truncation": ("sft", "tokens", "pairs", "unpaired", "rollouts"),
-    "eval_fraction": ("pretrain", "sft", "tokens", "pairs", "unpaired"),  # which would tear groups apart
-    "scale_rewards": ("rollouts",),
-    "unfinished": ("rollouts",),
+    "eval_fraction": RECORDED,  # which would tear groups apart
+    "scale_rewards": ("rollouts", "prompts"),
+    "unfinished": ("rollouts", "prompts"),
 }
 
 EXPECTED = {
@@ -74,6 +78,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
     yield from objective_disagreements(config)
+    yield from rollout_disagreements(config)
     yield from _batch_disagreements(config)
 
 

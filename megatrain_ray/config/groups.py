@@ -6,6 +6,7 @@ Sizes are numbers of bytes after construction, however they were written.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -48,9 +49,10 @@ class ModelConfig(Group):
 
 
 class DataConfig(Group):
-    kind: Literal["pretrain", "sft", "tokens", "pairs", "unpaired", "rollouts"] = "pretrain"
+    kind: Literal["pretrain", "sft", "tokens", "pairs", "unpaired", "rollouts", "prompts"] = "pretrain"
     """pretrain: texts; sft: chats, of which answers are learned; tokens: token ids; pairs: chosen and rejected answers;
-    unpaired: answers that are labelled good or bad; rollouts: sampled answers with rewards.
+    unpaired: answers that are labelled good or bad; rollouts: sampled answers with rewards;
+    prompts: the run samples these itself (train.rollouts).
     Keys of other kinds are refused."""
     path: Sources
     """File, glob, folder, hub id (OWNER/NAME), a list of these, or a list of {path, weight} or {hub, name, split,
@@ -140,12 +142,12 @@ class DataConfig(Group):
     @property
     def documents_per_record(self) -> int:
         """Return how many answers of a record the objective takes as wholes; 0: it is of single tokens."""
-        return {"pairs": 2, "unpaired": 1, "rollouts": 1}.get(self.kind, 0)
+        return {"pairs": 2, "unpaired": 1, "rollouts": 1, "prompts": 1}.get(self.kind, 0)
 
     @property
     def has_chats(self) -> bool:
         """Return whether a chat template writes the data."""
-        return self.kind in ("sft", "pairs", "unpaired", "rollouts")
+        return self.kind in ("sft", "pairs", "unpaired", "rollouts", "prompts")
 
     @property
     def answers(self) -> Literal["learned", "preferred", "labelled"]:
@@ -161,8 +163,12 @@ class DataConfig(Group):
 
     @property
     def joins_documents(self) -> bool:
-        """Return whether a row may hold several documents."""
-        return self.packing
+        """Return whether a row may hold several documents. Of a run's own answers it holds one."""
+        return self.packing and self.kind != "prompts"
+
+    def of_rollouts(self, file: Path) -> DataConfig:
+        """Return how the answers to these prompts in a file are read."""
+        return self.model_copy(update={"kind": "rollouts", "path": str(file), "packing": False, "shuffle": False})
 
     @property
     def hash_range(self) -> tuple[float, float]:

@@ -32,14 +32,14 @@ OBJECTIVES_OF_KEY = {
 def objective_disagreements(config: Settings) -> Iterator[str]:
     """Yield problems of the objective with the data, its own numbers and other keys."""
     train, data = config.train, config.data
-    kind = KIND_OF_OBJECTIVE.get(train.objective)
-    if kind is not None and data.kind != kind:
+    kind, given = KIND_OF_OBJECTIVE.get(train.objective), "rollouts" if data.kind == "prompts" else data.kind
+    if kind is not None and given != kind:
         yield (
             f"data.kind: {data.kind}, and train.objective: {train.objective} is over {RECORDS_OF_KIND[kind]}; set "
             f"data.kind: {kind}"
         )
     elif kind is None and data.documents_per_record and train.objective == "sft":
-        fitting = [objective for objective, needed in KIND_OF_OBJECTIVE.items() if needed == data.kind]
+        fitting = [objective for objective, needed in KIND_OF_OBJECTIVE.items() if needed == given]
         yield (
             f"train.objective: {train.objective} learns single answers, and data.kind is {data.kind}; set "
             f"{' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megatrain_ray.config.values import (
+    MOST_SEQUENCES,
     Count,
     Epochs,
     Group,
@@ -15,10 +17,12 @@ from megatrain_ray.config.values import (
     Patterns,
     Positive,
     Rate,
+    Rewards,
     Seed,
     Sequences,
     Text,
     WarmUp,
+    at_most,
     exact,
 )  # fmt: skip
 
@@ -111,6 +115,30 @@ class PolicyConfig(Group):
     """Largest ratio of the correction; null: none."""
 
 
+class RolloutsConfig(Group):
+    """Configures how a run samples answers to its own prompts and rewards them."""
+
+    rewards: Rewards
+    """Reward functions: exact, math, format, {regex: PATTERN}, MODULE:FUNCTION or FILE.py:FUNCTION. Their weighted sum
+    is an answer's reward."""
+    reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
+    """A factor for each of them; null: 1 each."""
+    group_size: Annotated[int, Field(ge=2), AfterValidator(partial(at_most, MOST_SEQUENCES))] = 8
+    """Answers to a prompt, which are compared with one another."""
+    steps: Count = 1
+    """Updates with the answers of one sampling: it makes steps × batch_size of them."""
+    max_new_tokens: Count = 256
+    """Tokens after which an answer is cut off. A prompt may have as many as that leaves of data.seq_len."""
+    temperature: Positive = 1.0
+    """Divides the logits before tokens are drawn."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Tokens are drawn from the likeliest ones that have this probability together."""
+    timeout_s: Positive = 60.0
+    """Seconds that the reward functions may take for one sampling."""
+    keep: Count = 10
+    """Newest files of rollouts that are kept in run_dir."""
+
+
 class OptimizationConfig(Group):
     steps: NotNegative | None = None
     """Updates in total, those before a resume included; 0: only evaluate. Set exactly one of train.steps and
@@ -140,6 +168,8 @@ class OptimizationConfig(Group):
     """Model whose log-probabilities of the targets come with batches: `model` (model.path without adapters), a folder,
     hub id or run directory. It is never loaded beside the model that is trained. null: `model` for dpo, ipo, hinge,
     kto and apo_zero_unpaired, and for grpo with policy.beta or policy.correction; else none."""
+    rollouts: RolloutsConfig | None = None
+    """data.kind: prompts: how the run samples answers and rewards them."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -198,6 +228,11 @@ class OptimizationConfig(Group):
         if self.objective == "grpo":
             return self.policy.beta > 0 or self.policy.correction is not None
         return self.objective in ("dpo", "ipo", "hinge", *LABELLED)
+
+    @property
+    def sampling_interval(self) -> int:
+        """Return after how many updates the run samples answers again; 0: it samples none."""
+        return self.rollouts.steps if self.rollouts else 0
 
     @property
     def num_steps(self) -> int:

@@ -178,6 +178,18 @@ def name_patterns(value: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
+def reward_functions(value: Any) -> tuple[str | dict[str, str], ...]:
+    """Accept names of reward functions, regular expressions and functions of own modules. Raises ValueError."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(f"expected a list of {REWARDS}; got {value!r:.60}")
+    for reward in value:
+        if isinstance(reward, dict) and reward.keys() == {"regex"} and isinstance(reward["regex"], str):
+            name_patterns(reward["regex"])
+        elif not isinstance(reward, str) or (reward not in NAMED_REWARDS and not re.fullmatch(r".+:\w+", reward)):
+            raise ValueError(f"expected {REWARDS}; got {reward!r:.60}")
+    return tuple(value)
+
+
 def _source(source: dict[Any, Any]) -> WeightedPath | HubDataset:
     if "hub" in source:
         return _hub_dataset(source)
@@ -232,6 +244,8 @@ def number_ranges(expected: str, value: Any) -> str:
     return format_ranges(numbers)
 
 
+NAMED_REWARDS = ("exact", "math", "format")
+REWARDS = "exact, math, format, {regex: PATTERN}, MODULE:FUNCTION or FILE.py:FUNCTION"
 MOST = 2**31 - 1  # of anything that a run counts
 MOST_SEQUENCES = 2**20  # of a step; and epochs
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_nul)]
@@ -252,6 +266,7 @@ Sources = Annotated[str | tuple[Source, ...], BeforeValidator(sources_of_data)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(name_patterns)]
 TemplateArguments = Annotated[dict[str, Any], BeforeValidator(template_arguments)]
+Rewards = Annotated[tuple[Any, ...], BeforeValidator(reward_functions)]
 ModelSettings = Annotated[dict[str, Any] | Text, BeforeValidator(model_settings)]
 CpuList = Annotated[str, BeforeValidator(partial(number_ranges, "CPUs, as in 0-15,32-47"))]
 GpuList = Annotated[str, BeforeValidator(partial(number_ranges, "GPUs, as in 0-3"))]

@@ -89,6 +89,14 @@ class LineView:
     def evaluated(self, row: Mapping[str, Any]) -> None:
         self._print(describe_evaluation(row))
 
+    def sampling(self, done: int, total: int, tokens_per_s: float) -> None:
+        """Show how many completions are sampled, in the same way as `evaluating`."""
+        if self._times.is_quiet():
+            self._print(_sampling(done, total, tokens_per_s))
+
+    def sampled(self, step: int, summary: Mapping[str, Any]) -> None:
+        self._print(describe_sampling(step, summary))
+
     def _print(self, line: str) -> None:
         show(line, stream=self._stream)
 
@@ -107,6 +115,9 @@ class BarView(LineView):
 
     def evaluating(self, done: int, total: int, tokens_per_s: float) -> None:
         self._bar.update(self._task, status=_evaluating(done, total, tokens_per_s))
+
+    def sampling(self, done: int, total: int, tokens_per_s: float) -> None:
+        self._bar.update(self._task, status=_sampling(done, total, tokens_per_s))
 
     def _print(self, line: str) -> None:
         self._bar.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
@@ -162,6 +173,18 @@ def describe_held_out_loss(row: Mapping[str, Any]) -> str:
     )
 
 
+def describe_sampling(step: int, summary: Mapping[str, Any]) -> str:
+    """Return what metrics have of a sampling (`rollouts` of a row) as one line."""
+    rewards = [
+        f"{key.removeprefix('reward/')} {value:.3g}" for key, value in summary.items() if key.startswith("reward/")
+    ]
+    return (
+        f"after step {step}  reward {summary['reward']:.4f} ± {summary['reward_std']:.3g} ({', '.join(rewards)})  "
+        f"{summary['completion_tokens']:.4g} tokens, {summary['ended']:.0%} ended  "
+        f"{format_count(summary['tokens_per_s'])} sampled tokens/s in {format_duration(summary['sampling_s'])}"
+    )
+
+
 def describe_split(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the mean seconds of a step as one line: total, compute, then the compute stage's waits by cause.
 
@@ -183,6 +206,10 @@ def _of_answers(row: Mapping[str, Any], prefix: str = "") -> str:
 
 def _evaluating(done: int, total: int, tokens_per_s: float) -> str:
     return f"evaluating {done}/{total}  {format_count(tokens_per_s)} tokens/s"
+
+
+def _sampling(done: int, total: int, tokens_per_s: float) -> str:
+    return f"sampling {done}/{total}  {format_count(tokens_per_s)} tokens/s"
 
 
 def _summary(row: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from megatrain_ray.crew.host_roles import check_run_dir, warn_of_memory
 from megatrain_ray.crew.supervisor import Supervisor
 from megatrain_ray.engine.device.deadlines import transfer_deadline_s
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT, SaveAttempt
+from megatrain_ray.engine.step.sampler import Prompt, SamplingParams
 from megatrain_ray.engine.weights.frozen_checksums import source_checksums, unread_checksums
 from megatrain_ray.engine.weights.saved_values import names_of
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
@@ -174,6 +175,10 @@ class WorkerGroup(Supervisor):
     def evaluate(self, step: int, index: int) -> Any:
         """Submit batch number `index` of the held-out data, in the same way as a step."""
         return self.group.ask("evaluate", step, index)
+
+    def sample(self, step: int, prompts: list[Prompt], sampling: SamplingParams) -> Any:
+        """Submit prompts to be answered after a step; the result answers the first of them, as many as fit."""
+        return self.group.ask("sample", step, prompts, sampling)
 
     def position_after(self, step: int) -> Any:
         """Ask the data process for the position of the data after the batch of a step; return the call."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
+from megatrain_ray.data.rollout_stream import RolloutFiles, RolloutStream
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
 from megatrain_ray.io.batching.data_counts import DataCounts
@@ -54,6 +55,25 @@ def open_stream(
     if weights := weights_of(data):
         return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
     return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def open_rollouts(
+    data: DataConfig, prompts: Sequence[Path], vocab_size: int, batch_size: int, files: RolloutFiles
+) -> RolloutStream:
+    """Open the batches of the rollouts of a run, which need not be there yet. Raises ConfigError as open_stream.
+
+    prompts: token folders of data.path.
+    """
+    stream = open_stream(data, prompts, vocab_size, batch_size)
+    assert isinstance(stream, BatchStream)  # prompts have no weights
+    rollouts = data.of_rollouts(files.folder)
+    return RolloutStream(stream, files, lambda folder: open_one(rollouts, folder, vocab_size, batch_size))
+
+
+def open_one(data: DataConfig, tokens: Path, vocab_size: int, batch_size: int) -> BatchStream:
+    """Open the batches of data with one source."""
+    (windows,) = open_windows(data, [tokens], vocab_size, whole=False)
+    return BatchStream(windows, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
 def count_data(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> DataCounts:
@@ -153,7 +173,7 @@ def cut_source(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, wh
     return cut(
         open_corpus(name, tokens, vocab_size),
         seq_len=data.seq_len,
-        packing=data.packing,
+        packing=data.joins_documents,
         vocab_size=vocab_size,
         whole=whole,
         documents_per_record=data.documents_per_record,
@@ -173,15 +193,20 @@ class DataWorker:
     def __init__(
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
         position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
-        num_readers: int = 1, logprobs: Sequence[Path] = (),
+        num_readers: int = 1, logprobs: Sequence[Path] = (), rollouts: RolloutFiles | None = None,
     ) -> None:  # fmt: skip
         """Start from `position`, which is that after `step` updates; without a position, from the start.
 
         tokens, logprobs: as for open_stream.
         traced: steps whose spans are recorded.
         num_readers: number of GPU workers, each of which asks for every batch at its own time.
+        rollouts: of a run that answers its prompts itself.
         """
-        self._stream = open_stream(data, tokens, vocab_size, batch_size, logprobs)
+        self._stream: BatchStream | MixedStream | RolloutStream
+        if rollouts:
+            self._stream = open_rollouts(data, tokens, vocab_size, batch_size, rollouts)
+        else:
+            self._stream = open_stream(data, tokens, vocab_size, batch_size, logprobs)
         self._held_out = held_out.open() if held_out else None
         if position is not None:
             self._stream.seek(position)

@@ -17,6 +17,7 @@ from megatrain_ray.console.logs import drawing_on, say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
+from megatrain_ray.data.prompts import PromptRecipe
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, fitting_templates, load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
@@ -24,7 +25,7 @@ from megatrain_ray.io.chat.end_marks import lacks_bos, last_mark, text_after_ans
 from megatrain_ray.io.chat.find_chats import ChatSource, find_chats
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
-from megatrain_ray.io.files.disk_errors import DiskError
+from megatrain_ray.io.files.disk_errors import DiskError, explained
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
@@ -62,6 +63,15 @@ def tokenize(
         for note in describe_folders(path, TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES):
             say(note)
     return tuple(_folder_of(name, recipe, vocab_size, run_dir, reports) for name, recipe in recipes.items())
+
+
+def tokenize_rollouts(config: TrainConfig, file: Path, vocab_size: int, root: Path) -> None:
+    """Make the tokens of a file of a run's own rollouts in the folder `root`, if they are not there yet."""
+    data = config.data.of_rollouts(file)
+    with explained("make", root):
+        root.mkdir(parents=True, exist_ok=True)
+    with _reports(str(file), False) as reporter:
+        make_tokens(_recipe([str(file)], data, config.tokenizer, vocab_size), root, vocab_size, reporter)
 
 
 def cached_tokens(data: DataConfig, tokenizer: str, vocab_size: int) -> tuple[Path, ...] | None:
@@ -164,7 +174,7 @@ def describe_template(data: DataConfig, tokenizer: str, vocab_size: int) -> Iter
     Raises ConfigError as load_chat_template.
     """
     data, is_bytes = with_marks(data, tokenizer, vocab_size), tokenizer == "bytes"
-    template = _template(data, tokenizer)
+    template = template_of(data, tokenizer)
     yield f"template  {template.name}"
     own = with_ends_of(template, load_tokenizer(tokenizer))
     fitting = ", ".join(fitting_templates(None if is_bytes else tokenizer_folder(tokenizer)))
@@ -198,7 +208,8 @@ def _end_of_bytes(data: DataConfig, vocab_size: int) -> str:
     return "in a new run data.add_eos: true ends answers with an id of its own"
 
 
-def _template(data: DataConfig, tokenizer: str) -> ChatTemplate:
+def template_of(data: DataConfig, tokenizer: str) -> ChatTemplate:
+    """Return the chat template of the data. Raises ConfigError as load_chat_template."""
     return load_chat_template(tokenizer, data.chat_template, data.chat_template_args, ends_bytes=bool(data.add_eos))
 
 
@@ -225,10 +236,13 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
             bool(data.add_eos),
         )  # fmt: skip
     _check_filled(path)
+    if data.kind == "prompts":
+        files, template = find_files(path, RECORD_SUFFIXES), template_of(data, tokenizer)
+        return PromptRecipe(files, tokenizer, template, data.chat_format, choice)
     if data.kind == "tokens":
         files = tuple(source.file for source in find_chats(path))
         return PretokenizedRecipe(files, data.truncation, data.seq_len, data.bad_records, choice)
-    chats, template = _chats(path, data), _template(data, tokenizer)
+    chats, template = _chats(path, data), template_of(data, tokenizer)
     num_processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     if data.kind == "rollouts":
         return RolloutRecipe(

@@ -15,6 +15,7 @@ from megatrain_ray.run.best_evaluation import num_without_better
 class Action(Enum):
     STEP = "start the next step"
     EVALUATE = "begin an evaluation of the last step; none is under way, and no step"
+    SAMPLE = "begin to sample rollouts after the last step; no step is under way"
     SAVE = "begin a save of the last step; none is under way"
     WAIT = "wait for a step, an evaluation or the save to end"
     STOP = "the run is over"
@@ -33,6 +34,8 @@ class Observation:
     missed: bool = False  # the last save that was begun was abandoned, or a callback wants one
     evaluated: int = -1  # the last update after which the held-out data were evaluated; 0: before the first; -1: never
     evaluating: bool = False
+    sampled: int = -1  # the last update after which rollouts were sampled, as `evaluated`
+    sampling: bool = False
     wants_evaluation: bool = False  # a callback wants one more
     num_without_better: int = 0  # evaluations in a row that were no better than an earlier one
 
@@ -46,19 +49,21 @@ class RunPolicy:
     eval_every: int = 0  # 0: never; N: before the first update, after every N, and after the last
     saves_evaluated: bool = False  # save every step that is evaluated
     eval_patience: int | None = None  # evaluations without a better one that end the run; None: they never do
+    sample_every: int = 0  # updates from one sampling of rollouts to the next; 0: none are sampled
 
     @staticmethod
     def of(config: TrainConfig) -> RunPolicy:
         return RunPolicy(
-            config.train.num_steps, config.save_steps, config.eval_steps, config.save_best, config.eval_patience
-        )
+            config.train.num_steps, config.save_steps, config.eval_steps, config.save_best, config.eval_patience,
+            config.train.sampling_interval,
+        )  # fmt: skip
 
     def tick(self, seen: Observation) -> Action:
         under_way = seen.submitted - seen.completed
-        if seen.evaluating:
+        if seen.evaluating or seen.sampling:
             return Action.WAIT
-        if not seen.interrupted and self._owes_evaluation(seen):
-            return Action.WAIT if under_way else Action.EVALUATE
+        if due := self._due_between_steps(seen):
+            return Action.WAIT if under_way else due
         if seen.submitted >= self.steps or seen.interrupted or self._has_lost_patience(seen):
             if under_way or seen.saving:
                 return Action.WAIT
@@ -67,6 +72,17 @@ class RunPolicy:
         if under_way >= STEPS_AHEAD or (seen.saving and self.saves_next(seen)):
             return Action.WAIT
         return Action.STEP
+
+    def _due_between_steps(self, seen: Observation) -> Action | None:
+        """Return what is to be done after the last submitted step and before the next one; None: nothing."""
+        if seen.interrupted:
+            return None
+        if self._owes_evaluation(seen):
+            return Action.EVALUATE
+        ends = seen.submitted >= self.steps or self._has_lost_patience(seen)
+        if ends or not self.sample_every or seen.sampled >= seen.submitted // self.sample_every * self.sample_every:
+            return None
+        return Action.SAMPLE
 
     def saves_next(self, seen: Observation) -> bool:
         """Return whether the state after the next step is to be saved while training goes on."""

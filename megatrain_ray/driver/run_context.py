@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from megatrain_ray.io.tokens.tokenizer import tokenizer_files
 from megatrain_ray.metrics.sinks import check_packages
 from megatrain_ray.model.sight_check import check_packing
 from megatrain_ray.planning.run_spec import RunSpec
+from megatrain_ray.rollouts.run_rollouts import RunRollouts
 from megatrain_ray.run.run_dir import RunDir
 
 
@@ -46,6 +47,7 @@ class RunContext:
     logprobs: tuple[
         Path, ...
     ] = ()  # folders of a reference's log-probabilities, as many as of tokens; none: no reference
+    rollouts: RunRollouts | None = None  # if the run answers its prompts itself
     keep: Keep = lambda batches, index, loss: None  # of every evaluation
     left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
 
@@ -82,6 +84,8 @@ def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startu
     limit = vocab_size or ALL_IDS
     training = tokenize(config.data, config.tokenizer, limit, run_dir)
     counts = count_data(config.data, training, limit)
+    if rollouts := config.train.rollouts:  # each answer is a row
+        counts = replace(counts, num_rows=counts.num_rows * rollouts.group_size)
     held_out = config.data.held_out
     if held_out is None:
         return DataTokens(counts, training, None)

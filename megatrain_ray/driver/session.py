@@ -25,7 +25,9 @@ from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.metrics.sink import DeathRecorder, MetricSinks
+from megatrain_ray.rollouts.running_rollouts import RunningRollouts
 from megatrain_ray.run.best_evaluation import num_without_better
 from megatrain_ray.run.run_history import History
 from megatrain_ray.run.run_processes import forget, record
@@ -35,6 +37,7 @@ from megatrain_ray.workers.messages import Progress, StepResult
 log = logging.getLogger(__name__)
 
 NOTICE_S = 10.0  # seconds within which Ray notices that a node is gone, after it has missed a process there
+TOKEN_DEADLINE_S = 10.0  # a guess: seconds for which all weights may stream for one token of a batch
 POLL_S = 0.2  # seconds between two checks whether the run was interrupted
 SILENCE_S = 60.0  # seconds in which nothing ends, after which the driver prints what it waits for
 
@@ -90,6 +93,9 @@ class Session:
         self._under_way: list[Any] = []  # calls of the steps that were submitted and have not ended
         self._held_out = job.held_out.open() if job.held_out else None  # opened once: packing chats takes a while
         self._evaluation: RunningEvaluation | None = None
+        self._rollouts: RunningRollouts | None = None
+        self._sampled = -1  # updates before the newest sampling whose rollouts are there
+        self._sampling_summary: dict[str, Any] = {}  # what rows of metrics have of it
         self._evaluated, self._num_without_better = run.last_evaluated, num_without_better(run.evaluations())
         watch = DeathRecorder(History(run.path), sinks, lambda: self._progress.step)
         to_record = partial(record, run.path)
@@ -138,6 +144,8 @@ class Session:
 
     def _start(self) -> None:
         self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
+        if self._job.rollouts:
+            self._sampled, self._sampling_summary = self._job.rollouts.resume(self._progress.step)
         if not self._policy.is_done(self._seen()):
             steps = self._config.train.num_steps
             next_step = self._progress.step + 1
@@ -146,34 +154,37 @@ class Session:
         self._stall.reset()
 
     def _loop(self) -> None:
-        while True:
-            seen = self._seen()
-            match self._policy.tick(seen):
-                case Action.STEP:
-                    save = self._policy.saves_next(seen)
-                    self._submitted += 1
-                    if save:
-                        self._saves.begin(self._submitted, self._progress.step, self._last_row)
-                    self._under_way.append(self._crew.step(self._submitted, save))
-                case Action.EVALUATE:
-                    assert self._job.held_out and self._held_out  # it is evaluated only if there are some
-                    self._evaluation = RunningEvaluation(
-                        self._crew.evaluate, self._held_out, self._job.held_out.weights, self._progress.step,
-                        self._job.keep,
-                    )  # fmt: skip
-                case Action.SAVE:
-                    self._saves.begin(self._progress.step, self._progress.step, self._last_row)
-                    self._saves.reached(self._progress)
-                case Action.WAIT:
-                    waits_for_save = not (self._under_way or self._evaluation) and self._policy.saves_next(seen)
-                    if self._saves.running and waits_for_save:
-                        self._saves.running.hold_up()
-                    self._wait_for_all()
-                case Action.STOP:
-                    self._check_diverged()
-                    if self._policy.is_done(seen):
-                        self._job.at_end(self._job, self._crew)
-                    return
+        while (action := self._policy.tick(seen := self._seen())) is not Action.STOP:
+            self._act(action, seen)
+        self._check_diverged()
+        if self._policy.is_done(seen):
+            self._job.at_end(self._job, self._crew)
+
+    def _act(self, action: Action, seen: Observation) -> None:
+        match action:
+            case Action.STEP:
+                save = self._policy.saves_next(seen)
+                self._submitted += 1
+                if save:
+                    self._saves.begin(self._submitted, self._progress.step, self._last_row)
+                self._under_way.append(self._crew.step(self._submitted, save))
+            case Action.EVALUATE:
+                assert self._job.held_out and self._held_out  # it is evaluated only if there are some
+                self._evaluation = RunningEvaluation(
+                    self._crew.evaluate, self._held_out, self._job.held_out.weights, self._progress.step,
+                    self._job.keep,
+                )  # fmt: skip
+            case Action.SAMPLE:
+                assert self._job.rollouts  # else the policy samples none
+                self._rollouts = self._job.rollouts.begin(self._progress.step, self._crew.sample)
+            case Action.SAVE:
+                self._saves.begin(self._progress.step, self._progress.step, self._last_row)
+                self._saves.reached(self._progress)
+            case Action.WAIT:
+                is_idle = not (self._under_way or self._evaluation or self._rollouts)
+                if self._saves.running and is_idle and self._policy.saves_next(seen):
+                    self._saves.running.hold_up()
+                self._wait_for_all()
 
     def _seen(self) -> Observation:
         callbacks = self._job.callbacks
@@ -187,6 +198,8 @@ class Session:
             missed=self._saves.missed or callbacks.save,
             evaluated=self._evaluated,
             evaluating=self._evaluation is not None,
+            sampled=self._sampled,
+            sampling=self._rollouts is not None,
             wants_evaluation=callbacks.evaluate,
             num_without_better=self._num_without_better,
         )
@@ -202,8 +215,13 @@ class Session:
             self._repeat_steps()
 
     def _repeat_steps(self) -> None:
-        """Submit the steps that have not ended to the new GPU workers. A running evaluation is made again."""
+        """Submit the steps that have not ended to the new GPU workers. A running evaluation is made again.
+
+        So is a sampling, unless only its rewards are missing.
+        """
         self._evaluation = None
+        if self._rollouts and self._rollouts.calls:
+            self._rollouts = None
         saved = self._saves.running.step if self._saves.running else None
         again = range(self._progress.step + 1, self._submitted + 1)
         self._under_way = [self._crew.step(step, step == saved) for step in again]
@@ -211,10 +229,12 @@ class Session:
 
     def _wait(self) -> None:
         """Wait until a step, a part of the save or an evaluated batch ends, at most POLL_S seconds, and handle it."""
-        crew, evaluation = self._crew, self._evaluation
+        crew, evaluation, rollouts = self._crew, self._evaluation, self._rollouts
         parts = self._saves.running.calls if self._saves.running else []
         evaluated = evaluation.calls if evaluation else []
-        ended = crew.wait([*self._under_way[:1], *parts, *evaluated], POLL_S)
+        sampled = rollouts.calls if rollouts else []
+        rewarding = rollouts is not None and not sampled  # then `is_over` waits
+        ended = crew.wait([*self._under_way[:1], *parts, *evaluated, *sampled], 0.0 if rewarding else POLL_S)
         self._check_stall(ended)
         self._sinks.keep()
         for call in ended:
@@ -225,10 +245,15 @@ class Session:
             elif evaluation and call in evaluated:
                 evaluation.take(call, crew.result(call))
                 self._view.evaluating(*evaluation.progress, evaluation.tokens_per_s)
+            elif rollouts and call in sampled:
+                rollouts.take(crew.result(call))
+                self._view.sampling(*rollouts.progress, rollouts.tokens_per_s)
             else:
                 self._saves.take_part(call)
         if evaluation:
             self._end_evaluation(evaluation)
+        if rollouts:
+            self._end_sampling(rollouts)
         self._saves.commit_complete(self._progress.step)
 
     def _check_stall(self, ended: list[Any]) -> None:
@@ -239,10 +264,16 @@ class Session:
             self._stall.reset()
         awaited = f"the evaluation after step {step}" if self._evaluation else f"step {step + 1}"
         # A save may delay a step for as long as the disk needs.
-        self._stall.check(awaited, self._plan.update_deadline_s if save else 0.0)
+        more_s = self._plan.update_deadline_s if save else 0.0
+        if self._rollouts and self._job.rollouts:
+            awaited = f"the sampling after step {step}"
+            more_s += self._job.rollouts.settings.max_new_tokens * TOKEN_DEADLINE_S
+        self._stall.check(awaited, more_s)
 
     def _record(self, result: StepResult) -> None:
         row, step = self._job.with_epoch(result.row), result.progress.step
+        if self._sampling_summary:
+            row["rollouts"] = self._sampling_summary
         self._progress, self._last_row = result.progress, row
         if not row["skipped"]:
             self._last_applied = step
@@ -278,6 +309,20 @@ class Session:
             if self._config.train.steps:  # else the result is all that is printed
                 self._view.evaluated(row)
             self._job.callbacks.evaluated(row)
+
+    def _end_sampling(self, rollouts: RunningRollouts) -> None:
+        """Give the sampling up if the run is interrupted; write its rollouts if it is over."""
+        if self._job.interrupts.requested:
+            rollouts.give_up()
+        if not rollouts.is_over(POLL_S):
+            return
+        self._rollouts = None
+        if rollouts.records:
+            assert self._job.rollouts
+            being_saved = [self._saves.running.step] if self._saves.running else []
+            self._job.rollouts.commit(rollouts, [*list_saves(self._job.run.saves), *being_saved])
+            self._sampled, self._sampling_summary = rollouts.step, rollouts.summary()
+            self._view.sampled(rollouts.step, self._sampling_summary)
 
     @property
     def _has_diverged(self) -> bool:

@@ -70,6 +70,7 @@ def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any
         "position": manifest.data if manifest else None,
         "held_out": job.held_out,
         "traced": traced_steps(config.log.trace),
+        "rollouts": job.rollouts.files if job.rollouts else None,
     }
 
 

@@ -55,7 +55,7 @@ FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", HISTORY_NAME, MODEL_NAME, PROCESSES_NAME,
     REPORT_NAME, MARK_NAME,
 )  # fmt: skip
-FOLDERS = ("plans", "saves", "tokenizer", "inputs")
+FOLDERS = ("plans", "saves", "tokenizer", "inputs", "rollouts")
 
 
 class RunDir(RunFiles):

@@ -10,6 +10,7 @@ metrics.jsonl  one row per update, in order of steps
 evaluations.jsonl  one row per evaluation, in order of steps
 history.jsonl  starts, deaths, ends (run_history.py)
 saves/step_N/  weights and optimizer state after N updates
+rollouts/      what the run has sampled itself, and its tokens (rollouts/run_rollouts.py)
 tokenizer/     the tokenizer's files and the chat template, which an export copies
 inputs/        model and data that a program passed as objects (data/python_objects.py)
 report.html    all of this as a page (report/html_report.py), written at the end of a start

@@ -7,6 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
@@ -20,6 +22,7 @@ from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.batching.batch_stream import Batch
@@ -28,6 +31,8 @@ from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, StepResult
 from megatrain_ray.workers.open_device import memory_explained
+
+MOST_ROWS = 512  # of a batch that is sampled; more are halved less often than a GPU has room for them
 
 FetchBatch = Callable[[int], Awaitable[Batch]]  # returns the batch of a step, or a held-out batch by its number
 
@@ -57,7 +62,15 @@ class GpuSteps:
         self._turn = asyncio.Condition()
         self._num_evaluated: dict[int, int] = {}  # {step after which the newest evaluation runs: its finished batches}
         self.waits_for = ""  # name of the batch that the data process is awaited for
-        self._next_batch = asyncio.ensure_future(fetch_batch(progress.step + 1))
+        self._most_rows = MOST_ROWS  # that are sampled together
+        self._next_batch: asyncio.Future[Batch] | None = None
+        self._fetch_after(progress.step)
+
+    def _fetch_after(self, step: int) -> None:
+        """Begin to fetch the batch of the next step, unless its rollouts have yet to be sampled."""
+        self._next_batch, train = None, self._run_spec.config.train
+        if step < max(1, train.num_steps) and not (train.rollouts and step % train.sampling_interval == 0):
+            self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Run one step. `save`: a save wants the state after it."""
@@ -70,12 +83,13 @@ class GpuSteps:
             return result
 
     async def _step(self, step: int, save: bool) -> StepResult:
+        if self._next_batch is None:  # rollouts were sampled and rewarded since the step before
+            self._rows.start_clock()
         start = time.perf_counter()
-        batch = await self._take_batch(self._next_batch, f"batch of step {step}")
+        batch = await self._take_batch(self._next_batch or self._fetch_batch(step), f"batch of step {step}")
         data_s = time.perf_counter() - start
         train = self._run_spec.config.train
-        if step < train.num_steps:
-            self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
+        self._fetch_after(step)
         start = time.perf_counter()
         objective = await self._objective(batch, step - 1)
         forward_s = time.perf_counter() - start
@@ -150,6 +164,30 @@ class GpuSteps:
         metrics = {name: (mean.total.item(), mean.divisor) for name, mean in found.metrics.items()} | batch.means
         return replace(sums, total=found.loss.total.item(), total_weight=found.loss.divisor, metrics=metrics)
 
+    async def sample(self, step: int, prompts: list[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Return the completions of the first of the prompts, as many as the device has room for at once.
+
+        They are by the weights after the update of `step`. Raises torch.OutOfMemoryError if it has room for none.
+        """
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step == step)
+            with memory_explained(self._run_spec.plan, f"sampling after step {step}"):
+                completions = await self._sample(prompts, sampling, step)
+            self._engine.device.timeline.clear()
+            self._rows.start_clock()
+            self._work.leave_out_evaluation()
+            return completions
+
+    async def _sample(self, prompts: list[Prompt], sampling: SamplingParams, step: int) -> list[Completion]:
+        while True:
+            chosen = prompts[: self._most_rows]
+            try:
+                return await self._engine.sample(chosen, sampling, step)
+            except torch.OutOfMemoryError:
+                if len(chosen) == 1:
+                    raise
+                self._most_rows = len(chosen) // 2  # from now on: each try costs time
+
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name
         try:
@@ -165,7 +203,8 @@ class GpuSteps:
         """Wait until step `last` and its update are over, and fetch no more batches."""
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step >= last)
-        self._next_batch.cancel()
+        if self._next_batch:
+            self._next_batch.cancel()
         await self._engine.drain(self._progress.step)
 
 

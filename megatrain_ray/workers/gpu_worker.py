@@ -21,6 +21,7 @@ from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.shards.save_gate import EVERY_ATTEMPT, SaveAttempt, WrittenPart
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine
+from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
 from megatrain_ray.engine.weights.frozen_checksums import frozen_checksums
 from megatrain_ray.errors import LostProcessError
@@ -224,6 +225,9 @@ class GpuWorker:
 
     async def evaluate(self, step: int, index: int) -> HeldOutLoss:
         return await self._started.evaluate(step, index)
+
+    async def sample(self, step: int, prompts: list[Prompt], sampling: SamplingParams) -> list[Completion]:
+        return await self._started.sample(step, prompts, sampling)
 
     async def spans(self, last: int) -> RecordedSpans:
         return await self._started.spans(last)

@@ -86,6 +86,7 @@ def test_defaults_are_those_of_the_table() -> None:
                 "correction_min": None,
                 "correction_max": 3.0,
             },
+            "rollouts": None,
             "reference": None,
             "epochs": None,
             "warmup_steps": 0,

@@ -203,3 +203,30 @@ def evaluations(policy: RunPolicy, start: int = 0, evaluated: int = -1) -> list[
 def test_a_save_that_did_not_come_about_is_made_again() -> None:
     assert play(RunPolicy(14, 5), miss=frozenset({5})) == (14, [9, 10, 14])
     assert play(RunPolicy(10, 0), miss=frozenset({10})) == (10, [10])
+
+
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({}, Action.SAMPLE),
+        ({"sampling": True}, Action.WAIT),
+        ({"sampled": 0}, Action.STEP),
+        ({"sampled": 0, "submitted": 1}, Action.STEP),
+        ({"sampled": 0, "submitted": 2}, Action.WAIT),
+        ({"sampled": 0, "submitted": 2, "completed": 1}, Action.WAIT),
+        ({"sampled": 0, "submitted": 2, "completed": 2}, Action.SAMPLE),
+        ({"sampled": 0, "submitted": 2, "completed": 2, "interrupted": True}, Action.SAVE),
+        ({"sampled": 2, "submitted": 3, "completed": 3}, Action.STEP),
+        ({"sampled": 6, "submitted": 8, "completed": 8}, Action.SAVE),
+        ({"sampled": 8, "submitted": 8, "completed": 8, "saved": 8}, Action.STOP),
+    ],
+)
+def test_rollouts_are_sampled_before_the_steps_that_learn_from_them(changes: dict[str, int], action: Action) -> None:
+    values = {"submitted": 0, "completed": 0, "saved": -1, "interrupted": False, **changes}
+    assert RunPolicy(8, 0, sample_every=2).tick(Observation(**values)) is action  # type: ignore[arg-type]
+
+
+def test_an_evaluation_comes_before_a_sampling() -> None:
+    policy = RunPolicy(8, 0, eval_every=2, sample_every=2)
+    assert policy.tick(Observation(2, 2, -1, interrupted=False, evaluated=0, sampled=0)) is Action.EVALUATE
+    assert policy.tick(Observation(2, 2, -1, interrupted=False, evaluated=2, sampled=0)) is Action.SAMPLE

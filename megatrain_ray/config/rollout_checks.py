@@ -1,0 +1,54 @@
+"""Finds settings of sampled answers that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatrain_ray.config.groups import Settings
+from megatrain_ray.config.train_groups import RolloutsConfig
+from megatrain_ray.config.values import listed, weight_of
+
+
+def rollout_disagreements(config: Settings) -> Iterator[str]:
+    """Yield problems of data.kind: prompts and train.rollouts; each line says what to set instead."""
+    train, data = config.train, config.data
+    rollouts, is_prompts = train.rollouts, data.kind == "prompts"
+    if rollouts is None:
+        if is_prompts:
+            yield "train.rollouts is required with data.kind: prompts: {rewards: […]} at least"
+        return
+    if not is_prompts:
+        yield f"train.rollouts: answers prompts, and data.kind is {data.kind}; set data.kind: prompts, or leave it out"
+        return
+    if train.objective not in ("grpo", "sft"):  # of sft another line says so
+        yield f"train.objective: {train.objective} does not learn from rewards, and data.kind is prompts; set grpo"
+    if config.hardware.num_gpus > 1:
+        yield f"train.rollouts: goes with one GPU so far, and hardware.num_gpus is {config.hardware.num_gpus}; set 1"
+    if train.reference_model is not None:
+        yield (
+            "train.policy.beta, train.policy.correction and train.reference: go with recorded answers (data.kind: "
+            "rollouts) so far, and data.kind is prompts; leave them out"
+        )
+    if any(weight_of(source) is not None for source in listed(data.path)):
+        yield "data.path: weights go with other kinds than prompts; give the files without weights"
+    yield from _number_disagreements(config, rollouts)
+
+
+def _number_disagreements(config: Settings, rollouts: RolloutsConfig) -> Iterator[str]:
+    micro_batch_size, accumulate = config.split()
+    batch_size = config.train.batch_size or micro_batch_size * accumulate
+    if batch_size % rollouts.group_size:
+        yield (
+            f"train.batch_size: {batch_size} answers are no whole groups of train.rollouts.group_size: "
+            f"{rollouts.group_size}; set a multiple of that"
+        )
+    if rollouts.reward_weights is not None and len(rollouts.reward_weights) != len(rollouts.rewards):
+        yield (
+            f"train.rollouts.reward_weights: {len(rollouts.reward_weights)} numbers for {len(rollouts.rewards)} "
+            "rewards; give one for each"
+        )
+    if rollouts.max_new_tokens >= config.data.seq_len:
+        yield (
+            f"train.rollouts.max_new_tokens: {rollouts.max_new_tokens} leaves no room for a prompt in data.seq_len: "
+            f"{config.data.seq_len}; lower it, or raise that"
+        )

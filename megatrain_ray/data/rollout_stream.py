@@ -1,0 +1,97 @@
+"""Makes the batches of a run that samples its own answers, from the tokens of each sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
+from megatrain_ray.io.tokens.token_files import META_NAME
+
+
+@dataclass(frozen=True)
+class RolloutFiles:
+    """Says where the rollouts of a run lie, and when they are made.
+
+    folder: of the run.
+    interval: updates with the rollouts of one sampling.
+    num_prompts: prompts of a sampling.
+    """
+
+    folder: Path
+    interval: int
+    num_prompts: int
+
+    def first_of(self, step: int) -> int:
+        """Return the number of updates before the sampling whose rollouts the update after `step` learns from."""
+        return step // self.interval * self.interval
+
+    def file(self, first: int) -> Path:
+        """Return the file with the rollouts that were sampled after `first` updates."""
+        return self.folder / f"step_{first}.jsonl"
+
+    def tokens(self, first: int) -> Path:
+        """Return the folder that the folder of their tokens is in."""
+        return self.folder / f"step_{first}"
+
+    def steps(self) -> list[int]:
+        """Return after how many updates the rollouts that are there were sampled, in order."""
+        names = (file.stem.removeprefix("step_") for file in self.folder.glob("step_*.jsonl"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+
+class RolloutStream:
+    """Serves batches in the order of steps; a sampling's rollouts in the order of their prompts.
+
+    joins_documents: a row holds one answer.
+    """
+
+    joins_documents = False
+
+    def __init__(self, prompts: BatchStream, files: RolloutFiles, open_tokens: Callable[[Path], BatchStream]) -> None:
+        """Begin before the first step.
+
+        prompts: of which only the position is used.
+        open_tokens: opens the rollouts of a token folder.
+        """
+        self._prompts = prompts
+        self._files = files
+        self._open_tokens = open_tokens
+        self._step = 0
+        self._first, self._stream = -1, prompts
+        self._beginning = prompts.position  # of `_stream`
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Return the position among the prompts, with the number of steps."""
+        num_drawn = self._step // self._files.interval * self._files.num_prompts
+        epoch, cursor = divmod(num_drawn, self._prompts.num_windows)
+        return {**self._prompts.position, "epoch": epoch, "cursor": cursor, "step": self._step}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Go to a saved position. Raises ConfigError for one of other prompts."""
+        self._prompts.seek(position)
+        self._step = int(position["step"])
+
+    def skip(self, num_batches: int) -> None:
+        self._step += num_batches
+
+    def next_batch(self) -> Batch:
+        """Return the next batch. Raises MegatrainError if its rollouts are not there."""
+        first = self._files.first_of(self._step)
+        if first != self._first:
+            found = [file.parent for file in self._files.tokens(first).glob(f"*/{META_NAME}")]
+            if len(found) != 1:
+                raise MegatrainError(
+                    f"{self._files.tokens(first)}: expected the tokens of one sampling, got {len(found)}; if the file "
+                    "beside it is there, the same command resumes"
+                )
+            self._stream, self._first = self._open_tokens(found[0]), first
+            self._beginning = self._stream.position
+        self._stream.seek(self._beginning)
+        self._stream.skip(self._step - first)
+        self._step += 1
+        return self._stream.next_batch()

@@ -1,0 +1,140 @@
+"""Keeps the rollouts of a run: which prompts are next, the files of what was sampled, and the reward functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import RolloutsConfig
+from megatrain_ray.data.prompts import Prompts, answer_ends
+from megatrain_ray.data.rollout_stream import RolloutFiles
+from megatrain_ray.data.tokenize_data import ALL_IDS, template_of, tokenize_rollouts
+from megatrain_ray.engine.step.sampler import Prompt, SamplingParams
+from megatrain_ray.errors import MegatrainError
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.files.owned_folder import FolderKind, remove_owned
+from megatrain_ray.io.tokens.token_files import open_corpus
+from megatrain_ray.io.tokens.tokenizer import load_tokenizer
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.rollouts.reward_functions import ANSWER, needs_answer
+from megatrain_ray.rollouts.reward_process import RewardProcess
+from megatrain_ray.rollouts.rollout_records import read_rollouts, summary_of
+from megatrain_ray.rollouts.running_rollouts import RunningRollouts
+
+LEAST_KEPT = 2  # a save of a step of the sampling before may still be under way
+
+
+@dataclass(frozen=True)
+class RunRollouts:
+    """Holds what all samplings of a run have in common. Made by `open_rollouts`."""
+
+    config: TrainConfig
+    settings: RolloutsConfig
+    files: RolloutFiles
+    prompts: Prompts
+    rewards: RewardProcess
+    vocab_size: int
+
+    def sampling(self) -> SamplingParams:
+        """Return how tokens are drawn, and which of them end a completion."""
+        tokenizer = load_tokenizer(self.config.tokenizer)
+        ends = answer_ends(tokenizer, template_of(self.config.data, self.config.tokenizer), self.vocab_size)
+        return SamplingParams(self.settings.max_new_tokens, self.settings.temperature, self.settings.top_p, ends)
+
+    def resume(self, step: int) -> tuple[int, dict[str, Any]]:
+        """Go on after `step` updates: delete what later ones have sampled, and find what the next one learns from.
+
+        Return the number of updates before the newest sampling, -1 if none is there, and what metrics have of it.
+        Raises MegatrainError if the rollouts are missing that the last updates have learned from.
+        """
+        for later in self.files.steps():
+            if later > step or not step:  # a start that made no update may have had other settings
+                self._delete(later)
+        first = self.files.first_of(step)
+        file = self.files.file(first)
+        if not file.exists():
+            if step == first:
+                return -1, {}
+            raise MegatrainError(f"{file} is missing, of which update {step + 1} is to learn: put it back")
+        self._make_tokens(first)
+        with explained("read", file):
+            return first, summary_of(read_rollouts(file))
+
+    def begin(self, step: int, sample: Callable[[int, list[Prompt], SamplingParams], Any]) -> RunningRollouts:
+        """Begin the sampling after `step` updates. `sample`: submits prompts, and returns the call."""
+        sampling = self.sampling()
+        prompts = self.prompts.draw(step // self.files.interval, self.files.num_prompts)
+        tokenizer = load_tokenizer(self.config.tokenizer)
+
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode(np.array(ids[:-1] if ids[-1] in sampling.ends else ids, np.uint32))
+
+        def submit(step: int, prompts: list[Prompt]) -> Any:
+            return sample(step, prompts, sampling)
+
+        return RunningRollouts(submit, prompts, self.settings, self.config.train.seed, step, self.rewards, decode)
+
+    def commit(self, running: RunningRollouts, saved: Collection[int]) -> None:
+        """Write the rollouts of a sampling, after which they are there, and delete the oldest ones.
+
+        saved: updates in the saves that are there or being written, which a resume may go on from.
+        """
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in running.records]
+        file = self.files.file(running.step)
+        with explained("write", file):
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, "".join(lines))
+        self._make_tokens(running.step)
+        needed = {self.files.first_of(step) for step in saved}
+        for old in self.files.steps()[: -max(self.settings.keep, LEAST_KEPT)]:
+            if old not in needed:
+                self._delete(old)
+
+    def _make_tokens(self, first: int) -> None:
+        tokenize_rollouts(self.config, self.files.file(first), self.vocab_size, self.files.tokens(first))
+
+    def _delete(self, first: int) -> None:
+        folder = self.files.tokens(first)
+        with explained("delete", self.files.file(first)):
+            for tokens in [*folder.glob("*/")]:
+                remove_owned(tokens, FolderKind.TOKENS)
+            with suppress(FileNotFoundError):
+                folder.rmdir()
+            self.files.file(first).unlink()
+
+
+@contextmanager
+def open_rollouts(
+    config: TrainConfig, run_dir: Path, tokens: Sequence[Path], source: ModelSource
+) -> Iterator[RunRollouts | None]:
+    """Read the prompts of a run and start the process of its reward functions for the block; None: it has none.
+
+    tokens: folders of the tokens of the data.
+
+    Raises ConfigError for prompts that are too long or lack a column, and for reward functions that are not there.
+    """
+    settings = config.train.rollouts
+    if settings is None:
+        yield None
+        return
+    assert config.train.batch_size is not None  # the configuration is resolved
+    num_prompts = settings.steps * config.train.batch_size // settings.group_size
+    vocab_size = source.written_vocab_size or ALL_IDS
+    prompts = Prompts(config.data, open_corpus(config.data.key, tokens[0], vocab_size))
+    prompts.check_lengths(config.data.seq_len - settings.max_new_tokens)
+    if any(map(needs_answer, settings.rewards)):
+        prompts.check_columns(ANSWER)
+    rewards = RewardProcess(settings.rewards, settings.timeout_s)
+    try:
+        files = RolloutFiles(run_dir / "rollouts", settings.steps, num_prompts)
+        yield RunRollouts(config, settings, files, prompts, rewards, vocab_size)
+    finally:
+        rewards.close()

@@ -1,0 +1,118 @@
+"""Reward functions: what each gives, and what becomes of those that fail, hang or die."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
+from megatrain_ray.rollouts.reward_functions import find_rewards
+from megatrain_ray.rollouts.reward_process import RewardProcess
+
+OWN = """
+import os, time
+
+def length(prompts, completions, answer, **columns):
+    return [len(text) + len(prompt) + right for prompt, text, right in zip(prompts, completions, answer)]
+
+def partly(completions, **columns):
+    return [None if "skip" in text else 1 for text in completions]
+
+def fails(completions, **columns):
+    if completions == ["fine"]:
+        return [1]
+    if completions == ["die"]:
+        os._exit(3)
+    while completions == ["hang"]:
+        time.sleep(0.01)
+    return [columns["level"][0] / 0]
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "own_rewards.py"
+    file.write_text(OWN)
+    return file
+
+
+def test_named_functions() -> None:
+    functions = find_rewards(["exact", "format", {"regex": r"####\s*(\S+)"}, {"regex": "x+y"}])
+    assert list(functions) == ["exact", "format", "regex", "regex_2"]
+    texts = ["42", " 42\n", "<think>hm\n</think>\n#### 42", "#### 7 no, #### 42 ", "xxy <think>a</think>", "#### 7"]
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    for completions in (texts, chats):
+        given = {"completions": completions, "prompts": [""] * 6, "answer": ["42"] * 5 + [42]}
+        assert functions["exact"](**given) == [1, 1, 0, 0, 0, 0]
+        assert functions["format"](**given) == [0, 0, 1, 0, 0, 0]
+        assert functions["regex"](**given) == [0, 0, 1, 1, 0, 0]
+        assert functions["regex_2"](**given) == [0, 0, 0, 0, 1, 0]
+
+
+def test_math_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "math_verify", None)
+        with pytest.raises(
+            ConfigError, match=r"rewards\.0: math needs math-verify: pip install 'megatrain-ray\[math\]'"
+        ):
+            find_rewards(["math"])
+    library = SimpleNamespace(
+        parse=lambda text, parsing_timeout: float(text.split()[-1]),
+        verify=lambda gold, made, timeout_seconds: gold == made,
+    )
+    monkeypatch.setitem(sys.modules, "math_verify", library)
+    made = find_rewards(["math"])["math"](completions=["so it is 0.50", "it is 2"], answer=["0.5", 0.5])
+    assert made == [1, 0]
+
+
+def test_own_functions(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own.parent)
+    for name in (str(own), "own_rewards.py", "own_rewards"):
+        assert find_rewards([f"{name}:length"])["length"](prompts=["ab"], completions=["c"], answer=[10]) == [13]
+    for given, message in (
+        ("own_rewards:none", "rewards.0: own_rewards has no function none"),
+        ("absent.py:f", "rewards.0: no such file: absent.py"),
+        ("no_such_module:f", "no_such_module cannot be imported: ModuleNotFoundError"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find_rewards([given])
+
+
+@pytest.fixture(scope="module")
+def process(own: Path) -> Iterator[RewardProcess]:
+    started = RewardProcess([f"{own}:partly", f"{own}:fails"], 60.0)
+    yield started
+    started.close()
+
+
+def answered(process: RewardProcess, completions: list[str]) -> object:
+    process.ask([""] * len(completions), completions, {"level": [1] * len(completions)})
+    while (found := process.answer(0.1)) is None:
+        pass
+    return found
+
+
+def test_the_process_answers_fails_hangs_and_dies(process: RewardProcess) -> None:
+    assert process.names == ("partly", "fails")
+    assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}
+    with pytest.raises(
+        MegatrainError, match=r"fails failed: ZeroDivisionError: division by zero \(.*own_rewards.py:17\)"
+    ):
+        answered(process, ["skip"])
+    assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}, "it goes on after a failure"
+    process._limit_s = 0.2
+    with pytest.raises(DeadlineError, match=r"longer than train.rollouts.timeout_s: 0.2"):
+        answered(process, ["hang"])
+
+
+def test_a_process_that_dies(own: Path) -> None:
+    process = RewardProcess([f"{own}:fails"], 60.0)
+    with pytest.raises(MegatrainError, match=r"died \(exit code 3\)"):
+        answered(process, ["die"])
+    process.close()
+    with pytest.raises(ConfigError, match="has no function gone"):
+        RewardProcess([f"{own}:gone"], 60.0)

@@ -1,0 +1,92 @@
+"""Runs that answer their own prompts: they learn what is rewarded, and a resume in mid-sampling changes no digit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.in_process import Train
+from tests.support.runs import assert_same_masters, cli_here, config, losses, rows, write_config
+from tests.support.tiny import build_tiny
+
+STEPS, EVERY, GROUP, KEPT = 14, 2, 8, 3
+REWARDS = """
+def share_of_e(prompts, completions, answer, completion_ids, **columns):
+    assert all(prompt == f"say {right}" for prompt, right in zip(prompts, answer))
+    assert all(len(ids) >= len(text.encode("ascii", "ignore")) for ids, text in zip(completion_ids, completions))
+    return [text.count("e") / max(1, len(text)) for text in completions]
+
+def fails(completions, **columns):
+    return [1 / 0]
+"""
+
+
+def prepare(tmp_path: Path, name: str, **changes: Any) -> Path:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    prompts = [{"prompt": f"say {'xyz'[n % 3]}", "answer": "xyz"[n % 3]} for n in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
+    tree = config(tmp_path / name, build_tiny(tmp_path / "model"), save_every=0)
+    tree["data"] = {"kind": "prompts", "path": str(tmp_path / "prompts.jsonl"), "tokenizer": "bytes", "seq_len": 68}
+    tree["train"] = {
+        "steps": STEPS, "batch_size": 2 * GROUP, "micro_batch_size": GROUP, "accumulate": 2, "lr": 0.02,
+        "schedule": "constant", "precision": "fp32", "objective": "grpo",
+        "rollouts": {
+            "rewards": [f"{tmp_path / 'rewards.py'}:share_of_e", "exact"], "reward_weights": [1.0, 0.5],
+            "group_size": GROUP, "steps": EVERY, "max_new_tokens": 8, "keep": KEPT,
+        },
+    }  # fmt: skip
+    for key, value in changes.items():
+        tree["train"]["rollouts"][key] = value
+    return write_config(tmp_path / f"{name}.yaml", tree)
+
+
+def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: Path, train: Train) -> None:
+    whole = prepare(tmp_path, "whole")
+    done = train(str(whole))
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path / "whole")
+    assert found[0]["rollouts"]["reward"] < 0.1
+    assert found[-1]["rollouts"]["reward"] > 0.5
+    assert found[0]["rollouts"] == found[1]["rollouts"] != found[2]["rollouts"]
+    assert found[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the first update has the sampler's probabilities"
+    assert done.stdout.count("sampled tokens/s") == STEPS // EVERY
+
+    folder = tmp_path / "whole" / "rollouts"
+    files = sorted(folder.glob("*.jsonl"))
+    assert {file.stem for file in files} == {"step_8", "step_10", "step_12"}
+    assert {file.name for file in folder.iterdir()} == {*(f.name for f in files), *(f.stem for f in files)}
+    records = [json.loads(line) for line in (folder / "step_12.jsonl").read_text().splitlines()]
+    assert [record["group"] for record in records] == [group for group in range(2 * EVERY) for _ in range(GROUP)]
+    for record in records:
+        assert record["reward"] == pytest.approx(record["rewards"]["share_of_e"] + 0.5 * record["rewards"]["exact"])
+        assert len(record["logprobs"]) == len(record["completion_ids"]) <= 8
+        assert record["ended"] == (record["completion_ids"][-1] == 256)
+    assert found[-1]["rollouts"]["reward"] == pytest.approx(sum(r["reward"] for r in records) / len(records))
+
+    parts = prepare(tmp_path, "parts")
+    for steps in (5, STEPS):  # the rollouts sampled after step 4 are learned from in both starts
+        (tmp_path / "parts" / "rollouts" / "step_6.jsonl").write_text("{}") if steps == STEPS else None
+        part = train(str(parts), f"train.steps={steps}")
+        assert part.returncode == 0, part.stderr
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert_same_masters(tmp_path / "parts", tmp_path / "whole")
+    for name in ("step_8.jsonl", "step_12.jsonl"):
+        assert (tmp_path / "parts" / "rollouts" / name).read_text() == (folder / name).read_text()
+
+
+def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Train) -> None:
+    own = str(tmp_path / "rewards.py")
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"rewards": [f"{own}:absent"]}, "rewards.0: " + own + " has no function absent"),
+        ({"max_new_tokens": 40}, "the prompt of record 1 has 55 tokens (6 are too long), and data.seq_len"),
+        ({"rewards": ["length"]}, "train.rollouts.rewards: expected exact, math, format, {regex: PATTERN}"),
+        ({"group_size": 3}, "train.batch_size: 16 answers are no whole groups of train.rollouts.group_size: 3"),
+    )
+    for changes, message in cases:
+        done = cli_here("train", str(prepare(tmp_path, "bad", reward_weights=None, **changes)))
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    failing = train(str(prepare(tmp_path, "failing", reward_weights=None, rewards=[f"{own}:fails"])))
+    assert (failing.returncode, "reward function fails failed: ZeroDivisionError" in failing.stderr) == (1, True)
