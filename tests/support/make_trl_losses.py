@@ -6,6 +6,7 @@ Run as a module, in an environment that has trl 1.16.0 as well (`pip install trl
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.pairs import margin_of, random_pairs
-from tests.support.tiny import VOCAB_SIZE, build_tiny
+from tests.support.tiny import VOCAB_SIZE, build_tiny, tiny_batches
 
 STEPS, PAIRS = 10, 4  # of a step
 
@@ -103,6 +105,34 @@ def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers
         return summed(trainer.losses)
 
 
+def distillation_losses(beta: float, temperature: float) -> list[float]:
+    """Return the losses of ten steps of four rows of text, one a micro-batch, from a teacher of other weights.
+
+    GKDTrainer itself leaves the temperature out of its loss, so it is given to the loss here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        rows = []
+        for batch in tiny_batches(STEPS):
+            for inputs, targets in zip(batch.input_ids.tolist(), batch.targets.tolist(), strict=True):
+                rows.append({"input_ids": [*inputs, targets[-1]], "labels": [inputs[0], *targets]})
+        words = Tokenizer(WordLevel({str(number): number for number in range(VOCAB_SIZE)}, unk_token="0"))
+        pad = str(VOCAB_SIZE - 1)
+        trainer = recorded(GKDTrainer)(
+            model=load_tiny(Path(folder) / "model", seed=0),
+            teacher_model=load_tiny(Path(folder) / "teacher", seed=1),
+            args=GKDConfig(**settings_of(folder), beta=beta, lmbda=0.0, max_length=None),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=pad),
+            data_collator=lambda given: {
+                **{key: torch.tensor([row[key] for row in given]) for key in ("input_ids", "labels")},
+                "attention_mask": torch.ones(len(given), len(given[0]["labels"]), dtype=torch.int64),
+            },
+        )
+        trainer.generalized_jsd_loss = partial(GKDTrainer.generalized_jsd_loss, temperature=temperature)
+        trainer.train()
+        return summed(trainer.losses)
+
+
 def reward_model_losses(**numbers: Any) -> list[float]:
     """Return the losses of ten steps of a reward model on four pairs with margins, one a micro-batch."""
     with tempfile.TemporaryDirectory() as folder:
@@ -126,6 +156,8 @@ def reward_model_losses(**numbers: Any) -> list[float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    for beta, temperature in ((0.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.5, 2.0)):
+        print("distill", beta, temperature, distillation_losses(beta, temperature))
     print("simpo", losses_of(CPOTrainer, CPOConfig, 4, loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.6))
     # Its cross-entropy is of the prompt as well, of which one token is no target.
     print("orpo", losses_of(ORPOTrainer, ORPOConfig, 1, beta=0.25))

@@ -24,6 +24,65 @@ from tests.support.teacher import Distil, gkd_losses, predictions, taught
 from tests.support.tiny import VOCAB_SIZE, build_tiny, tiny_batches, weigh
 
 STEPS = 3
+# Losses of ten steps by TRL 1.16.0 (tests/support/make_trl_losses.py).
+BY_TRL = {
+    Distil(0.0, 1.0): [
+        
+        0.1806877,
+        0.1409166,
+        0.1212363,
+        0.1224362,
+        0.1039054,
+        0.0980049,
+        0.0752019,
+        0.089423,
+        0.0767234,
+        0.0568808,
+    ,
+    ],  # fmt: skip
+    Distil(0.5, 1.0): [
+        
+        0.0436578,
+        0.0340911,
+        0.029368,
+        0.029588,
+        0.0253888,
+        0.0239796,
+        0.0185113,
+        0.0219266,
+        0.018849,
+        0.0140431,
+    ,
+    ],  # fmt: skip
+    Distil(1.0, 1.0): [
+        
+        0.1846084,
+        0.1425301,
+        0.1220573,
+        0.1219852,
+        0.105032,
+        0.0993746,
+        0.0769846,
+        0.090665,
+        0.0776513,
+        0.0580018,
+    ,
+    ],  # fmt: skip
+    Distil(0.5, 2.0): [
+        
+        0.0112364,
+        0.008786,
+        0.0075379,
+        0.0075542,
+        0.0064923,
+        0.0060876,
+        0.0047445,
+        0.0055494,
+        0.0047837,
+        0.003557,
+    ,
+    ],  # fmt: skip
+}
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2)
 
 
@@ -58,6 +117,16 @@ def test_chunks_and_micro_batches_change_nothing_but_rounding(tmp_path: Path) ->
     for run in runs[1:]:
         assert run.losses == pytest.approx(runs[0].losses, rel=1e-6)
         assert run.grad_norms == pytest.approx(runs[0].grad_norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("distil", BY_TRL)
+def test_ten_steps_have_the_losses_of_trl(tmp_path: Path, distil: Distil) -> None:
+    """The same models, text, order, optimizer and schedule."""
+    build_tiny(tmp_path)
+    batches = taught(tmp_path / "teacher", tiny_batches(10), VOCAB_SIZE, distil.temperature)
+    recipe = Recipe(10, lr=1e-3, schedule="constant", distil=distil)
+    ours = train_engine(tmp_path, batches, recipe, Mode()).losses
+    assert ours == pytest.approx(BY_TRL[distil], rel=1e-5)
 
 
 @pytest.mark.parametrize("sft_weight", [0.0, 0.5])
