@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatrain_ray.io.tokens.logprob_files import (
     open_logprobs,
     read_logprob_meta,
 )
+from megatrain_ray.io.tokens.teacher_files import TEACHER_NAME, RecordSize
 from megatrain_ray.io.tokens.token_files import IGNORED, read_meta
 from tests.support.texts import tokens_of, write
 from tests.support.tiny import VOCAB_SIZE
@@ -61,19 +63,32 @@ def made_up(batch: Batch) -> NDArray[np.float32]:
     return np.where(batch.targets == IGNORED, 0, -sums / 1024).astype(np.float32)
 
 
-def written(data: DataConfig, tokens: tuple[Path, ...], root: Path) -> tuple[Path, ...]:
-    """Write made-up numbers as a pass does, the last batch first."""
+def predicted(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return made-up records of a teacher: two ids and three log-probabilities of each target, by `made_up`."""
+    values = made_up(batch)[..., None]
+    ids = np.where(values == 0, 0, batch.input_ids[..., None] + [1, 2])
+    return ids.astype(np.int32), (values * np.array([1, 2, 3], np.float32)).astype(np.float32)
+
+
+def written(
+    data: DataConfig, tokens: tuple[Path, ...], root: Path, record: RecordSize | None = None
+) -> tuple[Path, ...]:
+    """Write made-up numbers as a pass does, the last batch first. `record`: of a teacher's predictions, as well."""
     sources = open_windows(data, tokens, VOCAB_SIZE, whole=True)
     batches = HeldOut(sources, batch_size=4, micro_batch_size=2)
     folders = tuple(root / f"logprobs {k}" for k in range(len(tokens)))
     for folder, of, windows in zip(folders, tokens, sources, strict=True):
         folder.mkdir()
         begin_logprobs(folder, logprob_provenance(of, {}, []), windows.num_places)
-    writers = list(map(LogprobWriter, folders))
+    writers = [LogprobWriter(folder, record) for folder in folders]
     for index in reversed(range(batches.num_batches)):
         batch, writer = batches.batch(index), writers[batches.source_of(index)]
+        values = made_up(batch)
+        if record is not None:
+            ids, logprobs = predicted(batch)
+            values = np.concatenate([values[..., None], ids.view(np.float32), logprobs], -1)
         for _ in range(2):  # as after a death of a process
-            writer.write(batches.rows_of(index), batches.places(index), made_up(batch), batch.num_supervised)
+            writer.write(batches.rows_of(index), batches.places(index), values, batch.num_supervised)
     for writer, windows in zip(writers, sources, strict=True):
         assert writer.written.num_rows == windows.num_windows
         writer.finish()
@@ -108,6 +123,25 @@ def test_each_batch_has_the_numbers_of_its_targets(tmp_path: Path, kind: str) ->
     for index in range(evaluated.open().num_batches):
         batch = worker.held_out_batch(index)
         assert np.array_equal(batch.reference_logprobs, made_up(batch))
+
+
+@pytest.mark.parametrize("kind", ["chats", "mixed"])
+def test_each_batch_has_what_a_teacher_predicts_of_its_targets(tmp_path: Path, kind: str) -> None:
+    """Of a held-out batch the last rows are pads."""
+    data = data_of(tmp_path, kind)
+    tokens, record = tokens_of(data, tmp_path), RecordSize(2, 3)
+    logprobs = written(data, tokens, tmp_path, record)
+    assert all(map(holds_logprobs, logprobs))
+    worker = DataWorker(data, tokens, VOCAB_SIZE, 3, 0, None, logprobs=logprobs)
+    held_out = HeldOut(open_windows(data, tokens, VOCAB_SIZE, logprobs, whole=True), batch_size=4, micro_batch_size=3)
+    for batch in (*map(worker.batch, (1, 2, 30, 7)), *map(held_out.batch, range(held_out.num_batches))):
+        assert batch.teacher is not None
+        assert batch.reference_logprobs is None
+        assert all(map(np.array_equal, batch.teacher, predicted(batch)))
+    with (logprobs[0] / TEACHER_NAME).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert not holds_logprobs(logprobs[0])
 
 
 def test_a_folder_says_what_it_holds_and_whether_it_is_whole(tmp_path: Path) -> None:
