@@ -140,7 +140,12 @@ def _of_run(config: TrainConfig, folder: Path, train: Mapping[str, Any]) -> dict
 
 def _of_model(model: ModelConfig, train: Mapping[str, Any]) -> dict[str, Any]:
     """Return model and train. All is frozen but the smallest thing, so that there is next to no optimizer state."""
-    empty = build_empty(read_model(model).factory, torch.float32)
+    source = read_model(model)
+    if train["objective"] == "reward" and not source.architecture.is_reward:
+        raise ConfigError(
+            f"{model.path} is no reward model, so its scores would be random; name one, or a run's directory"
+        )
+    empty = build_empty(source.factory, torch.float32)
     trained = {"trainable": (f"^{re.escape(_last_vector(empty))}$",), "freeze": ()}
     return {"model": model.model_dump(), "train": {**train, **trained}}
 

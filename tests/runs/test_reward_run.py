@@ -17,6 +17,7 @@ from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_windows
 from megatrain_ray.trainer import tokenize_all
+from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.in_process import Train
 from tests.support.runs import cli_here, config, losses, rows, write_config
 from tests.support.tiny import build_tiny
@@ -73,21 +74,39 @@ def test_a_run_makes_a_reward_model_that_transformers_loads(tmp_path: Path, trai
 
 
 @torch.no_grad()
-def mean_scores(model: Any, path: Path) -> list[float]:
-    """Return the mean score of the held-out chosen answers, and of the rejected ones, one answer at a time."""
-    settings, data = tokenize_all(load_config(path), 257, path.parent, Startup())
+def mean_scores(model: Any, path: Path, pad: int | None = None) -> list[float]:
+    """Return the mean score of the held-out chosen answers, and of the rejected ones.
+
+    pad: for a batch of all answers; None: one at a time.
+    """
+    num_ids = model.config.vocab_size
+    settings, data = tokenize_all(load_config(path), num_ids, path.parent, Startup())
     assert data.held_out is not None and settings.data.held_out is not None
-    (windows,) = open_windows(settings.data.held_out, data.held_out, 257, whole=True)
+    (windows,) = open_windows(settings.data.held_out, data.held_out, num_ids, whole=True)
     corpus = windows.corpus
     ids = torch.from_numpy(np.asarray(corpus.tokens, np.int64)).split(corpus.document_lengths.tolist())
-    scores = [model(input_ids=document[None]).logits.item() for document in ids]
+    if pad is None:
+        scores = [model(input_ids=document[None]).logits.item() for document in ids]
+    else:
+        batch = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad)
+        scores = model(input_ids=batch, attention_mask=(batch != pad).long()).logits.flatten().tolist()
     return [sum(part) / len(part) for part in (scores[::2], scores[1::2])]
 
 
 def test_an_adapter_has_the_head(tmp_path: Path, train: Train) -> None:
-    """The head is trained whole, as modules_to_save of peft, and goes with the adapter and the merged model."""
+    """The head is trained whole, as modules_to_save of peft, and goes with the adapter and the merged model.
+
+    The tokenizer has a pad that ends no answer, so the merged model scores all answers in one batch.
+    """
     tree = reward_config(tmp_path, steps=1) | {"lora": {"match": "q_proj", "rank": 4}, "save_every": 0, "eval_every": 1}
+    model = build(build_tiny(tmp_path / "model", tied=True, vocab_size=320), FAMILIES["qwen2.5"])
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": FAMILIES["qwen2.5"].source}
+    (model / "tokenizer_config.json").write_text(json.dumps(tokens))
+    del tree["data"]["tokenizer"]
+    tree["data"]["seq_len"] = 256
     path, out = write_config(tmp_path / "config.yaml", tree), tmp_path / "out"
+    alone = cli_here("eval", str(model), "--config", str(path))
+    assert alone.returncode == 2 and "is no reward model, so its scores would be random" in alone.stderr
     done = train(str(path))
     assert done.returncode == 0, done.stderr
     for arguments in (("adapter",), ("merged", "--merge")):
@@ -100,6 +119,7 @@ def test_an_adapter_has_the_head(tmp_path: Path, train: Train) -> None:
     merged = AutoModelForSequenceClassification.from_pretrained(out / "merged")
     means = mean_scores(merged, path)
     assert mean_scores(adapted, path) == pytest.approx(means, rel=1e-5)
+    assert mean_scores(merged, path, pad=merged.config.pad_token_id) == pytest.approx(means, rel=1e-5)
     (*_, last) = (json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
     assert means == pytest.approx([last[f"eval_reward_{name}"] for name in ("chosen", "rejected")], rel=1e-5)
     with train.actors():
