@@ -446,7 +446,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "preferences": (
         LLAMA_FACTORY,
         {"stage": "dpo", "pref_beta": 0.1},
-        "stage: dpo: there is no training",
+        "stage: dpo: preferences and rewards are not converted",
     ),
     "a limit of each of several": (
         LLAMA_FACTORY,
