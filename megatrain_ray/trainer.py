@@ -17,7 +17,7 @@ from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.config.yaml_file import set_keys
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say, show
-from megatrain_ray.console.start_summary import describe_start
+from megatrain_ray.console.start_summary import describe_pass, describe_start
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.convert.training_arguments import is_arguments, settings_of, with_arguments
 from megatrain_ray.crew.ray_cluster import in_ray_job
@@ -255,8 +255,14 @@ class _PassTrainer(Trainer):
 
     def __init__(self, config: TrainConfig, missing: LogprobPass) -> None:
         super().__init__(args=config)
-        self._pass = missing
+        self._pass = self._scored = missing
         self.pids: set[int] = set()
+
+    def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
+        run_spec = super()._prepare(config, machine, source)
+        assert run_spec.scores_s is not None  # it has no steps
+        say(f"time      {describe_pass(run_spec.plan, run_spec.scores_s, self._scored.num_rows)}")
+        return run_spec
 
     def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:
         self.pids = {*crew.pids.values()} - {os.getpid()}
@@ -358,16 +364,11 @@ def _describe(
     if warning := other_tokenizer(config):
         say(warning)
     for line in describe_start(
-        config,
-        plan,
-        model_type=run_spec.source.config["model_type"],
-        counts=data.counts,
+        config, plan, model_type=run_spec.source.config["model_type"], counts=data.counts,
         num_held_out=num_records(data.held_out) if data.held_out else None,
-        num_made=manifest.step if manifest else 0,
-        epochs=epochs,
-        leftovers=leftovers,
+        num_made=manifest.step if manifest else 0, epochs=epochs, leftovers=leftovers,
         unreached=run_spec.structure.unreached,
-    ):
+    ):  # fmt: skip
         say(line)
     if config.data.has_chats:
         for line in describe_template(config.data, config.tokenizer, run_spec.structure.vocab_size):

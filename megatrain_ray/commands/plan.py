@@ -13,7 +13,7 @@ from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import print_lines, show
-from megatrain_ray.console.start_summary import memory_of_limits
+from megatrain_ray.console.start_summary import describe_pass, memory_of_limits
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import count_data
 from megatrain_ray.data.tokenize_data import cached_tokens, missing_data
@@ -22,9 +22,13 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine, SpillSpace
 from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.export.evaluation_config import pass_config
+from megatrain_ray.io.batching.data_counts import DataCounts
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
+from megatrain_ray.units import format_bytes
 
 
 def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_hour: float | None) -> None:
@@ -48,6 +52,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
             f"fits: {', '.join(memory_of_limits(plan))}",
             *describe(plan).split("\n"),
             *run_lines(config, plan, price_per_hour),
+            *reference_line(config),
         )
     if found and not as_json:
         print_lines("")
@@ -58,6 +63,34 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
         show(f"note: {problem}; a plan does without data, training does not", stream=sys.stderr)
     for note in (*_missing_disk(config.spill, question.machine.spill), *_card_of_memory(config, question.machine)):
         show(f"note: {note}", stream=sys.stderr)
+
+
+def reference_line(config: TrainConfig) -> Iterator[str]:
+    """Yield a line on the pass by a reference or teacher, before training: its memory, disk space and time.
+
+    Raises CapacityError if it does not fit, and ConfigError.
+    """
+    if (name := config.train.reference_model) is None:
+        return
+    with pass_config(None if name == "model" else name, config, imagined=True) as settings:
+        question = planning_problem(settings)
+    plan, counts, distills = question.plan(), list(_known_counts(config)), config.train.objective == "distill"
+    token_bytes = WEIGHT_TYPE.itemsize + (8 * config.train.distillation.top_k + 4 if distills else 0)
+    values = f"{token_bytes} B a token"
+    if counts:
+        values = format_bytes(token_bytes * sum(count.num_tokens for count in counts))
+    time = describe_pass(plan, question.scores_s, [count.num_rows for count in counts])
+    yield f"{'teacher' if distills else 'reference':<9} {', '.join(memory_of_limits(plan))}; {values} in the cache; {time}"
+
+
+def _known_counts(config: TrainConfig) -> Iterator[DataCounts]:
+    """Yield what the training and the held-out data have, if their tokens are cached."""
+    with suppress(ConfigError, OSError, RuntimeError):  # training says what is wrong with the data
+        config = config.resolve()
+        vocab_size = read_model(config.model).setting("vocab_size")
+        for data in (config.data, config.data.held_out if config.evaluates else None):
+            if data and (tokens := cached_tokens(data, config.tokenizer, vocab_size)):
+                yield count_data(data, tokens, vocab_size)
 
 
 def _with_known_steps(config: TrainConfig) -> TrainConfig:

@@ -88,6 +88,19 @@ def describe_start(
         )
 
 
+def describe_pass(plan: Plan, scores_s: float, num_rows: Sequence[int]) -> str:
+    """Return how long a pass for log-probabilities will take.
+
+    scores_s: predicted seconds of a batch.
+    num_rows: of each source; empty: not known.
+    """
+    speed = f"predicted {format_count(plan.batch_size * plan.step.seq_len / scores_s)} tokens/s"
+    if not num_rows:
+        return speed
+    num_batches = sum(-(-count // plan.batch_size) for count in num_rows)
+    return f"{speed}, {format_duration(num_batches * scores_s)} for {format_quantity(sum(num_rows), 'row')}"
+
+
 def _rate(train: OptimizationConfig, num_made: int) -> str:
     """Return the peak of the learning rate and its schedule; on a resume the next step's rate, and where it goes."""
     peak, falls = f"{train.lr:g}", train.schedule != "constant"

@@ -61,6 +61,7 @@ class LogprobPass:
     writers: of the sources of the pass, in its order, by the folder of their tokens. What an earlier pass has written
         is left out.
     num_tokens: inputs that are no pads, by batch.
+    num_rows: of each writer that are not written yet.
     """
 
     data: DataTokens
@@ -68,6 +69,7 @@ class LogprobPass:
     teacher: TopTokens | None = None
     writers: dict[Path, LogprobWriter] = field(default_factory=dict)
     num_tokens: dict[int, int] = field(default_factory=dict)
+    num_rows: list[int] = field(default_factory=list)
 
     @property
     def record(self) -> RecordSize | None:
@@ -177,6 +179,7 @@ def _begun(
             writer = LogprobWriter(folder, scored.record)
         if (done := writer.written.num_rows) < windows.num_windows:
             scored.writers[tokens] = writer
+            scored.num_rows.append(windows.num_windows - done)
         if done:
             say(f"{name}: the log-probabilities of {done} of {windows.num_windows} rows are there already")
         mark_used(folder)

@@ -58,10 +58,13 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
 
 
 @contextmanager
-def pass_config(name: str | None, config: TrainConfig, step: SaveChoice = None) -> Iterator[TrainConfig]:
+def pass_config(
+    name: str | None, config: TrainConfig, step: SaveChoice = None, *, imagined: bool = False
+) -> Iterator[TrainConfig]:
     """Yield the configuration of a run of no steps, as evaluation_config does, for a pass over data that are tokenised.
 
     name: as for evaluation_config; None: the model of `config` without adapters.
+    imagined: nothing but a plan is wanted, so that nothing is written.
 
     Raises as export_run.
     """
@@ -71,21 +74,23 @@ def pass_config(name: str | None, config: TrainConfig, step: SaveChoice = None) 
     objective = {"pairs": "simpo", "unpaired": "kto", "rollouts": "grpo"}.get(data.kind, "sft")
     numbers: dict[str, Any] = {"preference": {}, "policy": {}, "distillation": {}}
     train = {"reference": None, "objective": objective, **numbers}
-    with _without_updates(name, config, step, update, train) as changed:
+    with _without_updates(name, config, step, update, train, imagined=imagined) as changed:
         yield changed
 
 
 @contextmanager
 def _without_updates(
-    name: str | None, config: TrainConfig, step: SaveChoice, data: Mapping[str, Any], train: Mapping[str, Any]
-) -> Iterator[TrainConfig]:
+    name: str | None, config: TrainConfig, step: SaveChoice, data: Mapping[str, Any], train: Mapping[str, Any],
+    *, imagined: bool = False,
+) -> Iterator[TrainConfig]:  # fmt: skip
     """Yield a configuration without updates. `data`, `train`: settings that replace those of `config`."""
     tree, files = config.model_dump(), _run_of(name)
     with ExitStack() as stack:
-        tree |= {**OWN, "run_dir": str(stack.enter_context(scratch_folder("eval")) / "run")}
+        run_dir = config.run_dir if imagined else str(stack.enter_context(scratch_folder("eval")) / "run")
+        tree |= {**OWN, "run_dir": run_dir}
         tree["train"] |= {**OWN_TRAIN, **train}
         if files is not None:
-            folder = stack.enter_context(exported(files.path, step=step, merge=False))
+            folder = None if imagined else stack.enter_context(exported(files.path, step=step, merge=False))
             tree |= _of_run(files.read_config(), folder, tree["train"])
         else:
             tree |= _of_model(_model_of(name, config, step), tree["train"]) | {"lora": None}
@@ -128,13 +133,14 @@ def _model_of(name: str | None, config: TrainConfig, step: SaveChoice) -> ModelC
     return config.model if name is None else config.model.model_copy(update={"path": name, "config": None})
 
 
-def _of_run(config: TrainConfig, folder: Path, train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return model, adapters and train. `folder`: of the exported save."""
+def _of_run(config: TrainConfig, folder: Path | None, train: Mapping[str, Any]) -> dict[str, Any]:
+    """Return model, adapters and train. `folder`: of the exported save; None: what the run began with will do."""
+    path = {} if folder is None else {"path": str(folder)}
     if config.lora is None:
-        model = config.model.model_copy(update={"path": str(folder), "config": None})
+        model = config.model.model_copy(update=path and {**path, "config": None})
         return _of_model(model, train) | {"lora": None}
     trained = {"trainable": config.train.trainable, "freeze": config.train.freeze}
-    lora = config.lora.model_copy(update={"path": str(folder)}).model_dump()
+    lora = config.lora.model_copy(update=path).model_dump()
     return {"model": config.model.model_dump(), "lora": lora, "train": {**train, **trained}}
 
 

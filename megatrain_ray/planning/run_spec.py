@@ -22,7 +22,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.request import Machine, ObjectiveBytes, Request, SpillSpace
 from megatrain_ray.engine.planner.search.infeasible import lacks_device_memory
-from megatrain_ray.engine.planner.search.make_plan import plan_with_compression, predict_plan
+from megatrain_ray.engine.planner.search.make_plan import plan_with_compression, predict_plan, predict_scores
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.io.tokens.teacher_files import RecordSize
@@ -48,6 +48,7 @@ class RunSpec:
     weighted: whether batches have loss weights, which the tokens of the data decide.
     keeps_logprobs: whether an evaluation returns the log-probability of every target.
     teacher: what batches have of a teacher, or what an evaluation that keeps log-probabilities returns as well.
+    scores_s: predicted seconds of the log-probabilities of a batch; None if there are steps.
     """
 
     config: TrainConfig
@@ -57,6 +58,7 @@ class RunSpec:
     weighted: bool = False
     keeps_logprobs: bool = False
     teacher: TopTokens | None = None
+    scores_s: float | None = None
 
     @property
     def is_aliased(self) -> bool:
@@ -98,6 +100,11 @@ class PlanningProblem:
                 return error
 
     @property
+    def scores_s(self) -> float:
+        """Return the predicted seconds of the log-probabilities of a batch. Raises CapacityError as `plan`."""
+        return predict_scores(self.plan(), self.structure, self.activations, self.machine, self.request)
+
+    @property
     def fits(self) -> bool:
         return isinstance(self._answer, Plan)
 
@@ -131,7 +138,8 @@ def prepare(config: TrainConfig, machine: Machine | None = None, source: ModelSo
     question = _fitting_problem(config, source, machine or _machine(config, imagined=False))
     plan = question.plan()
     split = config.with_split(plan.step.micro_batch_size, plan.step.num_micro_batches)
-    return RunSpec(split, question.source.with_fills(), question.structure, plan)
+    scores_s = None if config.train.num_steps else question.scores_s
+    return RunSpec(split, question.source.with_fills(), question.structure, plan, scores_s=scores_s)
 
 
 def predictor(config: TrainConfig, plan: Plan) -> Callable[[HardwareProfile], Prediction]:

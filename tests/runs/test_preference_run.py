@@ -43,6 +43,10 @@ def test_a_model_that_cannot_pack_and_was_drawn_at_random(tmp_path: Path, train:
     assert "; set data.packing: false" in refused.stderr
     done = train(str(path), "data.packing=false")
     assert done.returncode == 0, done.stderr
+    planned = next(line for line in cli_here("plan", str(path), "data.packing=false").stdout.splitlines()
+                   if line.startswith("reference RAM "))  # fmt: skip
+    speed = planned.partition("; predicted ")[2]
+    assert " in the cache; predicted " in planned and f"time      predicted {speed}" in done.stderr
     evaluated = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[-1])
     with train.actors():
         alone = cli_here("eval", str(tmp_path / "run"), "--json")

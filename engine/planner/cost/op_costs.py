@@ -116,8 +116,8 @@ class Prices:
     def of_layer(self, name: str, layer: int) -> float:
         """Return the seconds of an operation that computes, for one micro-batch.
 
-        name: forward, recompute, replay, backward, loss, update (by the GPU), shards or busy shards (updates by the
-            CPU: `update_name`) or orthogonalize.
+        name: forward, recompute, replay, backward, loss, score (log-probabilities of the targets), update (by the GPU),
+            shards or busy shards (updates by the CPU: `update_name`) or orthogonalize.
         """
         plan = self._plan.layers[layer]
         key = name, self._basis.alike[layer], self._activations.alike[layer], plan.compiled, plan.activation_budget
@@ -151,8 +151,8 @@ class Prices:
                 return self._forward(layer)
             case "backward":
                 return self._backward(layer)
-            case "loss":
-                return self._loss(layer)
+            case "loss" | "score":
+                return self._loss(layer) if name == "loss" else self._score(layer)
             case "update":
                 launches_s = UPDATE_LAUNCHES * self._profile.launch_s
                 return max(self._update_bytes(layer) / self._profile.device_bytes_per_s, launches_s)
@@ -293,6 +293,15 @@ class Prices:
             scores = self.num_tokens * self._basis.structure.num_logits * (item + SCORE_BYTES)
             working_s += LOSS_TRAFFIC * scores / self._profile.device_bytes_per_s
         return max(working_s, num_chunks * self._launches(products, sum(all_passes)))
+
+    def _score(self, layer: int) -> float:
+        """Return the seconds of the targets' log-probabilities, from logits that nothing is fused with."""
+        products, chunk = self._basis.work[layer].products, self._plan.compute.loss_chunk_tokens
+        num_chunks = math.ceil(self.num_tokens / chunk)
+        logit_bytes = self._plan.precision.working_dtype.itemsize + SCORE_BYTES
+        moved = LOSS_TRAFFIC * self.num_tokens * self._basis.structure.vocab_size * logit_bytes
+        working_s = num_chunks * self._products_s(products, 1, chunk) + moved / self._profile.device_bytes_per_s
+        return max(working_s, num_chunks * self._launches(products, 1))
 
     def _orthogonalize(self, layer: FlatLayout) -> float:
         """Return the seconds in which one layer's momentum is orthogonalized.

@@ -9,12 +9,14 @@ from typing import TypeVar
 
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.plan.plan_shards import read_bytes
 from megatrain_ray.engine.plan.prediction import Prediction
-from megatrain_ray.engine.plan.schedule import LoopOrder
+from megatrain_ray.engine.plan.residency import residency_of
+from megatrain_ray.engine.plan.schedule import LoopOrder, forward_visits
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
 from megatrain_ray.engine.planner.cost.simulate_step import SimulatedStep, Simulation
-from megatrain_ray.virtual_clock import Stage
+from megatrain_ray.virtual_clock import Op, Stage
 
 PERIODS = 3  # micro-batches that are simulated; those between the first and the last take equally long
 
@@ -47,6 +49,25 @@ def predict(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> Predi
         d2h_bytes=step.num_bytes.get(Stage.D2H, 0),
         profile=basis.rates,
     )
+
+
+def predict_evaluation(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> float:
+    """Predict the seconds of a batch's log-probabilities: of computing, uploads or reads from disk, what takes longest.
+
+    activations: bytes for a micro-batch of the plan.
+    """
+    prices, count, head = Prices(plan, basis, activations), plan.step.num_micro_batches, len(plan.layers) - 1
+    forward_s = sum(prices.of_layer("forward", layer) for layer in range(head + 1))
+    order = forward_visits(len(plan.layers), count, plan.step.order)
+    loaded = [load.fragment for load in residency_of(order, basis.structure, basis.layout, plan).loads]
+    itemsize, upload_s = plan.precision.working_dtype.itemsize, 0.0
+    for fragment in loaded:
+        if fragment.layer not in plan.hbm_layers:
+            size = basis.layout.layers[fragment.layer].fragments[fragment.index].size
+            op = Op("load", fragment.layer, fragment=fragment.index, num_bytes=size * itemsize)
+            upload_s += prices(Stage.H2D, op)
+    disk_s = read_bytes(plan, basis.layout, loaded) / basis.disk_bytes_per_s
+    return max(count * (forward_s + prices.of_layer("score", head)), upload_s, disk_s)
 
 
 def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:
