@@ -13,7 +13,6 @@ from typing import Any, Literal
 from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
-from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.config.yaml_file import set_keys
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say, show
@@ -33,8 +32,9 @@ from megatrain_ray.driver.policy import RunPolicy
 from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, check_position, read_data
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
-from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
 from megatrain_ray.engine.objectives.distillation import TopTokens
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.engine.planner.report import less_precise
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, pass_config
@@ -150,7 +150,7 @@ class Trainer:
             run.config = run_spec.config
             if run.has_begun:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
-            _report_formats(run.config.train, manifest)
+            _report_formats(run_spec.plan, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
             weighted = any(map(is_weighted, data.training))
             run_spec = replace(run_spec, weighted=weighted, keeps_logprobs=self._pass is not None, teacher=teacher)
@@ -389,13 +389,11 @@ def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None, leftovers:
         log.info("deleted what a dead run left: %s", path)
 
 
-def _report_formats(train: OptimizationConfig, manifest: Manifest | None) -> None:
+def _report_formats(plan: Plan, manifest: Manifest | None) -> None:
     """Print what is not as precise as plain PyTorch, and that a save's moments are converted."""
-    moments = train.moments
-    if train.compute == "fp8":
-        say(f"compute {FP8_COMPUTE}")
-    if moments == "bf16":
-        say(f"moments {NARROW_MOMENTS}")
+    moments = plan.precision.moments
+    for line in less_precise(plan):
+        say(line)
     if manifest is not None and manifest.moments != moments:
         how = "to nearest, this once" if moments == "bf16" else "exactly"
         say(f"the save's moments are {manifest.moments}: from here on they are {moments}, converted {how}")

@@ -13,6 +13,7 @@ SECOND_MOMENT_BYTES = 4
 # Printed in a plan, at a run's start and at its end.
 NARROW_MOMENTS = "in bf16, stochastically rounded: not what plain PyTorch computes"
 FP8_COMPUTE = "products of layers in FP8, scaled by row: less than full precision, not what plain PyTorch computes"
+EMULATED = "; emulated on a CPU, for tests: slower than without"
 
 
 class Precision(Enum):

@@ -8,7 +8,7 @@ import torch
 
 from megatrain_ray.engine.device.numa_homes import Home, slab_nodes
 from megatrain_ray.engine.layout.model_layout import DIRECTION_BYTES
-from megatrain_ray.engine.layout.precision import FP8_COMPUTE, NARROW_MOMENTS
+from megatrain_ray.engine.layout.precision import EMULATED, FP8_COMPUTE, NARROW_MOMENTS
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.plan.plan import ActivationPolicy, MemoryItem, Plan
 from megatrain_ray.engine.plan.plan_groups import UpdateOrder, dtype_name
@@ -61,7 +61,7 @@ def describe(plan: Plan) -> str:
 def less_precise(plan: Plan) -> Iterator[str]:
     """Yield a line for each part of the compute that is less precise than in plain PyTorch."""
     if plan.compute.fp8:
-        yield f"compute   {FP8_COMPUTE}"
+        yield f"compute   {FP8_COMPUTE}{EMULATED if plan.device == 'cpu' else ''}"
     if plan.precision.moments == "bf16":
         yield f"moments   {NARROW_MOMENTS}"
 

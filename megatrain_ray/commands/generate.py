@@ -6,12 +6,14 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain_ray.console.logs import print_lines, show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
+from megatrain_ray.run.run_files import RunFiles
 
 if TYPE_CHECKING:
     from megatrain_ray.generate.answer import Sampling
@@ -42,6 +44,8 @@ def generate_text(options: Namespace) -> None:
             _chat(model, sampling, options.system, turns, is_typed=prompt is None)
         else:
             _stream(model, encode_text(model, prompt or ""), sampling)
+        if model.template.is_own and not options.chat and not RunFiles(Path(options.source).absolute()).holds_run:
+            show(f"({options.source} has a chat template: --chat asks it by that)", stream=sys.stderr)
 
 
 def _prompt(options: Namespace) -> str | None:

@@ -13,7 +13,7 @@ from megatrain_ray.config.groups import SpillConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import print_lines, show
-from megatrain_ray.console.start_summary import describe_pass, memory_of_limits
+from megatrain_ray.console.start_summary import describe_pass, few_steps, memory_of_limits
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import count_data
 from megatrain_ray.data.tokenize_data import cached_tokens, missing_data
@@ -37,7 +37,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     If no plan fits, the alternatives with other memory (`what_if`) are printed all the same, and CapacityError is
     raised. Raises ConfigError if the configuration is invalid.
     """
-    config = _with_known_steps(config)
+    config, epochs = _with_known_steps(config), config.train.epochs
     with Interrupts(), spinner("planning"):
         question = planning_problem(config)
         try:
@@ -52,6 +52,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
             f"fits: {', '.join(memory_of_limits(plan))}",
             *describe(plan).split("\n"),
             *run_lines(config, plan, price_per_hour),
+            *few_steps(epochs, config.train.steps),
             *reference_line(config),
         )
     if found and not as_json:
@@ -80,7 +81,8 @@ def reference_line(config: TrainConfig) -> Iterator[str]:
     if counts:
         values = format_bytes(token_bytes * sum(count.num_tokens for count in counts))
     time = describe_pass(plan, question.scores_s, [count.num_rows for count in counts])
-    yield f"{'teacher' if distills else 'reference':<9} {', '.join(memory_of_limits(plan))}; {values} in the cache; {time}"
+    role = "teacher" if distills else "reference"
+    yield f"{role:<9} {', '.join(memory_of_limits(plan))}; {values} in the cache; {time}"
 
 
 def _known_counts(config: TrainConfig) -> Iterator[DataCounts]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from megatrain_ray.config.values import (
     MOST_SEQUENCES,
@@ -56,12 +57,16 @@ class MuonConfig(Group):
     and decay; original: √max(1, rows/columns)."""
 
 
+SIMPO_BETA = 2.0
+
+
 class PreferenceConfig(Group):
     """Holds the numbers of the objectives over preferences and labelled answers."""
 
     beta: Positive = 0.1
-    """Factor of log-probabilities in rewards: DPO's, SimPO's and KTO's β, IPO's τ, ORPO's λ."""
-    gamma: Annotated[float, Field(ge=0)] = 0.5
+    """Factor of log-probabilities in rewards: DPO's, SimPO's and KTO's β, IPO's τ, ORPO's λ. With objective: simpo
+    unset means 2."""
+    gamma: Annotated[float, Field(ge=0)] = 1.0
     """simpo: reward by which the chosen answer shall be ahead."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """dpo, simpo: share of the pairs whose answers are taken for swapped."""
@@ -214,6 +219,16 @@ class OptimizationConfig(Group):
     """bf16: sums over micro-batches are rounded once before they leave the device."""
     deterministic: bool = False
     """Use kernels that give the same bits on every run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_beta_of_simpo(cls, value: Any) -> Any:
+        """Fill in the β that SimPO's paper trains with: means over tokens are smaller than the sums of DPO."""
+        if isinstance(value, Mapping) and value.get("objective") == "simpo":
+            numbers = value.get("preference", {})
+            if isinstance(numbers, Mapping):
+                return {**value, "preference": {"beta": SIMPO_BETA, **numbers}}
+        return value
 
     @property
     def reference_model(self) -> str | None:

@@ -71,8 +71,7 @@ def describe_start(
         f"{format_quantity(steps, 'step')} of {format_quantity(plan.batch_size, 'row')} are {made:.3g} epochs{filled}"
         f"{held_out}"
     )
-    if epochs and steps < FEW_STEPS:
-        yield f"few       {format_quantity(steps, 'step')} may teach little: a smaller train.batch_size makes more"
+    yield from few_steps(epochs, steps)
     yield (
         f"step      {plan.batch_size} × {plan.step.seq_len} tokens, "
         f"{format_quantity(plan.step.num_micro_batches, 'micro-batch')} of {plan.step.micro_batch_size}{_gpus(plan)}; "
@@ -86,6 +85,12 @@ def describe_start(
             f"time      predicted {step_s:.3g} s a step, {speed} tokens/s, {format_duration(step_s * to_come)} for "
             f"{format_quantity(to_come, 'step')}"
         )
+
+
+def few_steps(epochs: float | None, steps: int | None) -> Iterator[str]:
+    """Yield a warning if the epochs that a configuration gives are few steps. None: it gives none, or not known."""
+    if epochs and steps and steps < FEW_STEPS:
+        yield f"few       {format_quantity(steps, 'step')} may teach little: a smaller train.batch_size makes more"
 
 
 def describe_pass(plan: Plan, scores_s: float, num_rows: Sequence[int]) -> str:

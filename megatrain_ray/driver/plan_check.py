@@ -53,13 +53,13 @@ class PlanCheck:
             self._thread.start()
         if self._num_usual >= self._next:
             self._next = 2 * self._num_usual
-            self._compare_safely(at_end=False)
+            self._compare_safely()
 
     def finish(self, crew: WorkerGroup) -> None:
         """Make the last comparison. Call it after the last step, while the processes still live."""
         if self._thread is not None:
             await_thread(self._thread, crew.check, DEADLINE_S)
-        self._compare_safely(at_end=True)
+        self._compare_safely()
 
     def close(self) -> None:
         """Stop comparing. Call it when no process answers any more. Idempotent."""
@@ -75,13 +75,13 @@ class PlanCheck:
         else:
             History(self._run_dir).memory(self._pss_bytes)
 
-    def _compare_safely(self, *, at_end: bool) -> None:
+    def _compare_safely(self) -> None:
         try:
-            self._compare(at_end=at_end)
+            self._compare()
         except Exception:  # a comparison never ends a run
             log.exception("the plan was not compared with the run")
 
-    def _compare(self, *, at_end: bool) -> None:
+    def _compare(self) -> None:
         prediction = self._plan.prediction
         if self._first is None or prediction is None:
             return
@@ -90,7 +90,7 @@ class PlanCheck:
             return
         off = frozenset(term.name for term in found.off(prediction))
         text = warning(found, prediction, self._run_dir, busy_updates=self._plan.has_busy_updates)
-        if text and (at_end or off != self._reported):
+        if text and off != self._reported:
             say(f"warning: {text}")
         else:
             log.info("%s", found)

@@ -19,7 +19,7 @@ def answer_file(
     """Yield the records of a file, each with `answer` and `ended` (whether it ended by itself), in their order.
 
     chat: records are chats in any format that training reads; the answer is to the turns before the last answer. A
-        record may also have a `prompt`, which is a user's turn. Otherwise records have a `prompt`, which goes on.
+        record may also have a `prompt`, a user's turn or messages. Otherwise records have a `prompt`, which goes on.
 
     Prompts of about one length are computed together. Raises ConfigError, naming the record, for a bad one.
     """
@@ -46,7 +46,8 @@ def _encode(model: LoadedModel, record: object, *, chat: bool) -> list[int]:
         return encode_chat(model, [{"role": "user", "content": prompt}]) if chat else encode_text(model, prompt)
     if not chat:
         raise missing_key(fields, "prompt", " (chats need --chat)")
-    conversation = read_conversation(record, LAYOUTS["auto"])
+    turns = {"messages": prompt, "tools": fields.get("tools")} if isinstance(prompt, list) else record
+    conversation = read_conversation(turns, LAYOUTS["auto"])
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

@@ -68,7 +68,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "distillation": {"teacher": None, "top_k": 64, "temperature": 1.0, "beta": 0.0, "sft_weight": 0.0},
             "preference": {
                 "beta": 0.1,
-                "gamma": 0.5,
+                "gamma": 1.0,
                 "label_smoothing": 0.0,
                 "sft_weight": 0.0,
                 "center_rewards_coefficient": 0.0,
@@ -479,7 +479,7 @@ def test_all_problems_come_in_one_message() -> None:
             "train.preference.desirable_weight: goes with train.objective: kto or apo_zero_unpaired, and",
         ),
         (
-            {"train__preference__gamma": 1.0},
+            {"train__preference__gamma": 0.5},
             "train.preference.gamma: goes with train.objective: simpo, and train.objective is sft; leave the key out",
         ),
         ({"data__kind": "rollouts"}, "train.objective: sft learns single answers, and data.kind is rollouts; set grpo"),
@@ -611,3 +611,10 @@ def test_it_may_be_built_from_its_groups() -> None:
     whole = config()
     assert TrainConfig(model=whole.model, data=whole.data, train=whole.train, run_dir="run") == whole
     assert settings()["run_dir"] == whole.run_dir
+
+
+@pytest.mark.parametrize(("given", "beta"), [({}, 2.0), ({"beta": 0.1}, 0.1), ({"gamma": 0.5}, 2.0)])
+def test_simpo_has_a_beta_of_its_own(given: dict[str, float], beta: float) -> None:
+    settings = config(train__objective="simpo", data__kind="pairs", train__preference=given)
+    assert settings.train.preference.beta == beta
+    assert config(train__objective="dpo", data__kind="pairs").train.preference.beta == 0.1

@@ -65,7 +65,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_text_goes_on_to_its_end(model: str) -> None:
     done = cli_here("generate", model, "p")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "qr\n", "")
+    hint = f"({model} has a chat template: --chat asks it by that)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "qr\n", hint)
 
 
 def test_an_answer_comes_in_words_and_ends_at_the_templates_end(model: str) -> None:
@@ -91,7 +92,10 @@ def test_a_seed_gives_the_same_text_again(model: str) -> None:
 
 def test_prompts_of_a_file_are_answered_in_batches_and_in_order(model: str, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Is it, in all this?"}, {"role": "assistant", "content": "no"}]
-    records = [{"messages": messages, "id": 7}, {"prompt": "Is it?"}, {"instruction": "Is it", "output": "no"}]
+    records = [
+        {"messages": messages, "id": 7}, {"prompt": "Is it?"}, {"instruction": "Is it", "output": "no"},
+        {"prompt": messages[:1], "chosen": messages[1:], "rejected": "yes"},
+    ]  # fmt: skip
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     done = cli_here("generate", model, "--chat", "--prompts", str(tmp_path / "chats.jsonl"), "--batch-size", "2")
     found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -100,6 +104,7 @@ def test_prompts_of_a_file_are_answered_in_batches_and_in_order(model: str, tmp_
     done = cli_here("generate", model, "--prompts", str(tmp_path / "texts.jsonl"), "--max-new-tokens", "3")
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["answer"], row["ended"]) for row in found] == [("qr", True), ("yes", False)]
+    assert "has a chat template: --chat asks it by that" in done.stderr
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -123,7 +128,7 @@ def test_what_has_no_room_is_moved_there_for_each_token(model: str, monkeypatch:
     done = cli_here("generate", model, "p")
     assert (done.returncode, done.stdout) == (0, "qr\n")
     assert "parameters have no room in the host's memory: they are copied there again for every token" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 2
 
 
 @pytest.mark.parametrize("end", [(), ("/exit", "never read")])
