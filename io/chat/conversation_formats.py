@@ -23,7 +23,8 @@ LABEL_KEYS = ("label", "kto_tag")  # that say whether an answer is good: TRL's a
 # Keys that a turn may have in addition to role and content; templates read these names.
 MESSAGE_EXTRAS = frozenset({"tool_calls", "tool_call_id", "name", *THOUGHT_KEYS})
 LEARN_KEYS = ("train", "weight")  # that say how much a turn is learned
-FORMAT_KEYS = ("messages", "conversations", "instruction", "output", "prompt", "completion")  # tell formats apart
+TURN_KEYS = ("messages", "conversations", "conversation")  # of lists of turns
+FORMAT_KEYS = (*TURN_KEYS, "instruction", "output", "prompt", "completion")  # tell formats apart
 LARGEST_NUMBER = 3.4e38  # of FP32, about
 MESSAGE_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SHAREGPT_ROLES = {
@@ -201,7 +202,7 @@ class AutoLayout:
     """Recognises the format of each record by its keys. Turns may stand under `messages` or `conversations`."""
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
-        found = [_recognised(record, name) for name in ("messages", "conversations") if record.get(name) is not None]
+        found = [_recognised(record, name) for name in TURN_KEYS if record.get(name) is not None]
         if "instruction" in record and "output" in record:
             found.append(ALPACA)
         if record.get("prompt") is not None and record.get("completion") is not None:
@@ -281,16 +282,15 @@ class PairLayout:
 
     def _recognised(self, record: Mapping[str, Any]) -> tuple[ChatLayout, Mapping[str, Any]]:
         """Return the layout of the prompt, and the record with the prompt taken out of the answers if it was there."""
-        answers = record[self.chosen], record[self.rejected]
-        if all(_is_whole(record, answer) for answer in answers):
+        if all(_is_whole(record, record[key]) for key in (self.chosen, self.rejected)):
             return PROMPT_COMPLETION, self._divided(record)
-        for name in ("messages", "conversations"):
+        for name in TURN_KEYS:
             if record.get(name) is not None:
                 return _recognised(record, name), record
         if "instruction" in record:
             return ALPACA, record
-        if record.get("prompt") is not None:
-            return PROMPT_COMPLETION, record
+        if (key := prompt_key(record, record[self.chosen])) is not None:
+            return replace(PROMPT_COMPLETION, prompt=key), record
         return PROMPT_COMPLETION, self._divided(record)
 
     def _divided(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -313,6 +313,12 @@ class PairLayout:
         if any(weight != 1 for _, weight in conversation.answers):
             raise RecordError(f"{key}: weights other than 0 and 1 have no meaning in a preference; remove weight")
         return conversation
+
+
+def prompt_key(record: Mapping[str, Any], answer: Any) -> str | None:
+    """Return the key of the prompt; None if the answer begins with it. Only beside a text it may be another key."""
+    keys = ("prompt", "question", "input") if isinstance(answer, str) else ("prompt",)
+    return next((key for key in keys if record.get(key)), None)
 
 
 def _is_whole(record: Mapping[str, Any], answer: Any) -> bool:

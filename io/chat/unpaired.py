@@ -6,18 +6,22 @@ KTO (K. Ethayarajh et al., 2024, arXiv:2402.01306) learns from the first, and es
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.conversation_formats import (
+    ALPACA,
     LABEL_KEYS,
+    MESSAGES,
+    PROMPT_COMPLETION,
     AutoLayout,
     ChatLayout,
     Conversation,
     PromptLayout,
+    prompt_key,
     read_conversation,
 )
 from megatrain_ray.io.records.read_records import RecordError, as_mapping
@@ -47,16 +51,25 @@ class UnpairedLayout:
         name = next((name for name in names if fields.get(name) is not None), names[0])
         if not isinstance(is_good := fields.get(name), bool):
             raise RecordError(f"{name}: expected true or false: whether the answer is good, got {is_good!r:.60}")
-        conversation = read_conversation({key: value for key, value in fields.items() if key != name}, self.answer)
-        if not self._has_completion(fields):
+        fields = {key: value for key, value in fields.items() if key != name}
+        layout = self._recognised(fields)
+        conversation = read_conversation(fields, layout)
+        if not isinstance(layout, PromptLayout):
             conversation = conversation.with_last_only()
         if any(weight != 1 for _, weight in conversation.answers):
             raise RecordError("weight: weights other than 0 and 1 have no meaning for labelled answers; remove them")
         return conversation, is_good
 
-    def _has_completion(self, record: Mapping[str, Any]) -> bool:
-        is_auto = isinstance(self.answer, AutoLayout)
-        return isinstance(self.answer, PromptLayout) or (is_auto and record.get("completion") is not None)
+    def _recognised(self, record: Mapping[str, Any]) -> ChatLayout:
+        """Return the layout of a record, whose completion may begin with the prompt, or stand with an instruction."""
+        completion = record.get("completion")
+        if not isinstance(self.answer, AutoLayout) or completion is None:
+            return self.answer
+        if "instruction" in record and record.get("prompt") is None:
+            return replace(ALPACA, output="completion")
+        if (key := prompt_key(record, completion)) is not None:
+            return replace(PROMPT_COMPLETION, prompt=key)
+        return replace(MESSAGES, turns="completion")
 
 
 class _Answered(NamedTuple):

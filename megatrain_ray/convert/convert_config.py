@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.objective_checks import KIND_OF_OBJECTIVE
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.yaml_file import dump_settings, read_settings
 from megatrain_ray.convert.key_tables import (
@@ -25,11 +26,13 @@ from megatrain_ray.convert.key_tables import (
     load_table,
     names,
 )
+from megatrain_ray.convert.preferences import translate_preferences
 from megatrain_ray.convert.resolve_settings import FREEZING, resolve
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.chat.find_chats import FILE_NAME, read_dataset_info
+from megatrain_ray.io.chat.find_chats import FILE_NAME, Answers, read_dataset_info
 from megatrain_ray.read_file import parse_json, regular_file
 
+ANSWERS: Mapping[str, Answers] = {"pairs": "preferred", "unpaired": "labelled"}  # by data.kind
 FIRST_RECORDS = re.compile(r"(?P<split>\w+)\[:(?P<number>\d+)\]")  # of the datasets library
 
 
@@ -63,6 +66,7 @@ def convert(path: Path, overrides: Sequence[str] = (), *, num_gpus: int = 1, len
         raise ConfigError(f"{path}: is of no tool that is known here; expected one of the keys {marks}")
     table = tables[name]
     found = apply(table, tree)
+    translate_preferences(table, found, tree)
     try:
         DATA_SETS[name](tree, found)
     except RefusedError as error:
@@ -114,7 +118,7 @@ def llama_factory_data(tree: Mapping[str, Any], found: Findings) -> None:
     of_files = str(folder) == "ONLINE" or tree.get("stage") == "pt"  # data.path then lists several as one source
     if of_files and len(chosen) > 1 and tree.get("max_samples"):
         raise RefusedError("max_samples: is of each data set there, and data.max_records of all in data.path together")
-    if str(folder) == "ONLINE" and tree.get("stage", "sft") == "sft":
+    if str(folder) == "ONLINE" and tree.get("stage", "sft") != "pt":
         found.settings |= {"data.path": [{"hub": name} for name in chosen], "data.chat_format": "alpaca"}
         return
     info = folder / FILE_NAME
@@ -123,15 +127,16 @@ def llama_factory_data(tree: Mapping[str, Any], found: Findings) -> None:
         found.settings |= {"data.packing": tree.get("packing", True), **_texts(info, folder, chosen)}
         return
     if info.exists():
-        _check_entries(info, [*chosen, *(names(held_out) if held_out else ())])
+        answers = ANSWERS.get(str(found.settings.get("data.kind")), "learned")
+        _check_entries(info, [*chosen, *(names(held_out) if held_out else ())], answers)
     found.settings |= {"data.path": str(info), "data.dataset": _one_or_all(chosen)}
     if held_out:
         found.settings |= {"data.eval_path": str(info), "data.eval_dataset": names(held_out)}
 
 
-def _check_entries(info: Path, chosen: list[str]) -> None:
+def _check_entries(info: Path, chosen: list[str], answers: Answers) -> None:
     try:
-        read_dataset_info(info, chosen, "learned")
+        read_dataset_info(info, chosen, answers)
     except ConfigError as error:
         raise RefusedError(str(error).replace("data.dataset", "dataset", 1)) from None
 
@@ -162,11 +167,14 @@ def axolotl_data(tree: Mapping[str, Any], found: Findings) -> None:
     if texts:
         entries = [{"type": "pretrain", **item} for item in entries]
     entries, limit = _first_records(tree, entries)
-    found.settings |= _common(rules, entries) | limit | ({"data.packing": True} if texts else {})
+    objective = KIND_OF_OBJECTIVE.get(found.settings.get("train.objective", ""))
+    if objective and (template := _template(rules, objective, entries)):
+        found.settings.setdefault("template", template)
+    found.settings |= _common(rules, entries, objective) | limit | ({"data.packing": True} if texts else {})
     if found.settings.get("data.chat_format") == "alpaca":
         found.otherwise["datasets"] = rules.alpaca
     if tests := tree.get("test_datasets"):
-        found.settings["data.eval_path"] = _common(rules, tests)["data.path"]
+        found.settings["data.eval_path"] = _common(rules, tests, objective)["data.path"]
 
 
 def _first_records(tree: Mapping[str, Any], entries: list[Any]) -> tuple[list[Any], dict[str, int]]:
@@ -185,8 +193,8 @@ def _first_records(tree: Mapping[str, Any], entries: list[Any]) -> tuple[list[An
     return entries, {}
 
 
-def _common(rules: DataSetRules, entries: list[Any]) -> dict[str, Any]:
-    kinds = {_kind(rules, entry) for entry in entries}
+def _common(rules: DataSetRules, entries: list[Any], answers: str | None) -> dict[str, Any]:
+    kinds = {_kind(rules, entry, answers) for entry in entries}
     if len(kinds) > 1:
         raise RefusedError("datasets: are of several types; data of one kind are read")
     ((kind, layout),) = kinds
@@ -206,13 +214,25 @@ def _text_field(fields: set[str], key: str) -> dict[str, Any]:
     return {} if fields == {"text"} else {"data.text_field": fields.pop()}
 
 
-def _kind(rules: DataSetRules, entry: Any) -> tuple[str, str | None]:
-    """Return data.kind and data.chat_format. Raises RefusedError for a type or key that cannot be followed."""
+def _template(rules: DataSetRules, kind: str, entries: list[Any]) -> str | None:
+    """Return the template that the type of the first entry writes; None: the tokenizer's."""
+    return rules.answers[kind].get(str(entries[0].get("type")).partition(".")[0]) if entries else None
+
+
+def _kind(rules: DataSetRules, entry: Any, answers: str | None) -> tuple[str, str | None]:
+    """Return data.kind and data.chat_format. Raises RefusedError for a type or key that cannot be followed.
+
+    answers: data.kind if records have preferred or labelled answers.
+    """
     if not isinstance(entry, Mapping):
         raise RefusedError(f"datasets: expected a mapping, got {entry!r:.60}")
     where, types = f"datasets: {entry.get('path')}", rules.types
     kind = entry.get("type") or ""
     name = kind.partition(".")[0].partition(":")[0] if isinstance(kind, str) else None
+    if answers is not None:
+        types = dict.fromkeys(rules.answers[answers], (answers, None))
+        if isinstance(kind, str) and "." in kind and kind.partition(".")[2] not in rules.answer_formats:
+            name = None
     if name not in types or (name == "alpaca" and kind != "alpaca"):
         raise RefusedError(f"{where}: type: {kind}: is not here; expected one of {', '.join(filter(None, types))}")
     for key, value in entry.items():

@@ -184,12 +184,17 @@ class DataSetRules(_Section):
     """Says how the entries of a list of data sets are read (axolotl.yaml has comments).
 
     alpaca: what is told of records in the Alpaca format.
+    answers: by our kind of data, types of preferences and labelled answers up to their dot, each with the name of the
+        template that it writes, if it is not the tokenizer's.
+    answer_formats: what may stand after the dot.
     """
 
     types: dict[str, tuple[str, str | None]]
     file_formats: tuple[str, ...]
     accepted: dict[str, list[Any] | None]
     alpaca: str
+    answers: dict[str, dict[str, str | None]]
+    answer_formats: tuple[str, ...]
 
 
 class Table(_Section):

@@ -173,7 +173,12 @@ def _resolve_template(tree: dict[str, Any], theirs: Mapping[str, Any]) -> None:
     """Set the named template of their file if the tokenizer is on this machine and has none of its own."""
     data, name = tree["data"], theirs.get("template")
     tokenizer = data.get("tokenizer") or tree["model"].get("path")
-    if name is None or data.get("kind") != "sft" or "chat_template" in data or not Path(str(tokenizer)).is_dir():
+    if (
+        name is None
+        or data.get("kind") not in ("sft", "pairs", "unpaired")
+        or "chat_template" in data
+        or not Path(str(tokenizer)).is_dir()
+    ):
         return
     with suppress(ConfigError):  # a tokenizer that lacks the marks of the template
         if load_chat_template(str(tokenizer)).source == read_named_template(PLAIN):

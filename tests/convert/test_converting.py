@@ -445,8 +445,14 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantised": (LLAMA_FACTORY, {"quantization_bit": 4}, "quantization_bit: a quantised base is not trained"),
     "preferences": (
         LLAMA_FACTORY,
-        {"stage": "dpo", "pref_beta": 0.1},
-        "stage: dpo: preferences and rewards are not converted",
+        {"stage": "ppo", "pref_beta": 0.1},
+        "stage: ppo: of preferences and rewards only what docs/convert.md lists is converted",
+    ),
+    "sampled answers": (AXOLOTL, {"rl": "grpo"}, "rl: grpo: of preferences and rewards only"),
+    "answers as records without rl": (
+        AXOLOTL,
+        {"datasets": [{"path": "chats", "type": "chatml.intel"}]},
+        "datasets: chats: type: chatml.intel: is not here",
     ),
     "a limit of each of several": (
         LLAMA_FACTORY,

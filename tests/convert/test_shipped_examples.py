@@ -26,14 +26,22 @@ SHIPPED: dict[str, dict[str, Any]] = {
     for path, settings in files.items()
 }
 REFUSED = {
-    "examples/train_lora/qwen3_lora_dpo.yaml": "stage: dpo: preferences and rewards are not converted;",
     "examples/train_lora/qwen3vl_lora_sft.yaml": "image_max_pixels: only texts are trained on",
     "examples/train_qlora/qwen3_lora_sft_otfq.yaml": "quantization_bit: a quantised base is not trained",
     "examples/extras/dft/qwen2_full_sft.yaml": "use_dft_loss: the loss is cross-entropy",
     "examples/llama-3/qlora-1b.yml": "adapter: qlora: adapters are plain LoRA pairs beside an unquantised base",
+    "examples/llama-3/qlora-1b-kto.yaml": "adapter: qlora: adapters are plain LoRA pairs beside an unquantised base",
+    "examples/mistral/mistral-qlora-orpo.yml": "adapter: qlora: adapters are plain LoRA pairs beside an unquantised",
     "examples/llama-3/fft-8b-liger-fsdp.yaml": "datasets: mlabonne/FineTome-100k: split: train[:20%]: give the split",
 }
 MEDIA = {"formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}}
+ANSWERS = {
+    "formatting": "sharegpt", "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+}  # fmt: skip
+LABELS = {
+    "formatting": "sharegpt", "columns": {"messages": "messages", "kto_tag": "label"},
+    "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+}  # fmt: skip
 FACTS = [{"instruction": f"question {n}", "input": "", "output": f"answer {n}"} for n in range(24)]
 
 
@@ -47,6 +55,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"},
         "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
         "mllm_demo": {"file_name": "mllm_demo.json", **MEDIA},
+        "dpo_en_demo": {"file_name": "dpo_en_demo.json", "ranking": True, **ANSWERS},
+        "kto_en_demo": {"file_name": "kto_en_demo.json", **LABELS},
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     for name in ("identity", "alpaca_en_demo"):
@@ -72,8 +82,8 @@ def test_what_is_shipped_converts(folder: Path) -> None:
         config = load_config(folder / "ours.yaml")
         assert config.train.epochs or config.train.steps
     page = (ROOT / "docs" / "convert.md").read_text()
-    assert f"{len(SHIPPED)} example files that the tools ship are" in page
-    assert f"{len(SHIPPED) - len(REFUSED)} convert, and {len(REFUSED)} are refused" in page
+    counts = f"Of {len(SHIPPED)} example files that the tools ship {len(SHIPPED) - len(REFUSED)} convert"
+    assert f"{counts}, and {len(REFUSED)} are refused" in page
 
 
 @pytest.mark.parametrize(

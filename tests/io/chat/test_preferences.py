@@ -33,6 +33,9 @@ SAME: dict[str, Any] = {
     "implicit, beside a text and the chosen conversation": WHOLE | {"prompt": "R", "messages": WHOLE["chosen"]},
     "implicit, beside messages": WHOLE | {"messages": WHOLE["chosen"]},
     "implicit, beside the prompt": WHOLE | {"prompt": ASKED},
+    "explicit, beside another key of turns": {
+        "conversation": ASKED, "chosen": said(("assistant", "B"))[0], "rejected": said(("assistant", "C"))[0],
+    },
     "ranking, alpaca": HISTORY | {"chosen": "B", "rejected": "C"},
     "ranking, sharegpt": {"conversations": SHAREGPT, "system": "S"}
     | {"chosen": {"from": "gpt", "value": "B"}, "rejected": {"from": "gpt", "value": "C"}},
@@ -48,6 +51,11 @@ def test_the_same_pair_in_every_format(name: str) -> None:
     for conversation, answer in zip(read(SAME[name] | {"id": 7}), "BC", strict=True):
         assert [(m["role"], m["content"]) for m in conversation.messages] == [*PROMPT, ("assistant", answer)]
         assert conversation.answers == [(4, 1.0)]  # answers of the prompt are not learned
+
+
+def test_beside_texts_the_prompt_may_be_a_question() -> None:
+    chosen, _ = read({"system": "", "question": "Q", "chosen": "A", "rejected": "B"})
+    assert [m["content"] for m in chosen.messages] == ["Q", "A"]
 
 
 def test_texts_without_a_prompt_part_before_the_blank_where_they_differ() -> None:

@@ -25,6 +25,8 @@ SAME: dict[str, Any] = {
     "TRL": {"prompt": ASKED, "completion": said(("assistant", "B")), "label": True},
     "TRL, texts": {"prompt": ASKED, "completion": "B", "label": True},
     "TRL, implicit prompt": {"messages": [*ASKED, *said(("assistant", "B"))], "label": True},
+    "the whole in the completion": {"completion": [*ASKED, *said(("assistant", "B"))], "label": True},
+    "an instruction and a completion": HISTORY | {"completion": "B", "label": True},
     "LLaMA-Factory, alpaca": HISTORY | {"output": "B", "kto_tag": True},
     "LLaMA-Factory, sharegpt": {
         "conversations": [*SHAREGPT, {"from": "gpt", "value": "B"}], "system": "S", "kto_tag": True, "label": None,
@@ -46,6 +48,11 @@ def test_the_same_answer_in_every_format(name: str) -> None:
         assert conversation.answers == [(4, 1.0)]
 
 
+def test_the_prompt_may_be_a_question() -> None:
+    conversation, _ = read({"system": "S", "question": "Q", "completion": "A", "label": True})
+    assert [m["content"] for m in conversation.messages] == ["S", "Q", "A"]
+
+
 def test_all_turns_of_a_completion_count() -> None:
     turns = said(("assistant", "B"), ("user", "R"), ("assistant", "C"))
     assert read({"prompt": "Q", "completion": turns, "label": False})[0].answers == [(1, 1.0), (3, 1.0)]
@@ -57,6 +64,7 @@ def test_all_turns_of_a_completion_count() -> None:
         ({"prompt": "Q", "completion": "A"}, "label: expected true or false: whether the answer is good, got None"),
         ({"prompt": "Q", "completion": "A", "label": 1}, "label: expected true or false: .* got 1"),
         ({"prompt": "Q", "label": True}, "fit no known format"),
+        ({"completion": "A", "label": True}, "completion: expected a list of turns, got 'A'"),
         (
             {"prompt": "Q", "completion": [{"role": "assistant", "content": "B", "weight": 0.5}], "label": True},
             "weights other than 0 and 1",
