@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.files.atomic_file import left_by_kills, write_atomically
-from megatrain_ray.io.tokens.teacher_files import TEACHER_NAME, RecordSize, open_records, write_records
+from megatrain_ray.io.tokens.teacher_files import (
+    TEACHER_NAME,
+    RecordSize,
+    known_probability,
+    open_records,
+    write_records,
+)
 from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum
 from megatrain_ray.read_file import parse_json
 
@@ -35,6 +41,7 @@ class LogprobMeta:
     num_targets: how many are of supervised targets.
     mean: over the supervised targets.
     record: of a teacher's predictions; None: there are none.
+    known: probability that the ids of records have, mean over the supervised targets.
     """
 
     num_values: int
@@ -42,6 +49,7 @@ class LogprobMeta:
     mean: float
     crc32: int
     record: RecordSize | None = None
+    known: float = 1.0
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""
@@ -127,6 +135,9 @@ class LogprobWriter:
         num_targets = self.written.num_targets
         mean = float(self._values.sum(dtype=np.float64)) / max(num_targets, 1)
         meta = LogprobMeta(self._values.size, num_targets, mean, 0, self._record)
+        if self._record is not None:
+            records = open_records(self._file.parent, self._record, self._values.size)
+            meta = replace(meta, known=known_probability(records, self._record) / max(num_targets, 1))
         meta = replace(meta, crc32=checksum([self._file.with_name(name) for name in meta.sizes()]))
         tree = {"provenance": self._provenance, "logprobs": asdict(meta)}
         write_atomically(self._file.with_name(META_NAME), json.dumps(tree, indent=1))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TEACHER_NAME = "teacher.bin"
+BLOCK_RECORDS = 1 << 16  # read at a time
 
 Records = NDArray[np.void]  # [n], of one RecordSize
 
@@ -48,6 +49,15 @@ def write_records(folder: Path, places: NDArray[np.int64], records: Records, num
                 file.write(records[run].tobytes())
         file.flush()
         os.fsync(file.fileno())
+
+
+def known_probability(records: Records, size: RecordSize) -> float:
+    """Return the probability that the ids of records have, as a sum over the records that are not zero."""
+    total = 0.0
+    for start in range(0, len(records), BLOCK_RECORDS):
+        logprobs = records[start : start + BLOCK_RECORDS]["logprobs"].astype(np.float64)
+        total += float(np.exp(logprobs[logprobs.any(axis=1), : size.num_ids]).sum())
+    return total
 
 
 def open_records(folder: Path, size: RecordSize, num_places: int) -> Records:

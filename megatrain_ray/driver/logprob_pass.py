@@ -150,8 +150,12 @@ def find_or_make(
                 ]
                 if scored.writers:
                     make(scored)
-                for writer in filter(None, begun):
-                    writer.finish()
+                metas = [writer.finish() for writer in filter(None, begun)]
+                if teacher is not None and metas:
+                    known = sum(meta.known * meta.num_targets for meta in metas) / max(
+                        1, sum(m.num_targets for m in metas)
+                    )
+                    say(f"the {teacher.num_ids} likeliest tokens have {known:.2%} of the teacher's probability")
             found |= made
     for folder in found.values():
         mark_used(folder)

@@ -132,6 +132,11 @@ def test_each_batch_has_what_a_teacher_predicts_of_its_targets(tmp_path: Path, k
     tokens, record = tokens_of(data, tmp_path), RecordSize(2, 3)
     logprobs = written(data, tokens, tmp_path, record)
     assert all(map(holds_logprobs, logprobs))
+    (meta, *_) = map(read_logprob_meta, logprobs)
+    values = np.fromfile(logprobs[0] / LOGPROBS_NAME, "<f4").astype(np.float64)
+    values = values[values != 0]
+    assert meta is not None
+    assert meta.known == pytest.approx((np.exp(values) + np.exp(2 * values)).mean(), rel=1e-6)
     worker = DataWorker(data, tokens, VOCAB_SIZE, 3, 0, None, logprobs=logprobs)
     held_out = HeldOut(open_windows(data, tokens, VOCAB_SIZE, logprobs, whole=True), batch_size=4, micro_batch_size=3)
     for batch in (*map(worker.batch, (1, 2, 30, 7)), *map(held_out.batch, range(held_out.num_batches))):

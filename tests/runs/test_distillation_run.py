@@ -50,6 +50,7 @@ def test_a_run_learns_from_a_teacher_and_goes_on_where_it_was_saved(tmp_path: Pa
     path = write_config(tmp_path / "config.yaml", tree)
     done = train(str(path))
     assert done.returncode == 0, done.stderr
+    assert "the 8 likeliest tokens have " in done.stderr
     run_dir = tmp_path / "run"
     first = rows(run_dir)
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
