@@ -69,6 +69,11 @@ def map_in_order(
 def _begin(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
+    begin_child(parent)
+
+
+def begin_child(parent: int) -> None:
+    """Make one of loky's processes end with its parent, and with nothing else that the parent handles."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # loky's processes outlive a parent that is killed
     if os.getppid() != parent:
         os._exit(1)  # it was killed before that call

@@ -19,7 +19,7 @@ from megatrain_ray.read_file import regular_file
 SAVE_KEYS = ("save_every", "save_keep", "save_keep_every", "save_best", "save_compress")
 EVAL_KEYS = ("eval_every", "eval_patience", "data.eval_path", "data.eval_dataset")
 GROUPS = ("hardware", "spill", "log")
-LIMIT_KEYS = ("max_failures", "max_skipped")
+LIMIT_KEYS = ("max_failures", "max_skipped", "train.rollouts.timeout_s", "train.rollouts.keep")
 RATE_KEYS = (
     "train.lr", "train.min_lr", "train.schedule", "train.warmup_steps", "train.warmup_from_zero",
     "train.weight_decay", "train.betas", "train.eps", "train.clip", "train.groups.lr", "train.groups.weight_decay",

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from loky.backend.context import get_context
+
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
+from megatrain_ray.io.records.process_map import begin_child
 from megatrain_ray.rollouts.reward_functions import find_rewards
 
 START_S = 120.0  # for imports of a user's modules
-POLL_S = 1.0  # seconds between two checks whether the driver lives
 
 Scores = dict[str, list[float | None]]  # of all completions, by function
 
@@ -35,7 +34,8 @@ class RewardProcess:
         """
         self._limit_s = limit_s
         self._deadline_s = 0.0
-        context = multiprocessing.get_context("spawn")  # a fork would inherit the state of CUDA and Ray
+        # Loky's processes do not import the program that starts them once more (io/records/process_map.py).
+        context = get_context("loky")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, os.getpid(), [*rewards]), daemon=True)
         self._process.start()
@@ -95,15 +95,14 @@ class RewardProcess:
 
     def close(self) -> None:
         """Kill the process. Idempotent."""
-        self._process.kill()
+        if self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGKILL)  # loky's processes have no method for it
         self._process.join(DEADLINE_S)
         self._pipe.close()
 
 
 def _serve(pipe: Connection, parent: int, rewards: list[str | Mapping[str, str]]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver receives Ctrl-C as well and ends this process
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    sys.stdout = sys.stderr
+    begin_child(parent)
     try:
         functions = find_rewards(rewards)
     except ConfigError as error:
@@ -140,10 +139,3 @@ def _checked(scores: Any, count: int) -> list[float | None]:
     if bad := [value for value in values if value is not None and not math.isfinite(value)]:
         raise ValueError(f"expected finite numbers or None, got {bad[0]}")
     return values
-
-
-def _end_with(parent: int) -> None:
-    """End this process once its parent has died, whatever a function does."""
-    while os.getppid() == parent:
-        time.sleep(POLL_S)
-    os._exit(1)

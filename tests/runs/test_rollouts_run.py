@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, GPU
+from benchmarks.kill_campaign.phases import by_title
+from tests.support import fault_injection
 from tests.support.in_process import Train
-from tests.support.runs import assert_same_masters, cli_here, config, losses, rows, write_config
+from tests.support.runs import assert_same_masters, cli, cli_here, config, losses, rows, write_config
 from tests.support.tiny import build_tiny
 
 STEPS, EVERY, GROUP, KEPT = 14, 2, 8, 3
@@ -21,6 +24,12 @@ def share_of_e(prompts, completions, answer, completion_ids, **columns):
 
 def fails(completions, **columns):
     return [1 / 0]
+"""
+
+
+OWN_REWARD = """
+def share_of_e(completions, **columns):
+    return [text.count("e") / max(1, len(text)) for text in completions]
 """
 
 
@@ -69,7 +78,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     parts = prepare(tmp_path, "parts")
     for steps in (5, STEPS):  # the rollouts sampled after step 4 are learned from in both starts
         (tmp_path / "parts" / "rollouts" / "step_6.jsonl").write_text("{}") if steps == STEPS else None
-        part = train(str(parts), f"train.steps={steps}")
+        part = train(str(parts), f"train.steps={steps}", f"train.rollouts.timeout_s={steps}")
         assert part.returncode == 0, part.stderr
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert_same_masters(tmp_path / "parts", tmp_path / "whole")
@@ -90,3 +99,36 @@ def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Trai
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     failing = train(str(prepare(tmp_path, "failing", reward_weights=None, rewards=[f"{own}:fails"])))
     assert (failing.returncode, "reward function fails failed: ZeroDivisionError" in failing.stderr) == (1, True)
+
+
+SAMPLING = by_title("sampling", "GpuActor.sample", GPU, early=False)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_processes_that_die_change_no_digit(tmp_path: Path) -> None:
+    """The GPU worker dies while it samples and in a backward, then the driver during a sampling; a resume follows."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(9)))
+    (tmp_path / "rewards.py").write_text(OWN_REWARD)
+    tree, _ = fault_injection.prepare(tmp_path, save_every=3, max_failures=4)
+    tree["data"] = {"kind": "prompts", "path": str(tmp_path / "prompts.jsonl"), "tokenizer": "bytes", "seq_len": 64}
+    tree["train"] |= {
+        "steps": 24, "batch_size": 8, "micro_batch_size": 4, "accumulate": 2, "objective": "grpo",
+        "rollouts": {
+            "rewards": [f"{tmp_path / 'rewards.py'}:share_of_e"], "group_size": 4, "steps": 2, "max_new_tokens": 8,
+        },
+    }  # fmt: skip
+    calm, path = tmp_path / "calm", write_config(tmp_path / "config.yaml", tree)
+    assert cli("train", str(path), f"run_dir={calm}").returncode == 0
+    with fault_injection.training(tmp_path, path) as run:
+        fault_injection.kill(run, SAMPLING, GPU)
+        fault_injection.kill(run, BACKWARD, GPU)
+        fault_injection.kill(run, SAMPLING, DRIVER)
+        assert run.text().count("GPU worker died and was replaced") == 2
+    again = cli("train", str(path))
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "run") == losses(calm)
+    assert [row["rollouts"]["reward"] for row in rows(tmp_path / "run")] == [
+        row["rollouts"]["reward"] for row in rows(calm)
+    ]
+    assert_same_masters(tmp_path / "run", calm)

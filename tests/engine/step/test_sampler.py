@@ -22,6 +22,8 @@ from tests.support.tiny import build_tiny, tiny_batches
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
 ON_DISK = Mode(num_shards=2, num_fragments=3, spilled=frozenset({1, 2, 3}), on_disk=frozenset({2, 3}))
 RESIDENT = Mode(hbm_layers=frozenset(range(5)))
+PARTS = Mode(block_parts=4)
+COMPILED = Mode(activation_budget=0.5, mlp_chunk_tokens=8)
 PROMPTS = [Prompt([10, 20, 30], 1), Prompt([40, 41, 42, 43, 44, 45, 46], 2), Prompt([7], 3)]
 GREEDY = SamplingParams(20, temperature=0.0)
 
