@@ -36,8 +36,8 @@ def train(options: Namespace) -> int:
     files = RunFiles(output.run_dir)
     plan, best_save = files.read_plan(), files.best_save
     harm = describe_harm(output.evaluations)
-    chats = config.data.has_chats
-    for line in summarize(rows, output.run_dir, output.evaluations, plan, best_save, harm, chats=chats):
+    ways = {"chats": config.data.has_chats, "generates": config.train.objective != "reward"}
+    for line in summarize(rows, output.run_dir, output.evaluations, plan, best_save, harm, **ways):
         show(f"  {line}")
     return 0
 

@@ -48,6 +48,7 @@ def test_a_run_makes_a_reward_model_that_transformers_loads(tmp_path: Path, trai
     done = train(str(path))
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "run"
+    assert f"next      megatrain export {run_dir} OUT_DIR" in done.stdout
     first = rows(run_dir)
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evaluations] == [0, 2, 4]
