@@ -152,9 +152,8 @@ def find_or_make(
                     make(scored)
                 metas = [writer.finish() for writer in filter(None, begun)]
                 if teacher is not None and metas:
-                    known = sum(meta.known * meta.num_targets for meta in metas) / max(
-                        1, sum(m.num_targets for m in metas)
-                    )
+                    num_targets = max(1, sum(meta.num_targets for meta in metas))
+                    known = sum(meta.known * meta.num_targets for meta in metas) / num_targets
                     say(f"the {teacher.num_ids} likeliest tokens have {known:.2%} of the teacher's probability")
             found |= made
     for folder in found.values():
