@@ -18,7 +18,8 @@ class Prediction:
 
     rates: name of the machine whose rates were used.
     is_measured: whether they were measured on this machine.
-    compute_s: seconds by operation (forward, recompute, loss, backward, update, orthogonalize).
+    compute_s: seconds by operation (forward, recompute, loss, backward, update, orthogonalize; score: a forward for
+        log-probabilities before the step).
     exposed_s: seconds that the compute stream waits, by cause as in metrics.jsonl. With `compute_s` they add up to
         `step_s`.
     busy_s: seconds that each stage works, including what overlaps with other stages. The bottleneck is the busiest one.

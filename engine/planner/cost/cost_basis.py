@@ -52,6 +52,7 @@ class CostBasis:
     disk_bytes_per_s: float = math.inf  # reads and writes that run at the same time, both together
     disk_plain_bytes_per_s: float | None = None  # of activations, if the other rate is of packed data: these never are
     of_documents: bool = False  # as in `Request`
+    scores_first: bool = False  # as in `Request`
     # Cached by the fields that decide: schedules of steps, and prices of layers' operations.
     schedules: dict[object, Schedule] = field(default_factory=dict)
     prices: dict[object, KnownPrices] = field(default_factory=dict)

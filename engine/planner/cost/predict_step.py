@@ -31,6 +31,9 @@ def predict(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> Predi
     """
     prices = Prices(plan, basis, activations)
     step = _with_disk(_steady(plan, basis, prices), basis)
+    if basis.scores_first:
+        score_s = predict_evaluation(plan, basis, activations)
+        step = replace(step, step_s=step.step_s + score_s, compute_s={**step.compute_s, "score": score_s})
     tokens = plan.batch_size * plan.step.seq_len
     flops = sum(layer.flops(tokens, tokens * plan.step.seq_len) for layer in basis.work)
     busy_s = {stage.value: seconds for stage, seconds in step.busy_s.items()}

@@ -297,8 +297,9 @@ def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> C
     disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else (math.inf, None)
     is_measured = machine.profile is not None
     return CostBasis(
-        structure, layout, work, machine.rates, is_measured, request.objective.per_logit, *disk, request.of_documents
-    )
+        structure, layout, work, machine.rates, is_measured, request.objective.per_logit, *disk, request.of_documents,
+        request.scores_first,
+    )  # fmt: skip
 
 
 def split_searches(

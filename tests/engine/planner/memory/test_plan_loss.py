@@ -16,6 +16,7 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
 from megatrain_ray.engine.planner.cost.op_costs import Prices
+from megatrain_ray.engine.planner.cost.predict_step import predict, predict_evaluation
 from megatrain_ray.engine.planner.memory.chunk_sizes import (
     LOGITS_BYTES,
     LOSS_CHUNK_TOKENS,
@@ -123,5 +124,12 @@ def test_larger_chunks_are_predicted_to_be_faster() -> None:
         return Prices(plan, basis, activations.times(64)).of_layer("loss", len(plan.layers) - 1)
 
     assert seconds(1024) > seconds(4096) > seconds(8192)
+    # KTO's forward before a step.
+    plan, whole = planned(64), activations.times(64)
+    alone, with_scores = (predict(plan, replace(basis, scores_first=first), whole) for first in (False, True))
+    assert with_scores.step_s == pytest.approx(alone.step_s + predict_evaluation(plan, basis, whole))
+    assert with_scores.step_s == pytest.approx(
+        sum(with_scores.compute_s.values()) + sum(with_scores.exposed_s.values())
+    )
     # Of pairs the head runs forward twice: a third more products, and the scores' traffic.
     assert 1.3 * seconds(8192) < seconds(8192, replace(basis, of_documents=True, prices={})) < 2 * seconds(8192)
