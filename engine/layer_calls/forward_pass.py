@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome
 from megatrain_ray.errors import MegatrainError
@@ -69,16 +70,20 @@ class _Suspendable(greenlet):  # type: ignore[misc]  # greenlet ships no types
     num_calls = 0
 
 
-class _Edge(NamedTuple):
-    """Identifies a tensor of a forward: output `number` of an autograd node, whatever happens to the tensor later."""
+@dataclass(frozen=True)
+class _Edge:
+    """Identifies a tensor of a forward: output `number` of an autograd node, whatever happens to the tensor later.
+
+    owner: keeps a node alive that Python implements, which its tensor and the nodes after it own otherwise.
+    """
 
     node: Any
     number: int
+    owner: Any = field(default=None, compare=False)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Edge:
-        edge = torch.autograd.graph.get_gradient_edge(tensor)
-        return _Edge(edge.node, edge.output_nr)
+        return _Edge(*get_gradient_edge(tensor))
 
     @property
     def age(self) -> int:
@@ -220,22 +225,29 @@ class ForwardPass:
 
 def _older_edges(edges: Iterable[_Edge], made: int) -> list[_Edge]:
     """Return the inputs, made no later than `made`, of the younger operations behind these edges."""
-    nodes = [edge.node for edge in edges]
-    seen, found = set(nodes), dict[_Edge, None]()
-    while nodes:
-        for node, number in nodes.pop().next_functions:
+    younger = list(edges)
+    seen, found = {edge.node for edge in younger}, dict[_Edge, None]()
+    while younger:
+        reader = younger.pop()
+        for node, number in reader.node.next_functions:
             if node is None or hasattr(node, "variable"):  # needs no gradient; a leaf of the model's own
                 continue
-            if (edge := _Edge(node, number)).age <= made:
+            edge = _Edge(node, number, reader if _is_python(node) else None)
+            if edge.age <= made:
                 found[edge] = None
             elif node not in seen:
                 seen.add(node)
-                nodes.append(node)
+                younger.append(edge)
     return list(found)
 
 
+def _is_python(node: Any) -> bool:
+    """Return whether a node is that of a Python function: up to torch 2.12 its readers own it, and no reference here."""
+    return isinstance(node, torch._C._FunctionBase)
+
+
 def _ends(edges: Iterable[_Edge]) -> list[GradientEdge]:
-    return [GradientEdge(*edge) for edge in edges]
+    return [GradientEdge(edge.node, edge.number, edge.owner) for edge in edges]
 
 
 def _nothing(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None, ...]:
