@@ -2,13 +2,14 @@
 
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT memorise [TRAIN.jsonl] [key=value …]
     python -m benchmarks.gsm8k OUT_FOLDER COMMIT held_out TRAIN.jsonl HELD_OUT.jsonl [key=value …]
-    python -m benchmarks.gsm8k OUT_FOLDER COMMIT published TRAIN.jsonl HELD_OUT.jsonl MODEL [key=value …]
+    python -m benchmarks.gsm8k OUT_FOLDER COMMIT published TRAIN.jsonl HELD_OUT.jsonl MODEL [key=value …] [--option …]
 
 memorise: trains on the first 100 problems (of examples/gsm8k unless a file is named), exports, and answers the 100
     questions greedily. It counts the answers that ended by themselves, those that are the same to the last character,
     and the final numbers that are the same.
 held_out: trains on one file and evaluates on the other, from before the first step on.
-published: fine-tunes a model folder on one file, and answers the questions of the other.
+published: fine-tunes a model folder on one file, and answers the questions of the other: greedily, and once more with
+    the options of `megatrain generate`, if any are given.
 
 Everything goes through the CLI. Writes OUT_FOLDER/gsm8k_PART.json.
 """
@@ -89,14 +90,15 @@ def _losses(run: Mapping[str, Any]) -> dict[str, Any]:
     return {"train_wall_s": run["wall_s"], "first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"], "raw": run}
 
 
-def answers_of(folder: Path, data: Path, chosen: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return how many greedy answers of a model ended by themselves and were right.
+def answers_of(folder: Path, data: Path, chosen: Sequence[tuple[str, str]], *options: str) -> dict[str, Any]:
+    """Return how many answers of a model, greedy ones by default, ended by themselves and were right.
 
     data: file with the chats.
     chosen: their questions and answers.
+    options: of `megatrain generate`.
     """
-    options = ("--temperature=0", "--max-new-tokens=512", f"--batch-size={BATCH_SIZE}")
-    printed = _megatrain("generate", str(folder), "--chat", "--prompts", str(data), *options)
+    defaults = ("--temperature=0", "--max-new-tokens=512", f"--batch-size={BATCH_SIZE}")
+    printed = _megatrain("generate", str(folder), "--chat", "--prompts", str(data), *defaults, *options)
     answered = [json.loads(line) for line in printed.splitlines()]
     pairs = [(row["answer"], answer) for row, (_, answer) in zip(answered, chosen, strict=True)]
     return {
@@ -131,14 +133,18 @@ def published(arguments: Sequence[str]) -> dict[str, Any]:
     data, other, run_dir = RUNS / "gsm8k_train.jsonl", RUNS / "gsm8k_other.jsonl", fresh(RUNS / "gsm8k_published")
     chats(Path(arguments[0]), data)
     questions = chats(Path(arguments[1]), other)
-    model, overrides = arguments[2], arguments[3:]
+    model, options = arguments[2], [text for text in arguments[3:] if text.startswith("--")]
+    overrides = [text for text in arguments[3:] if text not in options]
     run = train(
         CONFIG, run_dir, "model.config=null", f"model.path={model}", "data.tokenizer=null", f"data.path={data}",
         f"data.eval_path={other}", *PUBLISHED, *overrides,
     )  # fmt: skip
     if run["exit"]:
         sys.exit(run["stderr"])
-    answers = _export_and_answer(run_dir, run_dir.with_name("exported"), other, questions)
+    exported = run_dir.with_name("exported")
+    answers = _export_and_answer(run_dir, exported, other, questions)
+    if options:
+        answers[" ".join(options)] = answers_of(exported, other, questions, *options)
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     return {**answers, "evaluations": evaluations, **_losses(run)}
 
