@@ -36,7 +36,7 @@ KINDS_OF_KEY = {
     "truncation": ("sft", "tokens", "pairs", "unpaired", "rollouts"),
     "eval_fraction": RECORDED,  # which would tear groups apart
     "scale_rewards": ("rollouts", "prompts"),
-    "unfinished": ("rollouts", "prompts"),
+    "unfinished": ("rollouts",),
 }
 
 EXPECTED = {
