@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
@@ -120,7 +120,9 @@ def test_an_adapter_has_the_head(tmp_path: Path, train: Train) -> None:
     merged = AutoModelForSequenceClassification.from_pretrained(out / "merged")
     means = mean_scores(merged, path)
     assert mean_scores(adapted, path) == pytest.approx(means, rel=1e-5)
-    assert mean_scores(merged, path, pad=merged.config.pad_token_id) == pytest.approx(means, rel=1e-5)
+    pad = merged.config.pad_token_id
+    assert pad == AutoTokenizer.from_pretrained(out / "merged").pad_token_id is not None
+    assert mean_scores(merged, path, pad) == pytest.approx(means, rel=1e-5)
     (*_, last) = (json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
     assert means == pytest.approx([last[f"eval_reward_{name}"] for name in ("chosen", "rejected")], rel=1e-5)
     with train.actors():
