@@ -34,10 +34,10 @@ class HubFolder:
                 with explained(self.key, self.repository, file):
                     _fetch(self.repository, self.path.name, file)
 
-    def add(self, files: Iterable[str]) -> None:
-        """Fetch those of `files` that the repository has and the cache has not.
+    def add(self, files: Iterable[str]) -> bool:
+        """Fetch those of `files` that the repository has and the cache has not, and return True.
 
-        Without a network this returns with what the cache has. Raises ConfigError for any other failure.
+        Without a network this returns False, with what the cache has. Raises ConfigError for any other failure.
         """
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -49,7 +49,8 @@ class HubFolder:
                 try:
                     _fetch(self.repository, self.path.name, file)
                 except (LocalEntryNotFoundError, ConnectionError):
-                    return
+                    return False
+        return True
 
     def add_matching(self, patterns: Sequence[str]) -> None:
         """Fetch the repository's files of these names, as far as the hub can be reached."""
@@ -161,7 +162,7 @@ def _reason(repository: str, file: str, error: Exception, repo_type: str) -> str
         ),
         (
             errors.EntryNotFoundError,
-            f"the repository on the hub has no {file}{'; pickled weights are not fetched' * (repo_type == 'model')}",
+            f"the repository on the hub has no {file}",
         ),
     ]
     for kind, reason in reasons:

@@ -15,6 +15,7 @@ import torch
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.foreign_folders import advice_on, names_in
+from megatrain_ray.io.checkpoints.hub import HubFolder
 from megatrain_ray.io.checkpoints.pickled_weights import read_pickled
 from megatrain_ray.io.checkpoints.quantisation import FP8_DTYPES, SCALE_ENDS, quantisation_of, with_dequantised
 from megatrain_ray.io.checkpoints.stored_tensor import BUFFER_DTYPES, DTYPES, StoredTensor, TensorLocation
@@ -150,6 +151,18 @@ def weight_files(folder: Path) -> tuple[str, ...]:
         if (folder / index).exists():
             return tuple(sorted(set(_read_index(folder / index).values())))
     return (SINGLE_NAME,)
+
+
+def fetch_weights(hub: HubFolder) -> None:
+    """Fetch the weights of a repository whose INDEX_NAME was asked for, pickled ones if it has no others.
+
+    Raises ConfigError if it has none, or they cannot be fetched.
+    """
+    if weight_files(hub.path) == (SINGLE_NAME,):
+        for file in (SINGLE_NAME, *reversed(FORMS[1])):
+            if not hub.add([file]) or (hub.path / file).exists():
+                break
+    hub.require(weight_files(hub.path))
 
 
 def _dtype(name: str, stored: StoredTensor, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:

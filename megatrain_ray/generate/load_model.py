@@ -21,7 +21,7 @@ from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME
-from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, weight_files
+from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, fetch_weights
 from megatrain_ray.io.tokens.tokenizer import holds_tokenizer, tokenizer_folder
 from megatrain_ray.machine.machine import unused_gpu
 from megatrain_ray.model.architecture import is_reward_model
@@ -90,7 +90,7 @@ def _model_folder(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{name} is neither a run directory nor a model's folder: it has no config.json")
     if hub:
-        hub.require(weight_files(folder))
+        fetch_weights(hub)
         tokenizer_folder(name)
     return folder
 

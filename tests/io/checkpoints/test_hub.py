@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatrain_ray.cli import main
 from megatrain_ray.config.groups import ModelConfig
@@ -105,15 +106,24 @@ from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.open_model import open_model, read_model
 from megatrain_ray.engine.discovery.discover import discover
-for name in ("o/none", "o/model@dev", "o/text", "o/model"):
+for name in ("o/none", "o/model@dev", "o/text", "o/model", "o/pickled", "o/sharded"):
     try:
         source = open_model(ModelConfig(path=name))
         source.check_weights(discover(source.factory, source.factory(None).dtype, 1, 8)[0])
+        print([path.name for path in source.weight_paths()])
     except ConfigError as error:
         print(error)
 """
     files = files_of(build_tiny(tmp_path / "model"))
-    with serve({"o/model": {"config.json": files["config.json"]}, "o/text": {}}) as hub:
+    torch.save(load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "weights.bin")
+    weights, own = (tmp_path / "weights.bin").read_bytes(), {"config.json": files["config.json"]}
+    names = dict.fromkeys(load_file(tmp_path / "model" / "model.safetensors"), "part.bin")
+    index = {"pytorch_model.bin.index.json": json.dumps({"weight_map": names}).encode()}
+    repositories = {
+        "o/model": own, "o/text": dict[str, bytes](), "o/pickled": own | {"pytorch_model.bin": weights},
+        "o/sharded": own | index | {"part.bin": weights},
+    }  # fmt: skip
+    with serve(repositories) as hub:
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -122,13 +132,12 @@ for name in ("o/none", "o/model@dev", "o/text", "o/model"):
             env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"},
         )
     told = done.stdout.splitlines()
-    assert len(told) == 4, done.stderr
+    assert len(told) == 6, done.stderr
     assert "no such repository on the hub, or a private one" in told[0]
     assert "but not in this revision" in told[1]
-    assert (
-        told[2] == "model.path: o/text: the repository on the hub has no config.json; pickled weights are not fetched"
-    )
-    assert "has no model.safetensors; pickled weights are not fetched" in told[3]
+    assert told[2] == "model.path: o/text: the repository on the hub has no config.json"
+    assert told[3] == "model.path: o/model: the repository on the hub has no model.safetensors"
+    assert told[4:] == ["['pytorch_model.bin']", "['part.bin']"]
 
 
 @pytest.mark.long
