@@ -20,6 +20,7 @@ from megatrain_ray.engine.model.attention import (
     answer_packed,
     packed_arguments,
     pads_make_it_long,
+    without_cache,
     without_pads,
 )
 from megatrain_ray.engine.model.micro_batch import MicroBatch
@@ -87,7 +88,8 @@ class ProxiedModel:
 
         positions: [B, T], by which the model keeps the documents of a row apart if it can (model/sight_check.py).
         """
-        output = self._base(input_ids=input_ids, use_cache=False, **packed_arguments(self._model, positions))
+        given = without_cache(self._base) | packed_arguments(self._model, positions)
+        output = self._base(input_ids=input_ids, **given)
         self._stub.kind = type(output)
         return output
 
@@ -117,7 +119,7 @@ class ProxiedModel:
             scores: torch.Tensor = self.modules[self._score](hidden)
             return scores
         with self._stub.returning(self._stub.kind(last_hidden_state=hidden)):
-            logits: torch.Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
+            logits: torch.Tensor = self._model(inputs_embeds=hidden, **without_cache(self._model)).logits
         return logits
 
     def auxiliary(self, output: Any, real: torch.Tensor | None) -> torch.Tensor | None:
@@ -147,7 +149,7 @@ class ProxiedModel:
         before = vars(self._model).get("_loss_function")
         self._model.loss_function = zero_loss  # type: ignore[assignment]
         labels = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
-        given: dict[str, Any] = {"inputs_embeds": hidden, "labels": labels, "use_cache": False}
+        given: dict[str, Any] = {"inputs_embeds": hidden, "labels": labels, **without_cache(self._model)}
         if real is not None:
             given["attention_mask"] = real.long()
         try:

@@ -7,11 +7,12 @@ block masks, which hold four numbers for 128 × 128 positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,6 +61,20 @@ class AttentionSwitch:
 
     def set(self, attention: Attention) -> None:
         self._config._attn_implementation = FLEX if attention is Attention.FLEX else self._own
+
+
+def without_cache(model: nn.Module) -> dict[str, Any]:
+    """Return the forward argument that keeps a model from caching keys and values, if its forward takes one.
+
+    That of openai-gpt's base model in Transformers 4 does not.
+    """
+    return {"use_cache": False} if _takes_use_cache(type(model).forward) else {}
+
+
+@cache  # forwards ask for every chunk of a loss
+def _takes_use_cache(forward: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(forward).parameters.values()
+    return any(parameter.name == "use_cache" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def packed_arguments(model: nn.Module, positions: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain_ray.engine.model.attention import PACKED, answer_packed, packed_arguments
+from megatrain_ray.engine.model.attention import PACKED, answer_packed, packed_arguments, without_cache
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.model.small_copy import FIRST_SPECIAL
@@ -97,7 +97,7 @@ class _Trial:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
                 arguments = packed_arguments(self._model, positions)
-                logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, **arguments).logits
+                logits: torch.Tensor = self._model(input_ids=ids, **without_cache(self._model), **arguments).logits
         finally:
             PACKED.reset(token)
         if logits.isnan().any():  # which differs from nothing

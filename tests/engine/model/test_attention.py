@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.discovery.discover import discover
 from megatrain_ray.engine.discovery.trial_forward import FOLLOWED_BYTES, Answers
-from megatrain_ray.engine.model.attention import Attention
+from megatrain_ray.engine.model.attention import Attention, without_cache
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.request import Machine
@@ -179,3 +180,18 @@ def test_pads_do_not_make_a_row_long(tmp_path: Path, packs: bool) -> None:
     assert train_engine(tmp_path, [padded], recipe, Mode()).losses == pytest.approx(
         train_reference(tmp_path, [as_tensors(alone)], recipe).losses, rel=1e-7
     )
+
+
+def test_a_forward_that_knows_no_cache_is_told_of_none() -> None:
+    """As that of openai-gpt in Transformers 4, whose first losses are then the plain model's."""
+
+    class Without(nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return input_ids
+
+    class With(nn.Module):
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+            return input_ids
+
+    assert without_cache(Without()) == {}
+    assert without_cache(With()) == without_cache(Architecture(LLAMA)(torch.float32)) == {"use_cache": False}
