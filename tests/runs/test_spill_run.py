@@ -22,18 +22,26 @@ from tests.support.runs import (
     rows,
     write_config,
 )
-from tests.support.spilling import ROUNDED, small_model, spill_file_of, spilling, with_gradients_on_disk
+from tests.support.spilling import (
+    NUM_LAYERS,
+    ROUNDED,
+    small_model,
+    spill_file_of,
+    spilling,
+    with_all_on_disk,
+    with_gradients_on_disk,
+)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "changes",
     [
+        {"save_every": 3, "spill__compression": "zstd", **ROUNDED},
         {"save_every": 3},
         {"train__precision": "bf16", "train__clip": None, "hardware__num_shards": 2},
-        {"save_every": 3, "spill__compression": "zstd", **ROUNDED},
     ],
-    ids=["fp32", "two shards, no clipping", "gradients, too, packed"],
+    ids=["gradients, too, packed", "fp32", "two shards, no clipping"],
 )
 def test_a_run_that_spills_equals_plain_pytorch(
     tmp_path: Path, train: Train, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -72,11 +80,17 @@ def test_a_save_goes_on_where_state_lives_elsewhere(tmp_path: Path, train: Train
 
 @pytest.mark.ray
 @pytest.mark.long
-def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path) -> None:
-    """What its slots hold is ahead of the file; the next process writes it. One dies while gradients come."""
-    model = small_model(tmp_path, hidden_size=384)
+@pytest.mark.parametrize("with_weights", [False, True], ids=["state and gradients", "weights, too"])
+def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path, with_weights: bool) -> None:
+    """What its slots hold is ahead of the file; the next process writes it.
+
+    One dies in an update of layers whose working copies the GPU worker then reads from the file. Another one dies while
+    gradients come, in a backward that reads working copies.
+    """
+    model = small_model(tmp_path, hidden_size=384, **({"num_layers": NUM_LAYERS} if with_weights else {}))
     settings = {"hardware__num_shards": 2, "train__steps": 20, "max_failures": 4}
-    tree = with_gradients_on_disk(tmp_path, config(tmp_path / "run", model, save_every=10, **settings, **ROUNDED))
+    place = with_all_on_disk if with_weights else with_gradients_on_disk
+    tree = place(tmp_path, config(tmp_path / "run", model, save_every=10, **settings, **ROUNDED))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
         kill(run, mid_update(0), SHARD_0)
@@ -85,7 +99,8 @@ def test_a_shard_that_dies_while_its_state_is_on_disk_is_replaced(tmp_path: Path
         for shard in range(2):
             assert run.text().count(f"optimizer shard {shard} died and was replaced") == 1
     plan = plan_of(tmp_path / "run")
-    assert plan.spilled_layers and plan.gradients_on_disk
+    assert plan.spilled_layers
+    assert plan.weights_on_disk if with_weights else plan.gradients_on_disk
     assert not list((tmp_path / "spill").iterdir())
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
 
@@ -105,9 +120,12 @@ def test_too_little_disk_is_told_with_the_arithmetic(tmp_path: Path, train: Trai
 
 @pytest.mark.ray
 @pytest.mark.long
-def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_weights", [False, True], ids=["state", "weights, too"])
+def test_damage_on_the_disk_ends_the_run_with_what_happened(tmp_path: Path, with_weights: bool) -> None:
     """Never with wrong numbers, and not only with what follows from it."""
-    tree = spilling(tmp_path, config(tmp_path / "run", small_model(tmp_path), train__steps=100_000, save_every=3))
+    model = small_model(tmp_path, **({"num_layers": NUM_LAYERS} if with_weights else {}))
+    place = with_all_on_disk if with_weights else spilling
+    tree = place(tmp_path, config(tmp_path / "run", model, train__steps=100_000, save_every=3))
     path = write_config(tmp_path / "config.yaml", tree)
     with training(tmp_path, path) as run:
         deadline_s = time.monotonic() + END_S

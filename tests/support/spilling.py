@@ -29,6 +29,8 @@ SHAPE = {
 # Gradients that are rounded when they leave never wait on the device.
 ROUNDED = {"train__grad_dtype": "bf16", "train__micro_batch_size": 4, "train__accumulate": 1}
 
+NUM_LAYERS = 8  # with weights on disk: of five or fewer, windows and slots would take as much as the working copies
+
 
 def small_model(folder: Path, hidden_size: int = 64, num_layers: int = 6) -> Path:
     shape = LlamaConfig(

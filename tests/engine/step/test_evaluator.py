@@ -92,6 +92,7 @@ def test_training_does_not_notice_it(tmp_path: Path, mode: Mode) -> None:
     assert [name for name, master in theirs.masters.items() if not torch.equal(ours.masters[name], master)] == []
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2", "Mixtral", "Qwen3-Next", "Gemma 3n", "Gemma 3, vision-language"])
 def test_families(tmp_path: Path, name: str) -> None:
     """Evaluations are right for families with something special.
