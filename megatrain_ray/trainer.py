@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import less_precise
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
-from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, pass_config
+from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, naming_reference, pass_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
 from megatrain_ray.export.teacher import find_teacher
 from megatrain_ray.io.batching.data_counts import num_records
@@ -238,7 +238,8 @@ class Trainer:
         )
         reference, base = None if name == "model" else name, self._base or run.config.model
         config, note = run.config.model_copy(update={"model": base}), lost if run.has_begun else None
-        return compute_logprobs(reference, config, data, run.path, note=note, teacher=teacher)
+        with naming_reference(config.train) if reference else nullcontext():
+            return compute_logprobs(reference, config, data, run.path, note=note, teacher=teacher)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)

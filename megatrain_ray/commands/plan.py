@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine, SpillSpace
 from megatrain_ray.errors import CapacityError, ConfigError
-from megatrain_ray.export.evaluation_config import pass_config
+from megatrain_ray.export.evaluation_config import naming_reference, pass_config
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE
 from megatrain_ray.model.open_model import read_model
@@ -73,7 +73,10 @@ def reference_line(config: TrainConfig) -> Iterator[str]:
     """
     if (name := config.train.reference_model) is None:
         return
-    with pass_config(None if name == "model" else name, config, imagined=True) as settings:
+    with (
+        naming_reference(config.train) if name != "model" else nullcontext(),
+        pass_config(None if name == "model" else name, config, imagined=True) as settings,
+    ):
         question = planning_problem(settings)
     plan, counts, distills = question.plan(), list(_known_counts(config)), config.train.objective == "distill"
     token_bytes = WEIGHT_TYPE.itemsize + (8 * config.train.distillation.top_k + 4 if distills else 0)

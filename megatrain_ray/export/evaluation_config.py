@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.driver.logprob_pass import ModelIdentity
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
@@ -55,6 +56,16 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
     update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
     with _without_updates(name, config, step, update, {}) as changed:
         yield changed
+
+
+@contextmanager
+def naming_reference(train: OptimizationConfig) -> Iterator[None]:
+    """Rename model.path in a ConfigError of the block to the key that names the reference or teacher."""
+    try:
+        yield
+    except ConfigError as error:
+        key = "train.distillation.teacher" if train.objective == "distill" else "train.reference"
+        raise ConfigError(re.sub(r"^model\.path\b", key, str(error))) from None
 
 
 @contextmanager

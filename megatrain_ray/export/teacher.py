@@ -7,6 +7,7 @@ from pathlib import Path
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.objectives.distillation import Softmax, TopTokens
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.evaluation_config import naming_reference
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer, load_tokenizer
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
@@ -27,7 +28,8 @@ def find_teacher(config: TrainConfig, student: ModelSource) -> TopTokens | None:
         model, tokenizer = of_run.model, of_run.tokenizer
     else:
         model, tokenizer = config.model.model_copy(update={"path": name, "config": None}), None
-    teacher = read_model(model)
+    with naming_reference(config.train):
+        teacher = read_model(model)
     if tokenizer is None and teacher.folder is not None and holds_tokenizer(teacher.folder):
         tokenizer = str(teacher.folder)
     sizes = teacher.written_vocab_size, student.written_vocab_size
