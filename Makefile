@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-newest lint types unit curves
+.PHONY: demo test test-all test-newest test-oldest lint types unit curves
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,11 @@ test-all: test
 test-newest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/newest transformers
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -m pytest tests/model tests/engine/discovery tests/engine/step/test_model_types.py
+
+# The tests of the engine with the oldest torch that pyproject.toml takes, which comes with 4 GB of CUDA.
+test-oldest: $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --target $(VENV)/oldest torch==2.11.0
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/engine
 
 # The committed loss curves of the reference, made again.
 curves: $(READY)

@@ -17,6 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from megatrain_ray.engine.activations import activation_store
 from megatrain_ray.engine.layer_calls import compiled_call
 from megatrain_ray.engine.layout.tier import Tier
+from megatrain_ray.engine.model.fp8_products import fp8_problem
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.weights_stream.bound_weights import WeightBindings
@@ -26,6 +27,8 @@ from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, text_batches, tiny_batches
 
 STEPS = 3
+# tests/engine/model/test_fp8_products.py asserts that CI's torch has the products.
+pytestmark = pytest.mark.skipif(fp8_problem(torch.device("cpu")) is not None, reason="torch 2.11 has them on GPUs only")
 RECIPE = Recipe(STEPS, precision="bf16", compute="fp8", micro_batch_size=2)
 LAYERS = LoopOrder.LAYERS_OUTER
 MODES = {
