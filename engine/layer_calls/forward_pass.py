@@ -216,6 +216,13 @@ class ForwardPass:
         self.calls.remove(call)
         return of_parameters
 
+    def abandon(self) -> None:
+        """End the forward where it is suspended, and release what it holds. Idempotent."""
+        if not self._greenlet.dead:
+            self._greenlet.throw()
+        self.pending = None
+        self.free()
+
     def free(self) -> None:
         self.calls.clear()
         self._ends.clear()

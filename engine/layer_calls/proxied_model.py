@@ -103,11 +103,11 @@ class ProxiedModel:
 
         PACKED.set(False)  # for this greenlet, which has its own context
         names = GenerationConfig().to_dict().keys() & arguments.keys()
-        # The model's own settings would fill in others, such as a penalty or an end.
-        config = self._model.generation_config = GenerationConfig(
-            do_sample=False, **{name: arguments.pop(name) for name in names}
-        )
-        with self._stub.calling(partial(suspend, head)):
+        config = GenerationConfig(do_sample=False, **{name: arguments.pop(name) for name in names})
+        with _as_it_was(self._model), _as_it_was(self._stub):
+            # The model's own settings would fill in others, such as a penalty or an end.
+            self._model.generation_config = config
+            self._stub.then = partial(suspend, head)
             return self._model.generate(input_ids, generation_config=config, **arguments)  # type: ignore[operator]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -167,12 +167,24 @@ class ProxiedModel:
         return loss
 
 
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Undo what the block changes of a module's own attributes. A compiled call would not fit a changed one."""
+    before = dict(vars(module))
+    try:
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
 class _StubBaseModel(nn.Module):
     """Replaces the base model: returns the given output when called, and forwards attribute reads to the base model."""
 
     kind: type = tuple  # class of the base model's own output
     _output: Any = None
-    _then: Callable[[], object] | None = None  # is called after each call of the base model, which is called itself
+    # If set, the base model itself is called, and this after each of its calls.
+    then: Callable[[], object] | None = None
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -189,21 +201,12 @@ class _StubBaseModel(nn.Module):
         finally:
             self._output = None
 
-    @contextmanager
-    def calling(self, then: Callable[[], object]) -> Iterator[None]:
-        """Call the base model itself within the block, and `then` after each of its calls."""
-        self._then = then
-        try:
-            yield
-        finally:
-            self._then = None
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._then is None:
+        if self.then is None:
             return self._output
         output = self.__dict__["_base"](*args, **kwargs)
         for name, value in vars(output).items():
             if value == ():  # side outputs of layers, which only a training step collects
                 output[name] = None
-        self._then()
+        self.then()
         return output

@@ -75,6 +75,7 @@ class Sampler:
         pads = [longest - len(prompt.ids) for prompt in prompts]
         ids = torch.tensor([[pad] * n + list(prompt.ids) for n, prompt in zip(pads, prompts, strict=True)])
         mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads])
+        self._abandon()  # one that was cut short by an error
         self._draw = _Draw(prompts, sampling, self._device.torch_device)
         arguments: dict[str, Any] = {
             "attention_mask": self._device.upload(mask), "max_new_tokens": sampling.max_new_tokens,
@@ -96,11 +97,17 @@ class Sampler:
                     try:
                         self._visit(visit.layer, self._pass)
                     except torch.OutOfMemoryError as error:
-                        failed, self._pass = error.with_traceback(None), None
+                        failed = error.with_traceback(None)
+                        self._abandon()
         self.current_phase = ""
         if failed is not None:
             raise failed
         return self._pass is None
+
+    def _abandon(self) -> None:
+        if self._pass is not None:
+            self._pass.abandon()
+        self._pass = None
 
     def completions(self) -> list[Completion]:
         """Return the completions, in the order of their prompts, once all of them are over."""

@@ -138,6 +138,8 @@ def test_a_batch_without_room_leaves_the_engine_as_it_was(tmp_path: Path, monkey
 
     async def retried(engine: Engine, *arguments: Any) -> list[Completion]:
         nonlocal countdown, num_failed
+        modules = engine.model.proxied._model, engine.model.proxied._stub
+        before = [dict(vars(module)) for module in modules]
         for number in (0, 3, 4, 11, 47):
             countdown = iter(range(number, -1, -1))
             with pytest.raises(torch.OutOfMemoryError):
@@ -146,7 +148,10 @@ def test_a_batch_without_room_leaves_the_engine_as_it_was(tmp_path: Path, monkey
         with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
             patch.setattr(_Draw, "__call__", no_room)
             await sample(engine, *arguments)
-        return await sample(engine, *arguments)
+        found = await sample(engine, *arguments)
+        for module, own in zip(modules, before, strict=True):  # a compiled call would not fit a changed model
+            assert [name for name, value in vars(module).items() if own.get(name, ()) is not value] == []
+        return found
 
     def result() -> EngineResult:
         sampling = SamplingParams(10)
