@@ -249,7 +249,7 @@ def _older_edges(edges: Iterable[_Edge], made: int) -> list[_Edge]:
 
 
 def _is_python(node: Any) -> bool:
-    """Return whether a node is that of a Python function: up to torch 2.12 its readers own it, and no reference here."""
+    """Return whether a node is that of a Python function: up to torch 2.12 its readers own it, no reference here."""
     return isinstance(node, torch._C._FunctionBase)
 
 

@@ -6,7 +6,7 @@ D: documents; N: tokens of a micro-batch, row after row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
@@ -37,8 +37,6 @@ class KtoObjective:
     undesirable_weight: float = 1.0
     kl: float = 0.0
     num_good: int = 0
-
-    needs_reference: ClassVar[bool] = True
 
     @property
     def estimates_kl(self) -> bool:

@@ -105,11 +105,6 @@ class LogprobLoss(NamedTuple):
 class LogprobObjective(Protocol):
     """Defines what is minimised for the documents of a step."""
 
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether it compares with the log-probabilities of a reference model."""
-        ...
-
     def loss(self, logprobs: torch.Tensor, targets: LogprobTargets, counts: BatchCounts) -> LogprobLoss:
         """Return the loss of a micro-batch and the loss weights of its tokens.
 

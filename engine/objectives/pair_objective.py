@@ -17,11 +17,11 @@ from megatrain_ray.io.batching.batch_stream import BatchCounts
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
-WITHOUT_REFERENCE = ("simpo", "orpo")
+WITHOUT_REFERENCE = ("simpo", "orpo")  # their rewards are means over tokens, relative to no model
 LARGEST_MEAN = -1e-7  # of log-probabilities of which ORPO takes the odds: those of a certain answer are infinite
 
 
-class OfPairs(NamedTuple):
+class PairLosses(NamedTuple):
     """Holds the losses and rewards of pairs."""
 
     losses: torch.Tensor  # [P]
@@ -41,12 +41,7 @@ class PairObjective:
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
 
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether rewards are relative to a reference model."""
-        return self.kind not in WITHOUT_REFERENCE
-
-    def of_pairs(self, sums: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None = None) -> OfPairs:
+    def of_pairs(self, sums: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None = None) -> PairLosses:
         """Return the losses and rewards. Differentiable by `sums`.
 
         sums: of the log-probabilities of each document's supervised tokens, FP32 [P, 2]: chosen, rejected.
@@ -60,7 +55,7 @@ class PairObjective:
         losses = _LOSSES[self.kind](self, scores)
         if self.sft_weight:
             losses = losses - self.sft_weight * means[:, 0]
-        return OfPairs(losses, self.beta * scores.detach())
+        return PairLosses(losses, self.beta * scores.detach())
 
     def loss(self, logprobs: torch.Tensor, targets: LogprobTargets, counts: BatchCounts) -> LogprobLoss:
         """Return the mean loss over pairs, and rewards. See `LogprobObjective`."""
@@ -68,7 +63,7 @@ class PairObjective:
         assert documents is not None  # the data are pairs
         lengths = documents.sums(supervised.float()).view(-1, 2)
         reference = None
-        if self.needs_reference:
+        if self.kind not in WITHOUT_REFERENCE:
             assert targets.reference is not None  # the run has computed it
             reference = documents.sums(targets.reference.flatten()).view(-1, 2)
         sums = documents.sums(logprobs).view(-1, 2).requires_grad_()

@@ -36,11 +36,6 @@ class PolicyObjective:
     correction_min: float | None = None
     correction_max: float | None = 3.0
 
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether the loss has a KL term, or the old policy is the reference."""
-        return self.beta > 0 or self.correction is not None
-
     def loss(self, logprobs: torch.Tensor, targets: LogprobTargets, counts: BatchCounts) -> LogprobLoss:
         """Return the loss over answers, and how far the policy is from the one that sampled. See `LogprobObjective`."""
         documents, learned = targets.documents, targets.ids.flatten() != IGNORED

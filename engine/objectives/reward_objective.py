@@ -23,10 +23,6 @@ class RewardObjective:
 
     center_rewards_coefficient: float = 0.0
 
-    @property
-    def needs_reference(self) -> bool:
-        return False
-
     def loss(self, scores: torch.Tensor, targets: LogprobTargets, counts: BatchCounts) -> LogprobLoss:
         """Return the mean loss over pairs, and rewards, as `LogprobObjective` for scores in place of log-probabilities.
 

@@ -72,6 +72,10 @@ class ChatTemplate:
     variables: Mapping[str, Any] = field(default_factory=dict)  # bos_token and the like, and data.chat_template_args
     is_own: bool = False  # whether it is from the tokenizer's folder
 
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the texts that it renders, as data for JSON."""
+        return {"template": [self.source, self.tool_use, dict(self.variables)]}
+
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt: bool = False) -> str:
         """Return the rendered text. Raises TemplateRefusalError if it refuses the messages.
 

@@ -80,7 +80,7 @@ class ChatRecipe:
     def settings(self) -> dict[str, Any]:
         return {
             "layouts": [_described(source.layout) for source in self.sources],
-            "template": [self.template.source, self.template.tool_use, dict(self.template.variables)],
+            **self.template.settings(),
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,

@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.io.chat.encode_chats import EncodedChat, EncodedRecord, Truncation, tallied
-from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
+from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, chosen_records
 from megatrain_ray.io.records.read_records import (
     BadRecords,
     RecordError,
     RecordTally,
     as_mapping,
     missing_key,
-    read_records,
 )
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, LossWeights, TokenBlock
@@ -62,11 +61,8 @@ class PretokenizedRecipe:
         yield from tallied(self._records(), tally)
 
     def _records(self) -> Iterator[tuple[RecordLocation, EncodedRecord]]:
-        chooser = RecordChooser(self.choice)
-        for file in self.files:
-            for location, record in chooser.of(read_records(file)):
-                yield location, self._encoded(record)
-        chooser.check()
+        for location, record in chosen_records(self.files, self.choice):
+            yield location, self._encoded(record)
 
     def _encoded(self, record: Any) -> EncodedRecord:
         try:

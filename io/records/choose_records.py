@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.records.read_records import RecordError, read_records
 from megatrain_ray.io.records.record_location import RecordLocation
 
 HASH_BITS = 53  # of a float: every hash is then exact
@@ -91,6 +92,14 @@ class RecordChooser:
             f"data.eval_fraction: {does} none of {self._num_seen} records (the last is {self._where}), by the hash of "
             f"each; {hundredths / 100:g} is the first that does, or set data.eval_path"
         )
+
+
+def chosen_records(files: Sequence[Path], choice: RecordChoice) -> Iterator[tuple[RecordLocation, Any]]:
+    """Yield the chosen records of a source, file after file. Raises as read_records, and ConfigError if it has none."""
+    chooser = RecordChooser(choice)
+    for file in files:
+        yield from chooser.of(read_records(file))
+    chooser.check()
 
 
 def _place_of_record(record: Any, field: str | None) -> float:

@@ -1,1 +1,1 @@
-"""Turns sampled answers and their rewards into token ids with advantages."""
+"""Turns prompts into token ids, and sampled answers with their rewards into token ids with advantages."""

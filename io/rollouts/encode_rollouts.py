@@ -21,7 +21,7 @@ from megatrain_ray.io.chat.encode_chats import (
     tallied,
     with_ends_of,
 )
-from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
+from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, chosen_records
 from megatrain_ray.io.records.process_map import map_in_order
 from megatrain_ray.io.records.read_records import (
     BadRecords,
@@ -30,7 +30,6 @@ from megatrain_ray.io.records.read_records import (
     RecordTally,
     as_written,
     check_unicode,
-    read_records,
 )
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.rollouts.advantages import Grouping, ScaleRewards, advantages
@@ -62,7 +61,7 @@ class RolloutRecipe:
     def settings(self) -> dict[str, Any]:
         return {
             "kind": "rollouts",
-            "template": [self.template.source, self.template.tool_use, dict(self.template.variables)],
+            **self.template.settings(),
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
@@ -87,9 +86,7 @@ class RolloutRecipe:
             yield from tallied(records, tally)
 
     def _records(self) -> Iterator[tuple[RecordLocation, Any]]:
-        chooser = RecordChooser(self.choice)
-        for file in self.files:
-            yield from chooser.of(read_records(file))
+        return chosen_records(self.files, self.choice)
 
 
 def advantages_of(records: Iterable[Any], scale: ScaleRewards) -> NDArray[np.float32]:

@@ -57,7 +57,7 @@ def open_stream(
     return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
 
 
-def open_rollouts(
+def open_rollout_stream(
     data: DataConfig, prompts: Sequence[Path], vocab_size: int, batch_size: int, files: RolloutFiles
 ) -> RolloutStream:
     """Open the batches of the rollouts of a run, which need not be there yet. Raises ConfigError as open_stream.
@@ -67,11 +67,11 @@ def open_rollouts(
     stream = open_stream(data, prompts, vocab_size, batch_size)
     assert isinstance(stream, BatchStream)  # prompts have no weights
     rollouts = data.of_rollouts(files.folder)
-    return RolloutStream(stream, files, lambda folder: open_one(rollouts, folder, vocab_size, batch_size))
+    return RolloutStream(stream, files, lambda folder: _open_one(rollouts, folder, vocab_size, batch_size))
 
 
-def open_one(data: DataConfig, tokens: Path, vocab_size: int, batch_size: int) -> BatchStream:
-    """Open the batches of data with one source."""
+def _open_one(data: DataConfig, tokens: Path, vocab_size: int, batch_size: int) -> BatchStream:
+    """Open the batches of data with one source. Raises ConfigError as open_windows."""
     (windows,) = open_windows(data, [tokens], vocab_size, whole=False)
     return BatchStream(windows, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
 
@@ -204,7 +204,7 @@ class DataWorker:
         """
         self._stream: BatchStream | MixedStream | RolloutStream
         if rollouts:
-            self._stream = open_rollouts(data, tokens, vocab_size, batch_size, rollouts)
+            self._stream = open_rollout_stream(data, tokens, vocab_size, batch_size, rollouts)
         else:
             self._stream = open_stream(data, tokens, vocab_size, batch_size, logprobs)
         self._held_out = held_out.open() if held_out else None

@@ -1,11 +1,10 @@
-"""Encodes prompts for a sampler, and draws those of an iteration with the other columns of their records."""
+"""Draws the prompts of a sampling, with the other columns of their records."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,96 +14,15 @@ from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import permutation
 from megatrain_ray.io.chat.chat_template import ChatTemplate
-from megatrain_ray.io.chat.conversation_formats import (
-    LAYOUTS,
-    PROMPT_COMPLETION,
-    ChatFormat,
-    Conversation,
-    read_conversation,
-)
 from megatrain_ray.io.chat.encode_chats import with_ends_of
 from megatrain_ray.io.chat.end_marks import last_mark, text_after_answer
-from megatrain_ray.io.chat.mark_turns import render_prompt
-from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
+from megatrain_ray.io.records.choose_records import RecordChoice, chosen_records
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
 from megatrain_ray.io.records.find_files import find_files
-from megatrain_ray.io.records.read_records import (
-    BadRecords,
-    RecordError,
-    RecordTally,
-    as_mapping,
-    as_written,
-    check_unicode,
-    read_records,
-)
-from megatrain_ray.io.records.record_location import RecordLocation
-from megatrain_ray.io.tokens.token_files import Corpus, TokenBlock
-from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
-
-PROMPT = "prompt"  # key of a record, as TRL has it
-
-
-@dataclass(frozen=True)
-class PromptRecipe:
-    """Makes one document of each record: its prompt in the chat template."""
-
-    files: tuple[Path, ...]
-    tokenizer: str
-    template: ChatTemplate
-    chat_format: ChatFormat
-    choice: RecordChoice = ALL_RECORDS
-    has_weights: ClassVar[bool] = False
-    columns: ClassVar[tuple[str, ...]] = ()
-    bad_records: ClassVar[BadRecords] = "error"  # documents must be found by the number of their record
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            "kind": "prompts",
-            "template": [self.template.source, self.template.tool_use, dict(self.template.variables)],
-            "chat_format": self.chat_format,
-            **load_tokenizer(self.tokenizer).extension,
-            **self.choice.settings(),
-        }
-
-    def blocks(self, tokenizer: Tokenizer | None, tally: RecordTally) -> Generator[TokenBlock]:
-        """Yield the prompts. Raises ConfigError for a bad record."""
-        assert tokenizer is not None
-        tokenizer = with_ends_of(self.template, tokenizer)
-        for location, record in chosen_records(self.files, self.choice):
-            tally.num_records += 1
-            try:
-                text = render_prompt(self.template, _asked(record, self.chat_format))
-                ids = tokenizer.encode(check_unicode(text, "the prompt")).astype(np.uint32)
-            except RecordError as error:
-                raise ConfigError(f"data.path: {location}: {error}") from None
-            tally.longest = max(tally.longest, ids.size)
-            yield TokenBlock(ids, True, location)
-
-
-def _asked(record: Any, chat_format: ChatFormat) -> Conversation:
-    """Return what the model is asked: the prompt of a record, or the turns before its last answer."""
-    fields = as_mapping(record)
-    if fields.get(PROMPT) is not None:
-        return _without_answer(PROMPT_COMPLETION.read_prompt(fields))
-    return _without_answer(read_conversation(record, LAYOUTS[chat_format]))
-
-
-def _without_answer(conversation: Conversation) -> Conversation:
-    messages = conversation.messages
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise RecordError("expected a prompt, or a turn before the answer")
-    return Conversation(messages, conversation.tools)
-
-
-def chosen_records(files: Sequence[Path], choice: RecordChoice) -> Iterator[tuple[RecordLocation, Any]]:
-    """Yield the records that are used, in the order of documents."""
-    chooser = RecordChooser(choice)
-    for file in files:
-        for location, record in chooser.of(read_records(file)):
-            yield location, as_written(location, record)
-    chooser.check()
+from megatrain_ray.io.records.read_records import as_mapping, as_written
+from megatrain_ray.io.rollouts.encode_prompts import PROMPT, asked_of
+from megatrain_ray.io.tokens.token_files import Corpus
+from megatrain_ray.io.tokens.tokenizer import Tokenizer
 
 
 def find_prompts(data: DataConfig) -> tuple[Path, ...]:
@@ -113,7 +31,7 @@ def find_prompts(data: DataConfig) -> tuple[Path, ...]:
 
 
 class DrawnPrompt(NamedTuple):
-    """Holds a prompt of an iteration.
+    """Holds a prompt of a sampling.
 
     prompt: as the record gives it: a text, or messages.
     columns: the record's other entries, for reward functions.
@@ -125,14 +43,16 @@ class DrawnPrompt(NamedTuple):
 
 
 class Prompts:
-    """Draws the prompts of iterations, epoch after epoch. They depend only on the data, data.seed and the iteration."""
+    """Draws the prompts of samplings, epoch after epoch. They depend only on the data, data.seed and the sampling."""
 
     def __init__(self, data: DataConfig, corpus: Corpus) -> None:
         """Read the records. `corpus`: their prompts' tokens."""
         choice = RecordChoice(data.max_records, data.hash_range)
         self._data = data
         self._corpus = corpus
-        self._records = [as_mapping(record) for _, record in chosen_records(find_prompts(data), choice)]
+        self._records = [
+            as_mapping(as_written(location, record)) for location, record in chosen_records(find_prompts(data), choice)
+        ]
         if len(self._records) != corpus.num_documents:
             raise ConfigError("data.path: files changed while they were read; start again when they are done")
         lengths = np.asarray(corpus.document_lengths)
@@ -157,9 +77,9 @@ class Prompts:
                     f"which record {number} of data.path lacks; its keys are {', '.join(map(repr, record))}"
                 )
 
-    def draw(self, iteration: int, count: int) -> list[DrawnPrompt]:
-        """Return the prompts of an iteration, which draws `count` as all before it do."""
-        numbers = range(iteration * count, (iteration + 1) * count)
+    def draw(self, sampling: int, count: int) -> list[DrawnPrompt]:
+        """Return the prompts of a sampling by its number, from 0. It draws `count`, as all before it do."""
+        numbers = range(sampling * count, (sampling + 1) * count)
         return [self._prompt(*divmod(number, len(self._records))) for number in numbers]
 
     def _prompt(self, epoch: int, cursor: int) -> DrawnPrompt:
@@ -170,7 +90,7 @@ class Prompts:
         ids = self._corpus.tokens[start : start + self._corpus.document_lengths[index]].tolist()
         prompt = record.get(PROMPT)
         if prompt is None:
-            prompt = [dict(message) for message in _asked(record, self._data.chat_format).messages]
+            prompt = [dict(message) for message in asked_of(record, self._data.chat_format).messages]
         return DrawnPrompt(ids, prompt, {key: value for key, value in record.items() if key not in RESERVED})
 
 

@@ -17,7 +17,6 @@ from megatrain_ray.console.logs import drawing_on, say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
-from megatrain_ray.data.prompts import PromptRecipe
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, fitting_templates, load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
@@ -29,6 +28,7 @@ from megatrain_ray.io.files.disk_errors import DiskError, explained
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
+from megatrain_ray.io.rollouts.encode_prompts import PromptRecipe
 from megatrain_ray.io.rollouts.encode_rollouts import RolloutRecipe
 from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from megatrain_ray.engine.step.sampler import Completion
+from megatrain_ray.io.rollouts.advantages import deviation
 from megatrain_ray.read_file import parse_json
 
 Record = dict[str, Any]
@@ -49,7 +52,7 @@ def summary_of(records: Sequence[Record]) -> dict[str, float]:
     }
     return {
         "reward": fmean(rewards),
-        "reward_std": pstdev(rewards),
+        "reward_std": deviation(np.array(rewards)),
         **{f"reward/{name}": fmean(values) for name, values in scores.items() if values},
         "completion_tokens": fmean(len(record["completion_ids"]) for record in records),
         "ended": fmean(record["ended"] for record in records),

@@ -120,14 +120,13 @@ class RunningRollouts:
             self._call = self._sample(self.step, [self._answers[k].prompt for k in self._left])
 
     def _ask(self) -> None:
-        answers = [self._answers[k].drawn for k in range(len(self._answers))]
-        texts = [self._decode(self._completions[k].ids) for k in range(len(answers))]
+        drawn = [answer.drawn for answer in self._answers]
+        ids = [self._completions[k].ids for k in range(len(drawn))]
         # As in TRL: a completion of a chat is a list with one message.
-        made = [
-            text if isinstance(drawn.prompt, str) else [{"role": "assistant", "content": text}]
-            for drawn, text in zip(answers, texts, strict=True)
+        completions = [
+            text if isinstance(one.prompt, str) else [{"role": "assistant", "content": text}]
+            for one, text in zip(drawn, map(self._decode, ids), strict=True)
         ]  # fmt: skip
-        names = dict.fromkeys(name for drawn in answers for name in drawn.columns)
-        columns = {name: [drawn.columns.get(name) for drawn in answers] for name in names}
-        ids = [self._completions[k].ids for k in range(len(answers))]
-        self._rewards.ask([drawn.prompt for drawn in answers], made, {**columns, "completion_ids": ids})
+        names = dict.fromkeys(name for one in drawn for name in one.columns)
+        columns = {name: [one.columns.get(name) for one in drawn] for name in names}
+        self._rewards.ask([one.prompt for one in drawn], completions, {**columns, "completion_ids": ids})
