@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from megatrain_ray.engine.objectives.distillation import Distillation, TopLogprobs, TopTokens
-from megatrain_ray.engine.objectives.objective import Documents, LogprobObjective
+from megatrain_ray.engine.objectives.logprob_objective import Documents, LogprobObjective
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 
@@ -53,7 +53,7 @@ class Targets(NamedTuple):
 class Objective:
     """Defines what is minimised for each supervised token: cross-entropy, and optional terms.
 
-    Each token's sum of these is multiplied by its loss weight. `of_documents` takes the place of all of them, and
+    Each token's sum of these is multiplied by its loss weight. `logprob_objective` takes the place of all of them, and
     `distillation` of the cross-entropy.
     """
 
@@ -62,12 +62,12 @@ class Objective:
     # Targets are smoothed as by torch.nn.CrossEntropyLoss (C. Szegedy et al., "Rethinking the inception architecture
     # for computer vision", 2016).
     label_smoothing: float = 0.0
-    of_documents: LogprobObjective | None = None
+    logprob_objective: LogprobObjective | None = None
     distillation: Distillation | None = None
 
     @property
     def is_cross_entropy(self) -> bool:
-        terms = self.z_loss, self.label_smoothing, self.of_documents, self.distillation
+        terms = self.z_loss, self.label_smoothing, self.logprob_objective, self.distillation
         return not any(terms)
 
     def sums(self, scores: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:

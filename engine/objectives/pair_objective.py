@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.engine.objectives.objective import LogprobLoss, LogprobTargets, Mean
+from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss, LogprobTargets, Mean
 from megatrain_ray.io.batching.batch_stream import BatchCounts
 from megatrain_ray.io.tokens.token_files import IGNORED
 

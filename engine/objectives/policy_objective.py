@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megatrain_ray.engine.objectives.objective import Documents, LogprobLoss, LogprobTargets, Mean
+from megatrain_ray.engine.objectives.logprob_objective import Documents, LogprobLoss, LogprobTargets, Mean
 from megatrain_ray.io.batching.batch_stream import BatchCounts
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, SAMPLER_LOGPROB
 

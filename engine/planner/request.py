@@ -103,7 +103,7 @@ class Request:
     saves: bool = True  # whether saves are written while training goes on
     saves_frozen: bool = True  # false: saves leave out frozen parameters, which come from where the run began
     objective: ObjectiveBytes = ObjectiveBytes()
-    of_documents: bool = False  # the objective is over log-probabilities of documents, so the head runs once more
+    scores_in_step: bool = False  # the loss is made of the log-probabilities, so the head runs once more
     scores_first: bool = False  # a forward over as many rows, for log-probabilities, comes before each step
     attention: Attention = Attention.SDPA
     packed_attention: Attention = Attention.SDPA

@@ -24,7 +24,7 @@ from megatrain_ray.engine.model.chunked_loss import (
     score_chunks,
     target_logprobs,
 )
-from megatrain_ray.engine.objectives.objective import LogprobLoss
+from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.io.batching.batch_stream import BatchCounts
@@ -82,11 +82,11 @@ class StepLoss:
         hidden = forward_pass.final_hidden
         with self._bound() as named:
             with self._device.compute(Op("loss", self._head, j)):
-                if share.objective.of_documents is None:
+                if share.objective.logprob_objective is None:
                     result = self._chunked(hidden, targets, named, share)
                     losses, metrics = [*result.losses], {"cross_entropy": result.cross_entropies}
                 else:
-                    compute = self._of_scores if self._model.structure.is_reward else self._of_documents
+                    compute = self._of_scores if self._model.structure.is_reward else self._of_logprobs
                     result, found = compute(hidden, targets, named, share)
                     losses, metrics = (
                         [found.loss.share],
@@ -112,7 +112,7 @@ class StepLoss:
         if self._model.structure.is_reward:
             return
         with self._bound() as named:
-            of_tokens = replace(objective, of_documents=None)
+            of_tokens = replace(objective, logprob_objective=None)
             self._chunked(hidden, targets, named, LossShare(of_tokens, targets.ids.numel(), 1))
         self._gradients.begin()
 
@@ -127,28 +127,28 @@ class StepLoss:
             stack.enter_context(self._model.saving(*self._model.structure.loss_modules))
             yield named
 
-    def _of_documents(
+    def _of_logprobs(
         self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare
     ) -> tuple[LossResult, LogprobLoss]:
         """Compute a loss of documents in two passes over the chunks: log-probabilities, and gradients by their weights.
 
         The logits of the first pass are not compiled, so they exist in FP32 as well. Its chunks are half as long then.
         """
-        objective, counts = share.objective.of_documents, share.counts
+        objective, counts = share.objective.logprob_objective, share.counts
         assert objective is not None and counts is not None
         compute = self._plan.compute
         chunk_tokens = -(-compute.loss_chunk_tokens // 2) if compute.compiled_loss else compute.loss_chunk_tokens
         scores = score_chunks(self._model.proxied.logits, hidden, targets, target_logprobs, chunk_tokens=chunk_tokens)
         found = objective.loss(scores, targets, counts)
         weighted = targets._replace(weights=found.weights)
-        of_tokens = replace(share, objective=replace(share.objective, of_documents=None), total_weight=1.0)
+        of_tokens = replace(share, objective=replace(share.objective, logprob_objective=None), total_weight=1.0)
         return self._chunked(hidden, weighted, named, of_tokens), found
 
     def _of_scores(
         self, hidden: torch.Tensor, targets: Targets, named: Named, share: LossShare
     ) -> tuple[LossResult, LogprobLoss]:
         """Compute the loss of documents by the scores of all tokens, which take too little room for chunks."""
-        objective, counts = share.objective.of_documents, share.counts
+        objective, counts = share.objective.logprob_objective, share.counts
         assert objective is not None and counts is not None
         given = hidden.detach().requires_grad_(hidden.requires_grad)
         with torch.enable_grad():

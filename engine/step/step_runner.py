@@ -22,7 +22,7 @@ from megatrain_ray.engine.layer_calls.part_memory import collecting_saved, relea
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, dropout_seed
-from megatrain_ray.engine.objectives.objective import joining, with_margin
+from megatrain_ray.engine.objectives.logprob_objective import joining, with_margin
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.activation_moves import Stop
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan

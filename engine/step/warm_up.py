@@ -85,7 +85,7 @@ class WarmUp:
             if not any(outcome.added):  # not reused if the layer added to a container: that belongs to this layer only
                 results[kind] = outcome.result
             forward_pass.resume(outcome)
-        weighted = coming.weighted or coming.objective.of_documents is not None  # it makes loss weights
+        weighted = coming.weighted or coming.objective.logprob_objective is not None  # it makes loss weights
         weights = torch.ones_like(ids, dtype=torch.float32) if weighted else None
         teacher = coming.teacher.zeros(ids) if coming.teacher else None
         targets = Targets(torch.zeros_like(ids), weights, teacher=teacher)

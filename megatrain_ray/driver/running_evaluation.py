@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatrain_ray.engine.objectives.objective import joining, with_margin
+from megatrain_ray.engine.objectives.logprob_objective import joining, with_margin
 from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.workers.messages import HeldOutLoss
 

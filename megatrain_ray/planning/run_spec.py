@@ -269,7 +269,7 @@ def _question_of_parts(
         hbm_layers=hardware.hbm_layers,
         saves=bool(config.save_interval),
         objective=objective_bytes(config.train, structure.vocab_size, compiled=compiled),
-        of_documents=config.data.documents_per_record > 0 and config.train.objective != "reward",
+        scores_in_step=config.data.documents_per_record > 0 and config.train.objective != "reward",
         scores_first=config.train.objective == "kto",
         saves_frozen=config.lora is None,
         attention=discovery.attention,

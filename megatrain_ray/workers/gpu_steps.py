@@ -16,7 +16,7 @@ from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.objectives.distillation import Distillation
 from megatrain_ray.engine.objectives.kto_objective import KtoObjective
-from megatrain_ray.engine.objectives.objective import LogprobObjective
+from megatrain_ray.engine.objectives.logprob_objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.objectives.reward_objective import RewardObjective
@@ -155,12 +155,12 @@ class GpuSteps:
         if objective.distillation is not None:
             total, plain = await self._engine.evaluate(micro_batches, step, objective)
             return replace(sums, total=total, metrics={"cross_entropy": (plain, batch.total_weight)})
-        if objective.of_documents is None:
+        if objective.logprob_objective is None:
             (total,) = await self._engine.evaluate(micro_batches, step)
             return replace(sums, total=total)
         logprobs = await self._engine.logprobs(micro_batches, step)
         assert batch.counts is not None
-        found = objective.of_documents.loss(logprobs, _whole(batch), batch.counts)
+        found = objective.logprob_objective.loss(logprobs, _whole(batch), batch.counts)
         metrics = {name: (mean.total.item(), mean.divisor) for name, mean in found.metrics.items()} | batch.means
         return replace(sums, total=found.loss.total.item(), total_weight=found.loss.divisor, metrics=metrics)
 
@@ -214,7 +214,7 @@ def objective_of(run_spec: RunSpec) -> Objective:
         assert teacher is not None  # the run has found it
         numbers = train.distillation
         return Objective(distillation=Distillation(teacher.softmax, numbers.beta, numbers.sft_weight))
-    return Objective(train.z_loss, train.label_smoothing, _of_documents(train, seq_len))
+    return Objective(train.z_loss, train.label_smoothing, _logprob_objective(train, seq_len))
 
 
 async def objective_of_batch(
@@ -227,7 +227,7 @@ async def objective_of_batch(
 
     divided: returns the micro-batches of this rank.
     """
-    kto = objective.of_documents
+    kto = objective.logprob_objective
     if not isinstance(kto, KtoObjective):
         return objective
     kto = kto.with_counts(_whole(batch))
@@ -235,7 +235,7 @@ async def objective_of_batch(
         assert batch.mismatched is not None  # answers are labelled
         logprobs = await engine.logprobs(divided(batch.mismatched), step)
         kto = kto.with_kl(logprobs, _whole(batch.mismatched))
-    return replace(objective, of_documents=kto)
+    return replace(objective, logprob_objective=kto)
 
 
 def _whole(batch: Batch) -> Targets:
@@ -244,7 +244,7 @@ def _whole(batch: Batch) -> Targets:
     return whole.uploaded_targets(lambda tensor: tensor)
 
 
-def _of_documents(train: OptimizationConfig, seq_len: int) -> LogprobObjective | None:
+def _logprob_objective(train: OptimizationConfig, seq_len: int) -> LogprobObjective | None:
     numbers, policy = train.preference.model_dump(), train.policy.model_dump()
     centering = numbers.pop("center_rewards_coefficient")
     weights = numbers.pop("desirable_weight"), numbers.pop("undesirable_weight")

@@ -13,7 +13,7 @@ from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.objectives.distillation import Distillation, Softmax
 from megatrain_ray.engine.objectives.kto_objective import KtoObjective
-from megatrain_ray.engine.objectives.objective import LogprobObjective
+from megatrain_ray.engine.objectives.logprob_objective import LogprobObjective
 from megatrain_ray.engine.objectives.pair_objective import PairObjective
 from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.objectives.reward_objective import RewardObjective
@@ -68,10 +68,10 @@ def step_input(step: int, batch: Batch, recipe: Recipe) -> StepInput:
 def objective_of(recipe: Recipe) -> Objective:
     distil = recipe.distil
     distillation = distil and Distillation(Softmax(distil.temperature, VOCAB_SIZE), distil.beta, distil.sft_weight)
-    return Objective(recipe.z_loss, recipe.label_smoothing, _of_documents(recipe), distillation)
+    return Objective(recipe.z_loss, recipe.label_smoothing, _logprob_objective(recipe), distillation)
 
 
-def _of_documents(recipe: Recipe) -> LogprobObjective | None:
+def _logprob_objective(recipe: Recipe) -> LogprobObjective | None:
     preference = recipe.preference
     if recipe.policy is not None:
         return PolicyObjective(*recipe.policy)  # type: ignore[arg-type]

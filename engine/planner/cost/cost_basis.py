@@ -51,7 +51,7 @@ class CostBasis:
     objective_bytes: int  # `ObjectiveBytes.per_logit`
     disk_bytes_per_s: float = math.inf  # reads and writes that run at the same time, both together
     disk_plain_bytes_per_s: float | None = None  # of activations, if the other rate is of packed data: these never are
-    of_documents: bool = False  # as in `Request`
+    scores_in_step: bool = False  # as in `Request`
     scores_first: bool = False  # as in `Request`
     # Cached by the fields that decide: schedules of steps, and prices of layers' operations.
     schedules: dict[object, Schedule] = field(default_factory=dict)

@@ -287,9 +287,9 @@ class Prices:
         trained = sum(p.elements for p in products if p.trained)
         sums = num_chunks * trained * (2 * item + 8) if num_chunks > 1 or self._plan.compute.chunks_add_to_sums else 0
         working_s = (self.num_tokens * LOSS_TRAFFIC * logit_bytes + sums) / self._profile.device_bytes_per_s
-        all_passes = (1, 1, 2) if self._basis.of_documents else (1, 2)
+        all_passes = (1, 1, 2) if self._basis.scores_in_step else (1, 2)
         working_s += num_chunks * sum(self._products_s(products, passes, chunk) for passes in all_passes)
-        if self._basis.of_documents:
+        if self._basis.scores_in_step:
             scores = self.num_tokens * self._basis.structure.num_logits * (item + SCORE_BYTES)
             working_s += LOSS_TRAFFIC * scores / self._profile.device_bytes_per_s
         return max(working_s, num_chunks * self._launches(products, sum(all_passes)))

@@ -297,7 +297,7 @@ def basis_of(structure: ModelStructure, machine: Machine, request: Request) -> C
     disk = (spill.bytes_per_s, spill.plain_bytes_per_s) if spill else (math.inf, None)
     is_measured = machine.profile is not None
     return CostBasis(
-        structure, layout, work, machine.rates, is_measured, request.objective.per_logit, *disk, request.of_documents,
+        structure, layout, work, machine.rates, is_measured, request.objective.per_logit, *disk, request.scores_in_step,
         request.scores_first,
     )  # fmt: skip
 

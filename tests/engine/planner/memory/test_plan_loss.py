@@ -132,4 +132,4 @@ def test_larger_chunks_are_predicted_to_be_faster() -> None:
         sum(with_scores.compute_s.values()) + sum(with_scores.exposed_s.values())
     )
     # Of pairs the head runs forward twice: a third more products, and the scores' traffic.
-    assert 1.3 * seconds(8192) < seconds(8192, replace(basis, of_documents=True, prices={})) < 2 * seconds(8192)
+    assert 1.3 * seconds(8192) < seconds(8192, replace(basis, scores_in_step=True, prices={})) < 2 * seconds(8192)
