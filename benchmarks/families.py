@@ -33,7 +33,7 @@ from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.model.sight_check import check_packing
 from megatrain_ray.virtual_clock import Timeline
 from tests.support.documents import packed

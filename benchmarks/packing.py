@@ -27,7 +27,7 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
-from megatrain_ray.io.batching.batch_stream import Batch, assemble
+from megatrain_ray.io.batching.batch import Batch, assemble
 from megatrain_ray.io.batching.windows import Rows
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.workers.open_device import make_device
@@ -84,7 +84,7 @@ def documents(seq_len: int, num_rows: int, *, apart: bool) -> Batch:
             alone[i, : len(columns)], marks[i, : len(columns)] = ids[row, columns], 0
         ids, numbers = alone, marks
     rows = Rows(ids.numpy(), numbers.numpy(), (numbers >= 0).float().numpy(), torch.zeros(ids.shape).numpy())
-    return assemble(rows, weighted=False)
+    return assemble(rows)
 
 
 async def steps(ready: RunSpec, batch: Batch, num_steps: int, recorder: Recorder) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.layer_calls import compiled_call
 from megatrain_ray.engine.step import captured_step
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.machine.environment import commit, hardware, versions
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.workers.open_device import make_device

@@ -24,7 +24,7 @@ from megatrain_ray.engine.layout.split_master import to_working
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
 from megatrain_ray.engine.model.structure import LayerKind, ModelStructure
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.tokens.token_files import IGNORED
 from megatrain_ray.model.model_source import ModelSource
 from tests.support.reference import reference_learning_rate

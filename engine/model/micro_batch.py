@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatrain_ray.engine.model.chunked_loss import Targets
 from megatrain_ray.engine.objectives.distillation import TopLogprobs
 from megatrain_ray.engine.objectives.logprob_objective import Documents
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss, LogprobTargets, Mean
-from megatrain_ray.io.batching.batch_stream import LABELS, BatchCounts
+from megatrain_ray.io.batching.batch import LABELS, BatchCounts
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 KtoKind = Literal["kto", "apo_zero_unpaired"]

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatrain_ray.io.batching.batch_stream import BatchCounts
+from megatrain_ray.io.batching.batch import BatchCounts
 
 
 class Documents(NamedTuple):

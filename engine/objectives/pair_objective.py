@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss, LogprobTargets, Mean
-from megatrain_ray.io.batching.batch_stream import BatchCounts
+from megatrain_ray.io.batching.batch import BatchCounts
 from megatrain_ray.io.tokens.token_files import IGNORED
 
 PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]

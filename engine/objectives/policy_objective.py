@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from megatrain_ray.engine.objectives.logprob_objective import Documents, LogprobLoss, LogprobTargets, Mean
-from megatrain_ray.io.batching.batch_stream import BatchCounts
+from megatrain_ray.io.batching.batch import BatchCounts
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, SAMPLER_LOGPROB
 
 PolicyLevel = Literal["token", "sequence"]

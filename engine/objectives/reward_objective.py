@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss, LogprobTargets, Mean
 from megatrain_ray.engine.objectives.pair_objective import reward_metrics
-from megatrain_ray.io.batching.batch_stream import MARGINS, BatchCounts
+from megatrain_ray.io.batching.batch import MARGINS, BatchCounts
 
 
 @dataclass(frozen=True)

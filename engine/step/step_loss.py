@@ -27,7 +27,7 @@ from megatrain_ray.engine.model.chunked_loss import (
 from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
-from megatrain_ray.io.batching.batch_stream import BatchCounts
+from megatrain_ray.io.batching.batch import BatchCounts
 from megatrain_ray.virtual_clock import Op
 
 Named = list[tuple[Segment, torch.Tensor]]  # parameters of the head's modules

@@ -29,7 +29,7 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import WITH_GRADIENT, Phase, Visit
 from megatrain_ray.engine.step.step_loss import LossShare, StepLoss
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
-from megatrain_ray.io.batching.batch_stream import BatchCounts
+from megatrain_ray.io.batching.batch import BatchCounts
 from megatrain_ray.virtual_clock import Op
 
 Gradients = dict[str, torch.Tensor | None]  # by parameter; None: no gradient flowed

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, assemble
+from megatrain_ray.io.batching.batch import Batch, assemble
+from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
 
@@ -59,7 +60,7 @@ class MixedStream:
         order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
         whole = Rows(*(np.concatenate(parts)[order] for parts in zip(*rows, strict=True)))
         first = self._streams[0]  # in what follows all sources are alike
-        return assemble(whole, **first.kind._replace(weighted=self.weighted)._asdict())
+        return assemble(whole, first.kind._replace(weighted=self.weighted))
 
     def skip(self, num_batches: int) -> None:
         drawn = self._drawn()

@@ -15,7 +15,7 @@ from typing import Any
 from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.workers.arenas import arena_sizes, spill_files
 from megatrain_ray.workers.gpu_steps import FetchBatch

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Meeting, Rendezvous
 from megatrain_ray.io.arenas.arena_holder import Handles
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import wait_gone

@@ -14,7 +14,8 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
 from megatrain_ray.data.rollout_stream import RolloutFiles, RolloutStream
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, HeldOut
+from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.batching.batch_stream import BatchStream, HeldOut
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut

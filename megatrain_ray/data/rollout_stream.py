@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
+from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.tokens.token_files import META_NAME
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatrain_ray.engine.optimizer.adamw import learning_rate
 from megatrain_ray.engine.step.engine import StepReport
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.rollouts.advantages import deviation
 from megatrain_ray.io.storage.measured_store import BusyInterval
 from megatrain_ray.model.flop_count import FlopCount

@@ -25,7 +25,7 @@ from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.errors import DeadlineError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps

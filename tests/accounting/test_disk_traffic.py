@@ -20,7 +20,7 @@ from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.planning.run_spec import RunSpec, planning_problem, prepare
 from megatrain_ray.report.measured_starts import comparison_table
 from megatrain_ray.spans import Row, Span

@@ -13,7 +13,7 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import HeldOutData
 from megatrain_ray.driver.running_evaluation import RunningEvaluation, evaluation_row, perplexity
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.saves.save_folder import list_saves
 from megatrain_ray.run.run_history import read_history
 from megatrain_ray.workers.messages import HeldOutLoss

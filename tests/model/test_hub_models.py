@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.export.export import export_run
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.tokens.token_files import IGNORED
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from tests.support.chat_fixtures import FAMILIES

@@ -15,7 +15,7 @@ import transformers
 from megatrain_ray.cli import main
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.in_process import Train

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.model.architecture import Architecture
 from tests.support.families import FAMILIES
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
+from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.batching.windows import cut
 from tests.support.reference import load_model
 from tests.support.texts import corpus_of

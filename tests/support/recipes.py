@@ -20,7 +20,7 @@ from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants, UpdateParams, learning_rate
 from megatrain_ray.engine.optimizer.muon import LrAdjustment, Muon
 from megatrain_ray.engine.step.step_runner import StepInput
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from tests.support.reference import Recipe
 from tests.support.tiny import VOCAB_SIZE
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
+from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.batching.windows import cut
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, SAMPLER_LOGPROB
 from tests.support.texts import corpus_of

@@ -33,7 +33,7 @@ from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine, StepReport
 from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import open_model

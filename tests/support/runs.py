@@ -19,7 +19,7 @@ from torch import Tensor
 from megatrain_ray.cli import main
 from megatrain_ray.config.train_groups import LABELLED
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
 from tests.support.kto_losses import Kto
 from tests.support.pair_losses import Preference

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from tests.support.tiny import VOCAB_SIZE, build_tiny
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream
+from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.batching.windows import cut
 from megatrain_ray.io.tokens.token_files import IGNORED, Corpus
 from tests.support.texts import corpus_of

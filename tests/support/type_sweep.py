@@ -19,7 +19,7 @@ from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.model.architecture import Architecture, persistent_buffers
 from megatrain_ray.model.open_model import open_model
 from megatrain_ray.model.sight_check import check_packing

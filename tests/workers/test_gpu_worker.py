@@ -24,7 +24,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.engine.shards.save_gate import NO_ATTEMPT
 from megatrain_ray.errors import CapacityError, LostDeviceError, LostProcessError
 from megatrain_ray.io.arenas.arena_holder import ArenaHolder, Handles
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.spans import RecordedSpans, Row
 from megatrain_ray.workers.arenas import WORDS, WORKING, arena_sizes

@@ -17,7 +17,7 @@ from megatrain_ray.engine.model.attention import PACKED, answer_packed, packed_a
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.model.sight_check import check_packing
 from tests.support.documents import SEQ_LEN, packed, separate

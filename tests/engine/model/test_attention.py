@@ -19,7 +19,7 @@ from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import assemble
+from megatrain_ray.io.batching.batch import assemble
 from megatrain_ray.io.batching.windows import Rows
 from megatrain_ray.model.architecture import Architecture
 from megatrain_ray.planning.run_spec import prepare
@@ -174,8 +174,8 @@ def test_pads_do_not_make_a_row_long(tmp_path: Path, packs: bool) -> None:
     rows.ids[0, :7], rows.documents[0, :7], rows.loss_weights[0, :7] = range(1, 8), 0, 1
     if packs:
         rows.documents[0, 4:7] = 1
-    padded = assemble(rows, weighted=False)
-    alone = assemble(Rows(*(part[:, :8] for part in rows)), weighted=False)
+    padded = assemble(rows)
+    alone = assemble(Rows(*(part[:, :8] for part in rows)))
     recipe = Recipe(steps=1)
     assert train_engine(tmp_path, [padded], recipe, Mode()).losses == pytest.approx(
         train_reference(tmp_path, [as_tensors(alone)], recipe).losses, rel=1e-7

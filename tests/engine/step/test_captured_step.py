@@ -26,7 +26,7 @@ from megatrain_ray.engine.planner.report import describe
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.make_plan import make_plan
 from megatrain_ray.errors import CapacityError, CaptureError, ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.virtual_clock import Timeline
 from tests.support.reference import Recipe
 from tests.support.run_engine import EngineResult, Mode, train_engine

@@ -15,7 +15,7 @@ from megatrain_ray.engine.model import chunked_loss as loss
 from megatrain_ray.engine.model.chunked_loss import Targets
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder, Phase, Visit, forward_visits
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from tests.support.family_models import build_family, family_batches
 from tests.support.held_out_loss import held_out_loss, plain_logprobs
 from tests.support.reference import Recipe, load_model, torch_threads, train_reference

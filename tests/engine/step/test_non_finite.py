@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatrain_ray.errors import MegatrainError
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from tests.support.reference import Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from megatrain_ray.io.batching.batch_stream import Batch
+from megatrain_ray.io.batching.batch import Batch
 from tests.support.make_curves import CURVES, MODES, curve
 from tests.support.reference import Named, Recipe, Result, train_reference
 from tests.support.tiny import build_tiny, tiny_batches, weigh

@@ -16,7 +16,8 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import DataWorker, HeldOutData, naming_held_out
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch, HeldOut
+from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.batching.batch_stream import HeldOut
 from megatrain_ray.io.batching.windows import Windows, cut
 from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import END, corpus_of, tokens_of, write

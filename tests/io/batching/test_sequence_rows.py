@@ -12,7 +12,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain_ray.io.batching.batch_stream import Batch, BatchStream, assemble
+from megatrain_ray.io.batching.batch import Batch, assemble
+from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut, first_fit
 from megatrain_ray.io.tokens.token_files import IGNORED, Corpus
@@ -101,7 +102,7 @@ def test_rows_hold_whole_sequences_told_apart(chats: Chats) -> None:
 def test_a_packed_row_as_it_is_learned() -> None:
     chats = chats_of([[False, False, True], [False] * 5 + [True], [True, True], [False, True, True]])
     windows = chats.windows(packing=True)
-    batch = assemble(windows.rows(np.arange(windows.num_windows)), weighted=False)
+    batch = assemble(windows.rows(np.arange(windows.num_windows)))
     assert batch.input_ids.tolist() == [[300, 301, 302, 320, 321, 330, 331], [310, 311, 312, 313, 314, 315, 0]]
     assert batch.targets.tolist() == [
         [IGNORED, 302, IGNORED, 321, IGNORED, 331, 332],
@@ -114,7 +115,7 @@ def test_a_packed_row_as_it_is_learned() -> None:
 
 def test_alone_each_has_a_row_and_no_positions() -> None:
     chats = chats_of([[False, True, False], [False] * SEQ_LEN + [True]])
-    batch = assemble(chats.windows(packing=False).rows(np.arange(2)), weighted=False)
+    batch = assemble(chats.windows(packing=False).rows(np.arange(2)))
     assert batch.targets[0].tolist() == [301, *[IGNORED] * 6]
     assert batch.targets[1].tolist() == [*[IGNORED] * 6, 317]
     assert batch.positions is None

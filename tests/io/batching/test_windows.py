@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import Batch, assemble
+from megatrain_ray.io.batching.batch import Batch, assemble
 from megatrain_ray.io.batching.windows import PackedWindows, Rows, SpanWindows, Windows, cut
 from megatrain_ray.io.tokens.token_files import IGNORED
 from tests.support.texts import END, corpus_of
@@ -28,7 +28,7 @@ def windows_of(documents: list[list[int]], seq_len: int, *, packing: bool) -> Wi
 
 
 def whole(windows: Windows) -> Batch:
-    return assemble(windows.rows(np.arange(windows.num_windows)), weighted=False)
+    return assemble(windows.rows(np.arange(windows.num_windows)))
 
 
 def pairs(batch: Batch) -> list[tuple[int, int]]:
@@ -93,9 +93,9 @@ def test_a_short_packed_window_is_padded() -> None:
 
 def test_a_batch_whose_rows_hold_one_document_each_has_no_positions() -> None:
     windows = cut(corpus_of(b"abcdef", b"ghijkl"), seq_len=2, packing=True, vocab_size=257)
-    batch = assemble(windows.rows(np.array([0, 1, 3])), weighted=False)
+    batch = assemble(windows.rows(np.array([0, 1, 3])))
     assert batch.positions is None
-    crossing = assemble(windows.rows(np.array([0, 2])), weighted=False)
+    crossing = assemble(windows.rows(np.array([0, 2])))
     assert crossing.positions is not None
     assert crossing.positions.tolist() == [[0, 1], [0, 0]]
 
@@ -120,7 +120,7 @@ def test_packed_and_unpacked_targets_are_equal_for_documents_within_a_window(siz
     documents = numbered(sizes)
     packed = PackedWindows(corpus_of(*documents), 16, END)
     rows = packed.rows(np.arange(packed.num_windows))
-    batch = assemble(rows, weighted=False)
+    batch = assemble(rows)
     ended = [[*document, END] for document in documents[:-1]] + documents[-1:]
     alone = {index: pairs(whole(windows_of([d], 16, packing=False))) for index, d in enumerate(ended) if len(d) > 1}
     seen = 0
@@ -152,8 +152,7 @@ def test_positions_begin_again_with_every_document(rows: list[list[int]]) -> Non
             np.ones(shape, np.float32),
             np.zeros(shape, np.float32),
             np.zeros((*shape, 0), np.float32),
-        ),
-        weighted=False,
+        )
     )
     assert batch.sum_squared_lengths == sum(n * n for lengths in rows for n in lengths)
     assert (batch.positions is None) == all(len(lengths) == 1 for lengths in rows)

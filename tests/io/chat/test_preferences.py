@@ -12,7 +12,7 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_windows
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.io.batching.batch_stream import assemble
+from megatrain_ray.io.batching.batch import BatchKind, assemble
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation, PairLayout, read_margin, read_pair
 from megatrain_ray.io.chat.find_chats import Answers, find_chats
 from megatrain_ray.io.records.read_records import RecordError, read_records
@@ -137,7 +137,7 @@ def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: 
     kept = [bytes(ids[real].tolist()).decode() for ids, real in zip(rows.ids, rows.documents >= 0, strict=True)]
     # What is too long is cut to what the other leaves of twelve tokens, or to half of them.
     assert kept == ["qab.qc.", "qabcdefghqc.", "qabcdeqabcde", "rs.rt."]
-    batch = assemble(rows, weighted=True, documents_per_record=2)
+    batch = assemble(rows, BatchKind(weighted=True, documents_per_record=2))
     assert batch.num_documents == 8
     assert batch.num_tokens == 7 + 12 + 12 + 6  # all are inputs, those at the end of a full row as well
     margins = batch.columns["margins"]
@@ -150,7 +150,7 @@ def test_a_pair_shares_a_row_and_is_cut_or_left_out_if_it_is_too_long(tmp_path: 
     meta = read_meta(folder)
     assert meta is not None and (meta.num_cut, meta.num_dropped, meta.longest) == (2, 2, 23)
     (windows,) = open_windows(halves, (folder,), 257, whole=False)
-    batch = assemble(windows.rows(np.arange(windows.num_windows)), weighted=False, documents_per_record=2, row_parts=2)
+    batch = assemble(windows.rows(np.arange(windows.num_windows)), BatchKind(documents_per_record=2, row_parts=2))
     assert batch.positions is None and batch.num_documents == 8 and batch.real is not None
     kept = [bytes(ids[real].tolist()).decode() for ids, real in zip(batch.input_ids, batch.real, strict=True)]
     assert kept == ["qab.", "qc.", "qabcde", "qc.", "qabcde", "qabcde", "rs.", "rt."]
