@@ -17,7 +17,6 @@ Learn = Literal["all", "last"]
 # Keys that change what is learned in ways that neither a Conversation nor a pair of them can express.
 REFUSED_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 CHOSEN, REJECTED = "chosen", "rejected"  # keys of the two answers of a preference
-MARGIN = "margin"  # key of the reward by which the chosen answer shall be ahead
 LABEL_KEYS = ("label", "kto_tag")  # that say whether an answer is good: TRL's and LLaMA-Factory's
 
 # Keys that a turn may have in addition to role and content; templates read these names.
@@ -202,7 +201,7 @@ class AutoLayout:
     """Recognises the format of each record by its keys. Turns may stand under `messages` or `conversations`."""
 
     def read(self, record: Mapping[str, Any]) -> Conversation:
-        found = [_recognised(record, name) for name in TURN_KEYS if record.get(name) is not None]
+        found = [turns_layout(record, name) for name in TURN_KEYS if record.get(name) is not None]
         if "instruction" in record and "output" in record:
             found.append(ALPACA)
         if record.get("prompt") is not None and record.get("completion") is not None:
@@ -228,28 +227,14 @@ LAYOUTS: Mapping[ChatFormat, ChatLayout] = {
 
 def read_conversation(record: Any, layout: ChatLayout) -> Conversation:
     """Return the conversation of a record of `read_records`. Raises RecordError."""
-    fields = _learnable(record)
+    fields = learnable_fields(record)
     if preferred := [key for key in (CHOSEN, REJECTED) if fields.get(key) not in (None, [], "")]:
         raise RecordError(f"{preferred[0]}: is of a preference, which data.kind: pairs reads; set that, or remove it")
     return layout.read(fields)
 
 
-def read_pair(record: Any, layout: PairLayout) -> tuple[Conversation, Conversation]:
-    """Return a record's prompt with the chosen answer, and with the rejected one. Raises RecordError."""
-    return layout.read(_learnable(record))
-
-
-def read_margin(record: Any) -> float:
-    """Return the margin of a preference, which a reward model keeps; 0 if it has none. Raises RecordError."""
-    margin = as_mapping(record).get(MARGIN)
-    if margin is None:
-        return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST_NUMBER:
-        raise RecordError(f"{MARGIN}: expected a number, got {margin!r:.60}")
-    return float(margin)
-
-
-def _learnable(record: Any) -> Mapping[str, Any]:
+def learnable_fields(record: Any) -> Mapping[str, Any]:
+    """Return the fields of a record. Raises RecordError for those that say what a conversation cannot."""
     fields = as_mapping(record)
     if refused := [key for key in REFUSED_KEYS if fields.get(key) not in (None, [], "")]:
         raise RecordError(f"{refused[0]}: cannot be learned from; remove the key")
@@ -260,95 +245,8 @@ def _learnable(record: Any) -> Mapping[str, Any]:
     return fields
 
 
-@dataclass(frozen=True)
-class PairLayout:
-    """Describes records with two answers to one prompt, of which the first is preferred.
-
-    prompt: layout of the prompt; AutoLayout: recognised by its keys, or it is what both answers begin with.
-    """
-
-    prompt: ChatLayout
-    chosen: str = CHOSEN
-    rejected: str = REJECTED
-
-    def read(self, record: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
-        """Return the prompt with each answer, of which only the answer is learned. Raises RecordError."""
-        if missing := [key for key in (self.chosen, self.rejected) if record.get(key) is None]:
-            raise missing_key(record, missing[0])
-        layout = self.prompt
-        if isinstance(layout, AutoLayout):
-            layout, record = self._recognised(record)
-        return self._answered(record, layout, self.chosen), self._answered(record, layout, self.rejected)
-
-    def _recognised(self, record: Mapping[str, Any]) -> tuple[ChatLayout, Mapping[str, Any]]:
-        """Return the layout of the prompt, and the record with the prompt taken out of the answers if it was there."""
-        if all(_is_whole(record, record[key]) for key in (self.chosen, self.rejected)):
-            return PROMPT_COMPLETION, self._divided(record)
-        for name in TURN_KEYS:
-            if record.get(name) is not None:
-                return _recognised(record, name), record
-        if "instruction" in record:
-            return ALPACA, record
-        if (key := prompt_key(record, record[self.chosen])) is not None:
-            return replace(PROMPT_COMPLETION, prompt=key), record
-        return PROMPT_COMPLETION, self._divided(record)
-
-    def _divided(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        prompt, chosen, rejected = _common_prompt(record[self.chosen], record[self.rejected])
-        return {**record, "prompt": prompt, self.chosen: chosen, self.rejected: rejected}
-
-    def _answered(self, record: Mapping[str, Any], layout: ChatLayout, key: str) -> Conversation:
-        if isinstance(layout, AlpacaLayout):
-            conversation = replace(layout, output=key).read(record).with_last_only()
-        elif isinstance(layout, PromptLayout):
-            conversation = replace(layout, completion=key).read(record)
-        elif isinstance(layout, TurnsLayout) and isinstance(turns := record.get(layout.turns), list):
-            answer = record[key] if isinstance(record[key], list) else [record[key]]
-            asked = len([turn for turn in layout.read_turns(turns) if turn.message["role"] == "assistant"])
-            conversation = layout.read({**record, layout.turns: [*turns, *answer]}).with_last_only(asked)
-        else:
-            raise RecordError(f"expected a prompt beside {key}; its keys are {', '.join(map(str, record))}")
-        if not conversation.answers:
-            raise RecordError(f"{key}: expected an answer of the assistant, got {record[key]!r:.60}")
-        if any(weight != 1 for _, weight in conversation.answers):
-            raise RecordError(f"{key}: weights other than 0 and 1 have no meaning in a preference; remove weight")
-        return conversation
-
-
-def prompt_key(record: Mapping[str, Any], answer: Any) -> str | None:
-    """Return the key of the prompt; None if the answer begins with it. Only beside a text it may be another key."""
-    keys = ("prompt", "question", "input") if isinstance(answer, str) else ("prompt",)
-    return next((key for key in keys if record.get(key)), None)
-
-
-def _is_whole(record: Mapping[str, Any], answer: Any) -> bool:
-    """Return whether an answer is a conversation that begins with what is also given as the prompt.
-
-    So it is in HuggingFaceH4/ultrafeedback_binarized, beside a text and the messages of the chosen one.
-    """
-    if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):
-        return False
-    prompt = record.get("prompt")
-    asks = answer[0].get("role") in ("system", "developer", "user")
-    lists = (prompt, record.get("messages"))
-    return (isinstance(prompt, str) and asks) or any(isinstance(x, list) and x[:1] == answer[:1] for x in lists)
-
-
-def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return what both answers begin with, and the rest of each, as TRL's extract_prompt does. Raises RecordError."""
-    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        raise RecordError(f"{CHOSEN} and {REJECTED}: expected two texts or two lists of turns, got {chosen!r:.60}")
-    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if length is None:
-        raise RecordError(f"{CHOSEN} and {REJECTED}: expected two answers that differ, got {chosen!r:.60}")
-    if isinstance(chosen, str) and length and chosen[length - 1] == " ":
-        length -= 1  # the blank belongs to the answers
-    if not length:
-        raise RecordError(f"no prompt: {CHOSEN} and {REJECTED} begin differently, and there is no key 'prompt'")
-    return chosen[:length], chosen[length:], rejected[length:]
-
-
-def _recognised(record: Mapping[str, Any], name: str) -> ChatLayout:
+def turns_layout(record: Mapping[str, Any], name: str) -> ChatLayout:
+    """Return the layout of the turns under a key, by the keys of the first turn."""
     turns = record[name]
     first = turns[0] if isinstance(turns, list) and turns else None
     if isinstance(first, dict) and "from" in first:

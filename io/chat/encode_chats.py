@@ -17,14 +17,11 @@ from megatrain_ray.io.chat.conversation_formats import (
     ChatLayout,
     Conversation,
     Learn,
-    PairLayout,
     read_conversation,
-    read_margin,
-    read_pair,
 )
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.mark_turns import TurnMarker
-from megatrain_ray.io.chat.unpaired import UnpairedLayout, with_mismatched
+from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, read_margin, read_pair, with_mismatched
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
 from megatrain_ray.io.records.process_map import map_in_order
@@ -52,7 +49,7 @@ class ChatRecipe:
     A preference makes two, the chosen one first, which have at most `seq_len` tokens together, so that all of these are
     inputs. In place of the loss weight of the chosen one's first token, which is never a target, it has the margin.
 
-    A labelled answer makes two as well, the mismatched one second (unpaired.py); the loss weights of a bad one are
+    A labelled answer makes two as well, the mismatched one second (preferences.py); the loss weights of a bad one are
     negative.
 
     halves: whether each sequence of a preference has half of seq_len instead, without what the other one leaves.

@@ -16,10 +16,9 @@ from megatrain_ray.io.chat.conversation_formats import (
     AlpacaLayout,
     ChatFormat,
     ChatLayout,
-    PairLayout,
     TurnsLayout,
 )
-from megatrain_ray.io.chat.unpaired import UnpairedLayout
+from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
 from megatrain_ray.io.records.find_files import find_files, is_saved_dataset
 from megatrain_ray.read_file import parse_json, regular_file

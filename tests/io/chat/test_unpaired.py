@@ -14,7 +14,7 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation
 from megatrain_ray.io.chat.find_chats import find_chats
-from megatrain_ray.io.chat.unpaired import UnpairedLayout
+from megatrain_ray.io.chat.preferences import UnpairedLayout
 from megatrain_ray.io.records.read_records import RecordError, read_records
 from megatrain_ray.io.tokens.token_files import open_corpus
 from tests.io.chat.test_chat_records import said
