@@ -159,8 +159,8 @@ class OptimizationConfig(Group):
     objective: Literal[
         "sft", "distill", "dpo", "ipo", "hinge", "simpo", "orpo", "kto", "apo_zero_unpaired", "reward", "grpo"
     ] = "sft"
-    """sft: cross-entropy of tokens; distill: divergence from a teacher. Over data.kind: pairs dpo, ipo, hinge, simpo and
-    orpo prefer chosen answers to rejected ones; reward makes a model that scores answers. Over unpaired kto and
+    """sft: cross-entropy of tokens; distill: divergence from a teacher. Over data.kind: pairs dpo, ipo, hinge, simpo
+    and orpo prefer chosen answers to rejected ones; reward makes a model that scores answers. Over unpaired kto and
     apo_zero_unpaired prefer good answers to bad ones. Over rollouts or prompts grpo makes answers with a larger reward
     likelier."""
     distillation: DistillationConfig = DistillationConfig()

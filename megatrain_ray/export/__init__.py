@@ -1,1 +1,1 @@
-"""Exports a save as a model folder of Hugging Face."""
+"""Exports a save as a model folder of Hugging Face, and configures runs that only evaluate one."""

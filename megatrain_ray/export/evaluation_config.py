@@ -95,7 +95,7 @@ def _without_updates(
     *, imagined: bool = False,
 ) -> Iterator[TrainConfig]:  # fmt: skip
     """Yield a configuration without updates. `data`, `train`: settings that replace those of `config`."""
-    tree, files = config.model_dump(), _run_of(name)
+    tree, files = config.model_dump(), run_of(name)
     with ExitStack() as stack:
         run_dir = config.run_dir if imagined else str(stack.enter_context(scratch_folder("eval")) / "run")
         tree |= {**OWN, "run_dir": run_dir}
@@ -114,7 +114,7 @@ def identity_of(name: str | None, config: TrainConfig, step: SaveChoice = None) 
 
     Raises ConfigError for a model or save that is not there.
     """
-    if (files := _run_of(name)) is not None:
+    if (files := run_of(name)) is not None:
         manifest = save_folder(files.saves, choose_save(files, step)) / MANIFEST_NAME
         saved, of_files = {"save": hashlib.sha256(manifest.read_bytes()).hexdigest()}, [file_identity(manifest)]
         if (run := files.read_config()).lora is None:
@@ -131,7 +131,7 @@ def _identity(model: ModelConfig) -> ModelIdentity:
     return ModelIdentity(settings, [file_identity(path) for path in (*source.weight_paths(), *code)])
 
 
-def _run_of(name: str | None) -> RunFiles | None:
+def run_of(name: str | None) -> RunFiles | None:
     """Return the files of the run that a name means; None if it means a model."""
     files = RunFiles(Path(name or "").absolute())
     return files if name is not None and files.holds_run else None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.objectives.distillation import Softmax, TopTokens
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.evaluation_config import naming_reference
+from megatrain_ray.export.evaluation_config import naming_reference, run_of
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer, load_tokenizer
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
-from megatrain_ray.run.run_files import RunFiles
 
 
 def find_teacher(config: TrainConfig, student: ModelSource) -> TopTokens | None:
@@ -22,8 +19,7 @@ def find_teacher(config: TrainConfig, student: ModelSource) -> TopTokens | None:
     numbers, name = config.train.distillation, config.train.distillation.teacher
     if config.train.objective != "distill" or name is None:
         return None
-    files = RunFiles(Path(name).absolute())
-    if files.holds_run:
+    if (files := run_of(name)) is not None:
         of_run = files.read_config()
         model, tokenizer = of_run.model, of_run.tokenizer
     else:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.pair_losses import document_ends
+
 
 class Kto(NamedTuple):
     """Names a loss over labelled answers and its numbers."""
@@ -21,7 +23,8 @@ class Kto(NamedTuple):
 def kto_backward(model: Any, batch: Any, rows: slice, of: Kto, kl: float) -> list[float]:
     """Compute the gradients of one micro-batch into `.grad`; return its share of the step's loss."""
     ratios = _ratios(model, batch, rows)
-    labels = torch.stack([torch.as_tensor(batch.columns["labels"]).flatten()[s].sum() for s in _spans(batch, rows)])
+    of_rows = torch.as_tensor(batch.columns["labels"])[rows].flatten()
+    labels = torch.stack([of_rows[s].sum() for s in _spans(batch, rows)])
     losses = []
     for ratio, label in zip(ratios, labels.tolist(), strict=True):
         good, bad = of.beta * (ratio - kl), of.beta * (kl - ratio)
@@ -52,20 +55,11 @@ def _ratios(model: Any, batch: Any, rows: slice) -> Tensor:
     logits = model(input_ids=torch.as_tensor(batch.input_ids)[rows], use_cache=False, **packed).logits.float()
     targets = torch.as_tensor(batch.targets)[rows].flatten()
     log_p = -F.cross_entropy(logits.flatten(0, 1), targets, reduction="none", ignore_index=-100)
-    by_reference = torch.as_tensor(batch.reference_logprobs).flatten()
-    seq_len, spans = batch.input_ids.shape[1], _spans(batch, rows)
-    offset = rows.start * seq_len
-    own = torch.stack([log_p[s.start - offset : s.stop - offset].sum() for s in spans])
-    return own - torch.stack([by_reference[s].sum() for s in spans])
+    by_reference, spans = torch.as_tensor(batch.reference_logprobs)[rows].flatten(), _spans(batch, rows)
+    return torch.stack([log_p[s].sum() for s in spans]) - torch.stack([by_reference[s].sum() for s in spans])
 
 
 def _spans(batch: Any, rows: slice) -> list[slice]:
-    """Return where the documents of some rows lie in the tokens of the batch."""
-    found, real = [], torch.as_tensor(batch.real)
-    for row in range(len(real))[rows]:
-        length, start = int(real[row].sum()), row * real.shape[1]
-        begins = [0]
-        if batch.positions is not None:
-            begins = torch.nonzero(torch.as_tensor(batch.positions)[row][:length] == 0).flatten().tolist()
-        found += [slice(start + a, start + b) for a, b in zip(begins, [*begins[1:], length], strict=True)]
-    return found
+    """Return where the documents of some rows lie in the tokens of these rows."""
+    positions = None if batch.positions is None else torch.as_tensor(batch.positions)[rows]
+    return [slice(*ends) for ends in document_ends(positions, torch.as_tensor(batch.real)[rows])]

@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
 from trl import KTOConfig, KTOTrainer
 
-from tests.support.chat_fixtures import FAMILIES, build
-from tests.support.make_trl_losses import PAIRS, STEPS, load_tiny
+from tests.support.make_trl_losses import PAIRS, STEPS, load_tiny, recorded, settings_of, tokenizer_of_qwen
 from tests.support.pairs import is_good, random_pairs
 
 
-class Recorded(KTOTrainer):  # type: ignore[misc]
-    """Takes ids for records, and keeps the losses of its steps."""
+class Recorded(recorded(KTOTrainer)):  # type: ignore[misc]
+    """Takes ids for records, with the mismatched answers that TRL makes of a micro-batch."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
         if not self.calculate_KL:
@@ -31,11 +29,6 @@ class Recorded(KTOTrainer):  # type: ignore[misc]
         pairs = zip(rows, mismatched, strict=True)
         return Dataset.from_list([row | {"KL_completion_ids": ids} for row, ids in pairs])
 
-    def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*arguments, **options)
-        self.__dict__.setdefault("losses", []).append(loss.item())
-        return loss
-
 
 def losses_of(**numbers: Any) -> list[float]:
     """Return the losses of ten steps of four answers, all of them in one micro-batch, since KL is of that in TRL."""
@@ -44,18 +37,13 @@ def losses_of(**numbers: Any) -> list[float]:
             {"prompt": "a", "prompt_ids": pair.prompt, "completion_ids": pair.chosen, "label": is_good(pair)}
             for pair in random_pairs(STEPS * PAIRS)
         ]
+        of_step = {"per_device_train_batch_size": PAIRS, "gradient_accumulation_steps": 1}
         settings = KTOConfig(
-            output_dir=folder, max_steps=STEPS, per_device_train_batch_size=PAIRS, train_sampling_strategy="sequential",
-            learning_rate=1e-3, lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
-            adam_epsilon=1e-8, max_grad_norm=1.0, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-            gradient_checkpointing=False, optim="adamw_torch_fused", disable_tqdm=True, max_length=None, **numbers,
-        )  # fmt: skip
-        file = build(Path(folder) / "tokenizer", FAMILIES["qwen2.5"]) / "tokenizer.json"
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+            **settings_of(folder) | of_step, train_sampling_strategy="sequential", max_length=None, **numbers
+        )
         trainer = Recorded(
             model=load_tiny(Path(folder) / "model", seed=0), ref_model=load_tiny(Path(folder) / "reference", seed=1),
-            args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+            args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer_of_qwen(folder),
         )  # fmt: skip
         trainer.train()
         found: list[float] = trainer.losses

@@ -64,6 +64,14 @@ def load_tiny(folder: Path, seed: int) -> Any:
     return AutoModelForCausalLM.from_pretrained(build_tiny(folder, seed=seed), dtype=torch.float32)
 
 
+def tokenizer_of_qwen(folder: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer, which the trainers require; they are given ids."""
+    file = build(Path(folder) / "tokenizer", FAMILIES["qwen2.5"]) / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
 def settings_of(folder: str) -> dict[str, Any]:
     return {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 1,
@@ -92,15 +100,13 @@ def losses_of(trainer_class: Any, config_class: Any, most_prompt: int, **numbers
             for pair in pairs
         ]  # fmt: skip
         settings = config_class(**settings_of(folder), **numbers)
-        file = build(Path(folder) / "tokenizer", FAMILIES["qwen2.5"]) / "tokenizer.json"
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>")
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
         options = {}
         if trainer_class is DPOTrainer:  # relative to a model of other weights
             options["ref_model"] = load_tiny(Path(folder) / "reference", seed=1)
         trainer = recorded(trainer_class)(
-            model=model, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **options
-        )
+            model=model, args=settings, train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer_of_qwen(folder), **options,
+        )  # fmt: skip
         trainer.train()
         return summed(trainer.losses)
 

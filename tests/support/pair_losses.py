@@ -41,7 +41,7 @@ def pair_losses(
     reference: log-probabilities of the targets by the reference model, [N].
     """
     log_p = -F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
-    spans = [slice(*ends) for ends in _documents(positions, real)]
+    spans = [slice(*ends) for ends in document_ends(positions, real)]
 
     def both(values: Tensor) -> Any:
         return torch.stack([values[span].sum() for span in spans]).view(-1, 2).unbind(1)
@@ -76,7 +76,7 @@ def reward_losses(
     scores: FP32 [N], row after row.
     positions, real, margins: [B, T], as in a batch.
     """
-    spans = _documents(positions, real)
+    spans = document_ends(positions, real)
     chosen, rejected = scores[[end - 1 for _, end in spans]].view(-1, 2).unbind(1)
     ahead = chosen - rejected
     if margins is not None:
@@ -87,7 +87,7 @@ def reward_losses(
     return losses
 
 
-def _documents(positions: Tensor | None, real: Any) -> list[tuple[int, int]]:
+def document_ends(positions: Tensor | None, real: Any) -> list[tuple[int, int]]:
     """Return where the documents of rows begin and end in their tokens."""
     if positions is None:
         positions = torch.arange(real.shape[1]).expand_as(real) - real.sum(1, keepdim=True) * ~real
