@@ -237,7 +237,8 @@ def _progress(partial: Path) -> list[tuple[int, int]]:
 def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int, int], None]) -> TokenMeta:
     """Stream the files of a recipe to disk; only the blocks in flight are in memory. Raises ConfigError, OSError."""
     tokenizer = load_tokenizer(recipe.tokenizer) if recipe.tokenizer else None
-    itemsize = id_bytes(tokenizer.num_ids) if tokenizer else 4  # of another tokenizer's ids each must fit
+    # Ids that records give, as rollouts may, are those of the model, which may have more than the tokenizer.
+    itemsize = id_bytes(tokenizer.num_ids) if tokenizer and not recipe.columns else 4
     tally = RecordTally(recipe.bad_records)
     *starts, total_bytes = accumulate((file.stat().st_size for file in recipe.files), initial=0)
     start_of = dict(zip(recipe.files, starts, strict=True))

@@ -118,8 +118,12 @@ def test_numbers_for_other_tokens_are_refused() -> None:
 
 
 def test_batches_have_the_numbers_of_their_targets(tmp_path: Path) -> None:
-    """Dropped answers count in their group. Of each target a batch has the numbers, whatever the row."""
-    records = [IDS | {"reward": reward, "logprobs": [-0.1, -0.2, -0.3]} for reward in (1, 0)]
+    """Dropped answers count in their group. Of each target a batch has the numbers, whatever the row.
+
+    A model may sample ids that its tokenizer lacks, here of more than 16 bits.
+    """
+    ids = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 70_000]}
+    records = [ids | {"reward": reward, "logprobs": [-0.1, -0.2, -0.3]} for reward in (1, 0)]
     records.append({"prompt_ids": [5, 6], "completion_ids": [9], "reward": 5, "ended": False, "logprobs": [-0.4]})
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings = {
@@ -127,12 +131,12 @@ def test_batches_have_the_numbers_of_their_targets(tmp_path: Path) -> None:
         "shuffle": False, "unfinished": "drop", "scale_rewards": "none",
     }  # fmt: skip
     data = DataConfig.model_validate(settings)
-    (folder,) = tokens_of(data, tmp_path)
+    (folder,) = tokens_of(data, tmp_path, 80_000)
     meta = read_meta(folder)
     assert meta is not None and (meta.num_records, meta.num_dropped) == (3, 1)
-    batch = open_stream(data, (folder,), 257, 2).next_batch()
+    batch = open_stream(data, (folder,), 80_000, 2).next_batch()
     assert batch.counts == (2, 6) and batch.num_tokens == 10  # a full row's last token is an input as well
-    assert batch.targets.tolist() == [[-100, 7, 8, 9, -100]] * 2
+    assert batch.targets.tolist() == [[-100, 7, 8, 70_000, -100]] * 2
     assert batch.columns["advantage"].tolist() == [[0, -1, -1, -1, 0], [0, -2, -2, -2, 0]]
     assert batch.columns["sampler_logprob"][0] == pytest.approx([0, -0.1, -0.2, -0.3, 0])
     assert batch.rewards is not None and batch.rewards.tolist() == [1, 0]
