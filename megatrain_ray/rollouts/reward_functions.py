@@ -20,6 +20,7 @@ from megatrain_ray.errors import ConfigError
 RewardFunction = Callable[..., Sequence[float | None]]
 
 ANSWER = "answer"  # column that holds the right answer
+MATH_S = 2  # seconds, whole ones: within which a formula is understood or compared; a longer one is wrong
 THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)  # the pattern of TRL's think_format_reward
 
 
@@ -116,10 +117,10 @@ def _math(key: str) -> RewardFunction:
     def math(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
         """Return 1 for each completion whose last number or formula equals the record's `answer`; else 0."""
         pairs = zip(completions, answer, strict=True)
-        # Without limits of its own, which take signals: the process has one for all.
+        # An answer such as 9^{9^{9^9}} would take the time of all. The limits take signals, which the process may have.
         return [
-            float(verify(parse(str(right), parsing_timeout=None), parse(text_of(made), parsing_timeout=None),
-                         timeout_seconds=None))
+            float(verify(parse(str(right), parsing_timeout=MATH_S), parse(text_of(made), parsing_timeout=MATH_S),
+                         timeout_seconds=MATH_S))
             for made, right in pairs
         ]  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from loky.backend.context import get_context
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
+from megatrain_ray.io.chat.conversation_formats import LARGEST_NUMBER
 from megatrain_ray.io.records.process_map import begin_child
 from megatrain_ray.rollouts.reward_functions import find_rewards
 
@@ -136,6 +136,6 @@ def _checked(scores: Any, count: int) -> list[float | None]:
     values = [None if score is None else float(score) for score in scores]
     if len(values) != count:
         raise ValueError(f"expected {count} numbers, one for each completion, got {len(values)}")
-    if bad := [value for value in values if value is not None and not math.isfinite(value)]:
-        raise ValueError(f"expected finite numbers or None, got {bad[0]}")
+    if bad := [value for value in values if value is not None and not abs(value) <= LARGEST_NUMBER]:
+        raise ValueError(f"expected None or finite numbers of at most {LARGEST_NUMBER:g}, got {bad[0]}")
     return values

@@ -25,6 +25,8 @@ def partly(completions, **columns):
 def fails(completions, **columns):
     if completions == ["fine"]:
         return [1]
+    if completions == ["huge"]:
+        return [1e39]
     if completions == ["die"]:
         os._exit(3)
     while completions == ["hang"]:
@@ -61,8 +63,8 @@ def test_math_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             find_rewards(["math"])
     library = SimpleNamespace(
-        parse=lambda text, parsing_timeout: float(text.split()[-1]),
-        verify=lambda gold, made, timeout_seconds: gold == made,
+        parse=lambda text, parsing_timeout: float(text.split()[-1]) if parsing_timeout else None,  # else for ever
+        verify=lambda gold, made, timeout_seconds: gold == made if timeout_seconds else None,
     )
     monkeypatch.setitem(sys.modules, "math_verify", library)
     made = find_rewards(["math"])["math"](completions=["so it is 0.50", "it is 2"], answer=["0.5", 0.5])
@@ -100,9 +102,13 @@ def test_the_process_answers_fails_hangs_and_dies(process: RewardProcess) -> Non
     assert process.names == ("partly", "fails")
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}
     with pytest.raises(
-        MegatrainError, match=r"fails failed: ZeroDivisionError: division by zero \(.*own_rewards.py:17\)"
+        MegatrainError, match=r"fails failed: ZeroDivisionError: division by zero \(.*own_rewards.py:19\)"
     ):
         answered(process, ["skip"])
+    with pytest.raises(
+        MegatrainError, match=r"fails failed: ValueError: expected None or finite numbers of at most 3.4e"
+    ):
+        answered(process, ["huge"])
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}, "it goes on after a failure"
     process._limit_s = 0.2
     with pytest.raises(DeadlineError, match=r"longer than train.rollouts.timeout_s: 0.2"):
