@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.groups import DataConfig, ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.driver.logprob_pass import ModelIdentity
@@ -50,6 +50,7 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
     Raises ConfigError, and as export_run.
     """
     data = config.data
+    _check_answered(data)
     if data.held_out is None:
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     # Its tokens are needed anyway, and those of the training data are not.
@@ -80,6 +81,7 @@ def pass_config(
     Raises as export_run.
     """
     data = config.data
+    _check_answered(data)
     update = {} if config.evaluates else {"eval_path": data.path, "eval_dataset": data.dataset, "eval_fraction": None}
     # Any objective over such data will do.
     objective = {"pairs": "simpo", "unpaired": "kto", "rollouts": "grpo"}.get(data.kind, "sft")
@@ -87,6 +89,15 @@ def pass_config(
     train = {"reference": None, "objective": objective, **numbers}
     with _without_updates(name, config, step, update, train, imagined=imagined) as changed:
         yield changed
+
+
+def _check_answered(data: DataConfig) -> None:
+    """Raise ConfigError for prompts, which have no targets."""
+    if data.kind == "prompts":
+        raise ConfigError(
+            "data.kind: prompts: without answers there is nothing to compute; give a configuration of answers, such as "
+            "data.kind: rollouts with the files in a run's rollouts/"
+        )
 
 
 @contextmanager

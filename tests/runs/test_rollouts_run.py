@@ -62,6 +62,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     assert found[0]["rollouts"] == found[1]["rollouts"] != found[2]["rollouts"]
     assert found[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the first update has the sampler's probabilities"
     assert done.stdout.count("sampled tokens/s") == STEPS // EVERY
+    assert "none held out\n" in done.stderr, "no key would hold prompts out"
 
     folder = tmp_path / "whole" / "rollouts"
     files = sorted(folder.glob("*.jsonl"))
