@@ -256,13 +256,13 @@ class _PassTrainer(Trainer):
 
     def __init__(self, config: TrainConfig, missing: LogprobPass) -> None:
         super().__init__(args=config)
-        self._pass = self._scored = missing
+        self._pass = missing
         self.pids: set[int] = set()
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         run_spec = super()._prepare(config, machine, source)
-        assert run_spec.scores_s is not None  # it has no steps
-        say(f"time      {describe_pass(run_spec.plan, run_spec.scores_s, self._scored.num_rows)}")
+        assert self._pass and run_spec.scores_s is not None  # it has no steps
+        say(f"time      {describe_pass(run_spec.plan, run_spec.scores_s, self._pass.num_rows)}")
         return run_spec
 
     def _at_end(self, job: RunContext, crew: WorkerGroup) -> None:

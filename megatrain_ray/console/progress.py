@@ -81,18 +81,13 @@ class LineView:
         if self._times.is_due(row["step"]):
             self._print(f"step {row['step']}/{self._steps}  {_summary(row)}  {left} left  {describe_split([row])}")
 
-    def evaluating(self, done: int, total: int, tokens_per_s: float) -> None:
-        """Show how many batches are evaluated, if the row of the evaluation does not follow soon."""
+    def advance(self, work: str, done: int, total: int, tokens_per_s: float) -> None:
+        """Show how much of an evaluation or a sampling is done, if its result does not follow soon."""
         if self._times.is_quiet():
-            self._print(_evaluating(done, total, tokens_per_s))
+            self._print(_advanced(work, done, total, tokens_per_s))
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
         self._print(describe_evaluation(row))
-
-    def sampling(self, done: int, total: int, tokens_per_s: float) -> None:
-        """Show how many completions are sampled, in the same way as `evaluating`."""
-        if self._times.is_quiet():
-            self._print(_sampling(done, total, tokens_per_s))
 
     def sampled(self, step: int, summary: Mapping[str, Any]) -> None:
         self._print(describe_sampling(step, summary))
@@ -113,11 +108,8 @@ class BarView(LineView):
         super().update(row)
         self._bar.update(self._task, completed=row["step"], status=f"{self._left.newest} left  {_summary(row)}")
 
-    def evaluating(self, done: int, total: int, tokens_per_s: float) -> None:
-        self._bar.update(self._task, status=_evaluating(done, total, tokens_per_s))
-
-    def sampling(self, done: int, total: int, tokens_per_s: float) -> None:
-        self._bar.update(self._task, status=_sampling(done, total, tokens_per_s))
+    def advance(self, work: str, done: int, total: int, tokens_per_s: float) -> None:
+        self._bar.update(self._task, status=_advanced(work, done, total, tokens_per_s))
 
     def _print(self, line: str) -> None:
         self._bar.console.print(escaped(line), highlight=False, markup=False, soft_wrap=True)
@@ -204,12 +196,8 @@ def _of_answers(row: Mapping[str, Any], prefix: str = "") -> str:
     return "".join(f"  {name} {value:.3g}" for name, value in found if value is not None)
 
 
-def _evaluating(done: int, total: int, tokens_per_s: float) -> str:
-    return f"evaluating {done}/{total}  {format_count(tokens_per_s)} tokens/s"
-
-
-def _sampling(done: int, total: int, tokens_per_s: float) -> str:
-    return f"sampling {done}/{total}  {format_count(tokens_per_s)} tokens/s"
+def _advanced(work: str, done: int, total: int, tokens_per_s: float) -> str:
+    return f"{work} {done}/{total}  {format_count(tokens_per_s)} tokens/s"
 
 
 def _summary(row: Mapping[str, Any]) -> str:

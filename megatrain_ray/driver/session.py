@@ -244,10 +244,10 @@ class Session:
                 self._saves.reached(self._progress)
             elif evaluation and call in evaluated:
                 evaluation.take(call, crew.result(call))
-                self._view.evaluating(*evaluation.progress, evaluation.tokens_per_s)
+                self._view.advance("evaluating", *evaluation.progress, evaluation.tokens_per_s)
             elif rollouts and call in sampled:
                 rollouts.take(crew.result(call))
-                self._view.sampling(*rollouts.progress, rollouts.tokens_per_s)
+                self._view.advance("sampling", *rollouts.progress, rollouts.tokens_per_s)
             else:
                 self._saves.take_part(call)
         if evaluation:

@@ -43,7 +43,7 @@ class RunRollouts:
     rewards: RewardProcess
     vocab_size: int
 
-    def sampling(self) -> SamplingParams:
+    def sampling_params(self) -> SamplingParams:
         """Return how tokens are drawn, and which of them end a completion."""
         tokenizer = load_tokenizer(self.config.tokenizer)
         ends = answer_ends(tokenizer, template_of(self.config.data, self.config.tokenizer), self.vocab_size)
@@ -70,7 +70,7 @@ class RunRollouts:
 
     def begin(self, step: int, sample: Callable[[int, list[Prompt], SamplingParams], Any]) -> RunningRollouts:
         """Begin the sampling after `step` updates. `sample`: submits prompts, and returns the call."""
-        sampling = self.sampling()
+        sampling = self.sampling_params()
         prompts = self.prompts.draw(step // self.files.interval, self.files.num_prompts)
         tokenizer = load_tokenizer(self.config.tokenizer)
 

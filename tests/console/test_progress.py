@@ -71,7 +71,7 @@ def test_an_evaluation_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     """A long one has more."""
     stream = io.StringIO()
     with make_progress(10, 3, stream) as view:
-        view.evaluating(1, 2, 3400.0)
+        view.advance("evaluating", 1, 2, 3400.0)
         view.evaluated(EVALUATION)
         view.evaluated(EVALUATION | {"eval_loss": None, "perplexity": None})
     assert stream.getvalue().splitlines() == [
@@ -79,11 +79,11 @@ def test_an_evaluation_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         "after step 3  eval_loss nan  perplexity nan  12.3k tokens in 2s",
     ]
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
-    view.evaluating(1, 2, 3400.0)
+    view.advance("evaluating", 1, 2, 3400.0)
     assert stream.getvalue().splitlines()[2:] == ["evaluating 1/2  3.40k tokens/s"]
     terminal = Terminal()
     with make_progress(10, 3, terminal) as view:
-        view.evaluating(1, 2, 3400.0)
+        view.advance("evaluating", 1, 2, 3400.0)
         view.evaluated(EVALUATION)
     assert "evaluating 1/2" in terminal.getvalue()
     assert "after step 3  eval_loss 2.5000" in terminal.getvalue()
