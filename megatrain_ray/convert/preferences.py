@@ -27,7 +27,7 @@ def translate_preferences(table: Table, found: Findings, tree: Mapping[str, Any]
     settings["train.objective"] = objective
     if table.tool == "Axolotl" and (weight := _added(objective, added, found)):
         settings["train.preference.sft_weight"] = weight
-    settings["data.packing"] = False  # so that a row is a record, of which a batch there has so many
+    settings["data.packing"] = False  # a row is then a record, and batch sizes there count records
     if KIND_OF_OBJECTIVE[objective] == "pairs":
         key = next(key for key in LENGTHS if key in table.sets)
         settings["data.seq_len"] *= 2
@@ -38,7 +38,7 @@ def translate_preferences(table: Table, found: Findings, tree: Mapping[str, Any]
     if objective == "kto":
         found.otherwise[chosen_by] = "KL is of a whole step, and of answers to the records before"
     if objective == "orpo" and table.tool == "Axolotl":
-        found.otherwise[chosen_by] = "the cross-entropy is of the answer alone; TRL's is of the prompt as well"
+        found.otherwise[chosen_by] = "the cross-entropy is of the answer only; TRL's is of the prompt as well"
 
 
 def _objective(settings: dict[str, Any]) -> str | None:
@@ -54,11 +54,11 @@ def _objective(settings: dict[str, Any]) -> str | None:
 
 
 def _drop_unused(table: Table, found: Findings, tree: Mapping[str, Any], objective: str | None) -> None:
-    """Drop settings that the objective does not use. Raises nothing: a weight that would count is refused by name."""
+    """Drop settings that the objective does not use, and note them; a weight of the cross-entropy is refused."""
     keys = {rule.target: key for key, rule in table.sets.items() if key in tree}
     for target, objectives in TARGETS.items():
         value = found.settings.get(target)
-        # LLaMA-Factory's label smoothing is of dpo alone, and its pref_ftx is added to every loss.
+        # LLaMA-Factory smooths labels of dpo only, and its pref_ftx is added to every loss.
         counts = objective in objectives and not (target.endswith(".label_smoothing") and objective == "simpo")
         if value is None or counts:
             continue
