@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from typing import Any
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.tokens.token_cache import file_identity
 from megatrain_ray.io.tokens.token_files import META_NAME
+from megatrain_ray.read_file import parse_json
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,22 @@ class RolloutFiles:
     def tokens(self, first: int) -> Path:
         """Return the folder that the folder of their tokens is in."""
         return self.folder / f"step_{first}"
+
+    def found_tokens(self, first: int) -> Path:
+        """Return the folder with the tokens of `file`. In a run that was moved or copied there may be others beside it.
+
+        Raises MegatrainError if it is not there.
+        """
+        file = self.file(first)
+        with explained("read", file):
+            made_of = [file_identity(file)]
+        for meta in self.tokens(first).glob(f"*/{META_NAME}"):
+            with suppress(OSError, ValueError, KeyError, TypeError):  # it is damaged
+                if parse_json(meta.read_bytes())["provenance"]["files"] == made_of:
+                    return meta.parent
+        raise MegatrainError(
+            f"{self.tokens(first)}: the tokens of {file.name} are missing, or it has changed; the same command resumes"
+        )
 
     def steps(self) -> list[int]:
         """Return after how many updates the rollouts that are there were sampled, in order."""
@@ -84,13 +104,7 @@ class RolloutStream:
         """Return the next batch. Raises MegatrainError if its rollouts are not there."""
         first = self._files.first_of(self._step)
         if first != self._first:
-            found = [file.parent for file in self._files.tokens(first).glob(f"*/{META_NAME}")]
-            if len(found) != 1:
-                raise MegatrainError(
-                    f"{self._files.tokens(first)}: expected the tokens of one sampling, got {len(found)}; if the file "
-                    "beside it is there, the same command resumes"
-                )
-            self._stream, self._first = self._open_tokens(found[0]), first
+            self._stream, self._first = self._open_tokens(self._files.found_tokens(first)), first
             self._beginning = self._stream.position
         self._stream.seek(self._beginning)
         self._stream.skip(self._step - first)

@@ -143,9 +143,9 @@ class Session:
         return completed
 
     def _start(self) -> None:
-        self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
-        if self._job.rollouts:
+        if self._job.rollouts:  # before the first batch is asked for, which may be of rollouts that are there
             self._sampled, self._sampling_summary = self._job.rollouts.resume(self._progress.step)
+        self._saves.rates = start_processes(self._crew, self._job, self._manifest, lambda: self._progress)
         if not self._policy.is_done(self._seen()):
             steps = self._config.train.num_steps
             next_step = self._progress.step + 1

@@ -20,7 +20,7 @@ from megatrain_ray.engine.step.sampler import Prompt, SamplingParams
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.files.owned_folder import FolderKind, remove_owned
+from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned
 from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from megatrain_ray.model.model_source import ModelSource
@@ -105,8 +105,9 @@ class RunRollouts:
         folder = self.files.tokens(first)
         with explained("delete", self.files.file(first)):
             for tokens in [*folder.glob("*/")]:
-                remove_owned(tokens, FolderKind.TOKENS)
-            with suppress(FileNotFoundError):
+                with suppress(NotOwnedError):  # of a run that was copied: nothing finds them
+                    remove_owned(tokens, FolderKind.TOKENS)
+            with suppress(OSError):
                 folder.rmdir()
             self.files.file(first).unlink()
 

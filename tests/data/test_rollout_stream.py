@@ -53,7 +53,12 @@ def test_a_step_has_the_batch_of_its_sampling_whatever_was_asked_before(tmp_path
         return DataWorker(config.data, tokens, VOCAB, GROUP, step, position, rollouts=files)  # type: ignore[arg-type]
 
     ours, ids = worker(), iter(range(100, 200))
-    with pytest.raises(MegatrainError, match=r"step_0: expected the tokens of one sampling, got 0"):
+    with pytest.raises(MegatrainError, match=r"cannot read .*step_0.jsonl"):
+        ours.batch(1)
+    files.file(0).write_text(json.dumps({"prompt_ids": [7], "completion_ids": [9], "reward": 0}) + "\n")
+    tokenize_rollouts(config, files.file(0), VOCAB, files.tokens(0))
+    files.file(0).write_text("")
+    with pytest.raises(MegatrainError, match=r"the tokens of step_0.jsonl are missing, or it has changed"):
         ours.batch(1)
     for first in (0, 2, 4):
         sampled = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,12 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     assert found[-1]["rollouts"]["reward"] == pytest.approx(sum(r["reward"] for r in records) / len(records))
 
     parts = prepare(tmp_path, "parts")
-    for steps in (5, STEPS):  # the rollouts sampled after step 4 are learned from in both starts
-        (tmp_path / "parts" / "rollouts" / "step_6.jsonl").write_text("{}") if steps == STEPS else None
-        part = train(str(parts), f"train.steps={steps}", f"train.rollouts.timeout_s={steps}")
+    begun = tmp_path / "begun"
+    for steps, run_dir in ((5, begun), (STEPS, tmp_path / "parts")):  # both starts learn from the rollouts after step 4
+        if steps == STEPS:  # a copy goes on, whose rollouts are other files than those that were tokenised
+            (begun / "rollouts" / "step_6.jsonl").write_text("{}")
+            shutil.copytree(begun, run_dir)
+        part = train(str(parts), f"run_dir={run_dir}", f"train.steps={steps}", f"train.rollouts.timeout_s={steps}")
         assert part.returncode == 0, part.stderr
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert_same_masters(tmp_path / "parts", tmp_path / "whole")
