@@ -83,7 +83,12 @@ def _describe_evaluations(rows: Rows) -> Iterator[str]:
 
 
 def _describe_rise(rows: Rows) -> str | None:
-    """Return in words that the training loss rose clearly: all of the last steps are far above the run's first one."""
+    """Return in words that the training loss rose clearly: all of the last steps are far above the run's first one.
+
+    That of a policy says nothing: it depends on the advantages of the answers that a batch has.
+    """
+    if any("ratio_max" in row for row in rows):
+        return None
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
     last = losses[-min(LAST_STEPS, len(losses) // 2) :]
     if len(losses) < 2 or rows[0]["step"] != 1 or min(last) <= CLEAR_RISE * losses[0]:

@@ -236,6 +236,7 @@ def test_what_is_said_at_the_end() -> None:
     warning = "warning   training loss rose from 6.5000 to 28.5000; a lower train.lr may help"
     assert warning in list(summarize(rising, Path("runs/x")))
     assert warning not in list(summarize([row | {"loss": 6.5} for row in rising], Path("runs/x")))
+    assert warning not in list(summarize([row | {"ratio_max": 1.0} for row in rising], Path("runs/x")))  # a policy
     idle = [row | {"exposed_s": {"h2d": 0.0}} for row in rows]
     assert "waited    for nothing" in list(summarize(idle, Path("runs/x")))
 
