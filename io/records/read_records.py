@@ -177,6 +177,7 @@ class RecordOutcome(Enum):
     )
     NO_THOUGHTS = "with thoughts of earlier turns, which the template leaves out"
     UNSCORED = "without log-probabilities of the sampler, so that nothing bounds how far several epochs go"
+    NO_ADVANTAGE = "with an advantage of 0: alone in their groups, or with the reward of all in them"
     CUT_AT_TURN = "too long, cut after an answer"
     CUT_INSIDE = "too long, cut inside an answer"
     CUT = "too long, cut at the end"

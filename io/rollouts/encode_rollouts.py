@@ -137,9 +137,10 @@ class RolloutEncoder:
         except RecordError as error:
             return EncodedRecord([], [], str(error))
         columns[0, 0] = rollout.reward
-        return self._kept(rollout, KeptSequence(ids, learned, columns))
+        return self._kept(rollout, KeptSequence(ids, learned, columns), moves=bool(columns[0, answer].any()))
 
-    def _kept(self, rollout: Rollout, found: KeptSequence) -> EncodedRecord:
+    def _kept(self, rollout: Rollout, found: KeptSequence, *, moves: bool) -> EncodedRecord:
+        """Return what is used of the sequence. moves: some token has an advantage."""
         length, outcome = found.ids.size, None
         if self._drops_unfinished and not rollout.ended:
             outcome = RecordOutcome.UNFINISHED
@@ -150,8 +151,10 @@ class RolloutEncoder:
             outcome = RecordOutcome.CUT if fits else RecordOutcome.TOO_LONG
         if outcome not in (None, RecordOutcome.CUT):
             return EncodedRecord([], [outcome], longest=length + 1)
-        notes = [outcome, None if rollout.logprobs is not None else RecordOutcome.UNSCORED]
-        return EncodedRecord([found.first(self._max_tokens)], [*filter(None, notes)], longest=length + 1)
+        unscored = RecordOutcome.UNSCORED if rollout.logprobs is None else None
+        level = RecordOutcome.NO_ADVANTAGE if not moves else None
+        notes = [*filter(None, (outcome, unscored, level))]
+        return EncodedRecord([found.first(self._max_tokens)], notes, longest=length + 1)
 
     def _ids(self, rollout: Rollout) -> tuple[TokenArray, NDArray[np.int64]]:
         """Return the ids of prompt and answer, and which of them are the answer's. Raises RecordError."""

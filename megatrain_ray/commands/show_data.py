@@ -200,36 +200,47 @@ def _runs(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any]) -
 
 
 def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) -> Iterator[str]:
-    names = list(sources_of(part.data))
+    names, rollouts = list(sources_of(part.data)), config.train.rollouts
+    answer_tokens = rollouts.max_new_tokens if rollouts else None
     for name, windows, folder in zip(names, part.windows, part.folders, strict=True):
         yield name if name.startswith(part.data.key) else f"{part.data.key}: {name}"
         corpus, seq_len = windows.corpus, part.data.seq_len
-        lines = [*_records(folder, windows, seq_len, num_positions), *_lengths(corpus), *_rows(windows, seq_len)]
-        yield from (f"  {line}" for line in lines)
+        lines = [*_records(folder, windows, seq_len, num_positions, answer_tokens), *_lengths(corpus)]
+        yield from (f"  {line}" for line in (*lines, *(() if rollouts else _rows(windows, seq_len))))
     if not isinstance(part.data, HeldOutConfig):
-        rollouts = config.train.rollouts
         num_rows = sum(windows.num_windows for windows in part.windows) * (rollouts.group_size if rollouts else 1)
         batch_size = config.train.batch_size or config.hardware.num_gpus
-        steps = f"{num_rows / batch_size:.3g} steps of {format_quantity(batch_size, 'row')}"
-        yield f"an epoch is {format_quantity(num_rows, 'row')}, {steps}"
+        row = "answer" if rollouts else "row"
+        steps = f"{num_rows / batch_size:.3g} steps of {format_quantity(batch_size, row)}"
+        yield f"an epoch is {format_quantity(num_rows, row)}, {steps}"
 
 
-def _records(folder: Path, windows: Windows, seq_len: int, num_positions: int | None) -> Iterator[str]:
-    """Yield what became of the records: the lines of the tally, or the counts of texts."""
+def _records(
+    folder: Path, windows: Windows, seq_len: int, num_positions: int | None, answer_tokens: int | None
+) -> Iterator[str]:
+    """Yield what became of the records: the lines of the tally, or the counts of texts.
+
+    answer_tokens: most tokens of the answer that a run samples to each; None: it samples none.
+    """
     meta = read_meta(folder)
     assert meta is not None  # it was just opened
     yield from meta.report
-    if meta.longest > seq_len + 1:
-        needed = meta.longest - 1
+    needed = meta.longest - 1 if answer_tokens is None else meta.longest + answer_tokens
+    if needed > seq_len:
         too_long = num_positions is not None and needed > num_positions
         limit = f", and the model has {num_positions} positions: divide it" if too_long else ""
-        yield f"data.seq_len={needed} would hold the longest record{limit}"
+        answered = "" if answer_tokens is None else " with an answer, and training refuses longer ones"
+        yield f"data.seq_len={needed} would hold the longest record{answered}{limit}"
     if not meta.report:
         skipped = [(meta.num_empty, "empty"), (meta.num_bad, "bad")]
         more = "".join(f", {count} {what} ones skipped" for count, what in skipped if count)
         yield f"{format_quantity(meta.num_documents, 'text')}, {meta.num_tokens} tokens{more}"
         yield from (f"  {place}" for place in meta.places)
     corpus = windows.corpus
+    if windows.labelled and corpus.loss_weights is not None:
+        firsts = np.cumsum([0, *corpus.document_lengths[:-1]])
+        is_good = np.logical_or.reduceat(np.asarray(corpus.loss_weights) > 0, firsts)[::2]  # the others: mismatched
+        yield f"{int(is_good.sum())} answers are labelled good, {int((~is_good).sum())} bad"
     if corpus.weighted and corpus.loss_weights is not None and not windows.documents_per_record:
         weights = np.asarray(corpus.loss_weights)
         learned = weights[weights != 0]

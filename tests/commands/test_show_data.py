@@ -87,3 +87,17 @@ def test_weights_of_tokens_and_texts_of_several_sources_are_shown(
     assert f"── text 1 of 1 of data.path[1], {sources[1]['path']}: 64 tokens ──\ntext 1 text 1 " in text
     assert text.count("1 text, 64 tokens") == 3
     assert "«" not in text
+
+
+def test_labels_are_counted_and_prompts_leave_room_for_an_answer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labelled = [{"prompt": f"Q{k}", "completion": "A", "label": k < 3} for k in range(4)]
+    labels = write(folder, "l.jsonl", *labelled)
+    unpaired = {"data__kind": "unpaired", "train__objective": "kto", "data__seq_len": 64}
+    assert "\n  3 answers are labelled good, 1 bad\n" in shown(folder, capsys, **unpaired, data__path=labels)
+    prompts = {"data__kind": "prompts", "data__path": write(folder, "p.jsonl", {"prompt": "x" * 20})}
+    sampled = {"rewards": ["format"], "group_size": 2, "max_new_tokens": 16}
+    text = shown(folder, capsys, **prompts, train__objective="grpo", train__rollouts=sampled, data__seq_len=32)
+    assert "data.seq_len=86 would hold the longest record with an answer, and training refuses longer ones" in text
+    assert text.endswith("an epoch is 2 answers, 0.5 steps of 4 answers\n")

@@ -83,6 +83,9 @@ def test_long_and_unfinished_answers() -> None:
     unfinished = IDS | {"advantage": 1, "ended": False}
     assert encoder(drops_unfinished=True)((unfinished, 0.0)).outcomes == [RecordOutcome.UNFINISHED]
     assert encoder()((unfinished | {"mask": [0, 0, 0]}, 0.0)).outcomes == [RecordOutcome.NOTHING_LABELLED]
+    alone = IDS | {"reward": 1, "logprobs": [-1, -1, -1]}
+    assert encoder()((alone, 0.0)).outcomes == [RecordOutcome.NO_ADVANTAGE]
+    assert encoder()((alone, 0.5)).outcomes == []
 
 
 @pytest.mark.parametrize(
