@@ -55,6 +55,8 @@ def prepare(tmp_path: Path, name: str, **changes: Any) -> Path:
 
 def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: Path, train: Train) -> None:
     whole = prepare(tmp_path, "whole")
+    sampling = f"sampling  not counted: before every {EVERY} steps answers of up to 8 tokens"
+    assert sampling in cli_here("plan", str(whole)).stdout
     done = train(str(whole))
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path / "whole")
