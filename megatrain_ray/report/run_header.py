@@ -27,6 +27,8 @@ def describe_run(files: RunFiles, config: TrainConfig, plan: Plan | None, histor
     if device := _device(config, plan, history):
         described["device"] = device
     described["data"] = f"{config.data.kind}, {_sources(config.data.path)}"
+    if config.train.objective != "sft":
+        described["learns"] = f"by {config.train.objective}"
     described["step"] = f"{format_quantity(config.train.batch_size or 1, 'row')} of {config.data.seq_len} tokens"
     return described
 

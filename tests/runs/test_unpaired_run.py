@@ -47,6 +47,7 @@ def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was
         evaluations[2]["eval_reward_chosen"] - evaluations[2]["eval_reward_rejected"]
     )
     shown = cli_here("inspect", str(run_dir)).stdout
+    assert "\n  learns  by kto\n" in shown
     assert f"eval_loss {evaluations[-1]['eval_loss']:.4f}  margin " in shown
     assert cli_here("report", str(run_dir)).returncode == 0
     assert "KL divergence from the reference" in (run_dir / "report.html").read_text()
