@@ -163,7 +163,8 @@ class UnpairedLayout:
         names = LABEL_KEYS if self.label is None else (self.label,)
         name = next((name for name in names if fields.get(name) is not None), names[0])
         if not isinstance(is_good := fields.get(name), bool):
-            raise RecordError(f"{name}: expected true or false: whether the answer is good, got {is_good!r:.60}")
+            got = f"{is_good!r:.60}" if name in fields else f"no such key (keys: {', '.join(map(str, fields))})"
+            raise RecordError(f"{name}: expected true or false: whether the answer is good, got {got}")
         fields = {key: value for key, value in fields.items() if key != name}
         layout = self._recognised(fields)
         conversation = read_conversation(fields, layout)

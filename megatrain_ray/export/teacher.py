@@ -35,9 +35,10 @@ def find_teacher(config: TrainConfig, student: ModelSource) -> TopTokens | None:
     if difference is None and None in sizes:
         difference = "a config.json has no vocab_size"
     if difference is not None:
+        new = config.model.config is not None and tokenizer is not None
         raise ConfigError(
             f"train.distillation.teacher: {name}: teacher and student must have the same ids: {difference}; name a "
-            "model with the tokenizer of the data"
+            "model with the tokenizer of the data" + (f", or set data.tokenizer: {tokenizer}" if new else "")
         )
     vocab_size = min(size for size in sizes if size is not None)
     return TopTokens(min(numbers.top_k, vocab_size), Softmax(numbers.temperature, vocab_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,13 @@ def test_a_teacher_of_other_ids_is_refused(tmp_path: Path) -> None:
             ConfigError, match=f"teacher and student must have the same ids: {difference}; name a model"
         ):
             found(tmp_path, model_of(tmp_path / "teacher", 257, **ids))
+
+
+def test_a_new_student_is_told_to_take_the_tokenizer_of_its_teacher(tmp_path: Path) -> None:
+    teacher = model_of(tmp_path / "teacher", 257, a=0)
+    tree = config(tmp_path / "run", teacher, data__tokenizer="bytes")
+    tree["model"] = {"config": json.loads((teacher / "config.json").read_text())}
+    tree["train"] |= {"objective": "distill", "distillation": {"teacher": str(teacher)}}
+    settings = TrainConfig.model_validate(tree)
+    with pytest.raises(ConfigError, match=f"is of bytes; name .*, or set data.tokenizer: {teacher}"):
+        find_teacher(settings, read_model(settings.model))

@@ -61,7 +61,10 @@ def test_all_turns_of_a_completion_count() -> None:
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"prompt": "Q", "completion": "A"}, "label: expected true or false: whether the answer is good, got None"),
+        (
+            {"prompt": "Q", "completion": "A"},
+            "label: expected true or false: whether .*, got no such key .keys: prompt, completion",
+        ),
         ({"prompt": "Q", "completion": "A", "label": 1}, "label: expected true or false: .* got 1"),
         ({"prompt": "Q", "label": True}, "fit no known format"),
         ({"completion": "A", "label": True}, "completion: expected a list of turns, got 'A'"),
