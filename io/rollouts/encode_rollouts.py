@@ -78,9 +78,9 @@ class RolloutRecipe:
         assert tokenizer is not None
         scored = advantages_of((record for _, record in self._records()), self.scale_rewards)
         work = RolloutEncoder(tokenizer, self.template, self.seq_len, self.truncation, self.drops_unfinished)
-        given = (
+        given = (  # make_tokens tells that a file has grown meanwhile
             (location, (as_written(location, record), float(advantage)))
-            for (location, record), advantage in zip(self._records(), scored, strict=True)
+            for (location, record), advantage in zip(self._records(), scored, strict=False)
         )
         with closing(map_in_order(work, given, self.num_processes)) as records:
             yield from tallied(records, tally)

@@ -11,8 +11,10 @@ import pytest
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import load_chat_template
 from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
+from megatrain_ray.io.rollouts import encode_rollouts
 from megatrain_ray.io.rollouts.encode_rollouts import RolloutEncoder, advantages_of
 from megatrain_ray.io.rollouts.read_rollout import read_rollout
 from megatrain_ray.io.tokens.token_files import read_meta
@@ -118,6 +120,20 @@ def test_numbers_for_other_tokens_are_refused() -> None:
     assert found == "logprobs: has 2 numbers, and the answer 3 tokens; expected as many"
     found = encoder()(({"prompt": "a", "completion": "b", "reward": 1, "mask": [1]}, 0.0)).problem
     assert found is not None and found.endswith("completion_ids says which tokens were sampled")
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, line = tmp_path / "rollouts.jsonl", json.dumps(IDS | {"reward": 1}) + "\n"
+    file.write_text(line)
+
+    def growing(*given: Any) -> Any:
+        file.write_text(2 * line)
+        return advantages_of(*given)
+
+    monkeypatch.setattr(encode_rollouts, "advantages_of", growing)
+    data = DataConfig.model_validate({"kind": "rollouts", "path": str(file), "tokenizer": "bytes", "seq_len": 5})
+    with pytest.raises(ConfigError, match="files changed while they were read"):
+        tokens_of(data, tmp_path)
 
 
 def test_batches_have_the_numbers_of_their_targets(tmp_path: Path) -> None:
