@@ -14,6 +14,7 @@ from megatrain_ray.engine.objectives.logprob_objective import Documents, Logprob
 from megatrain_ray.io.batching.batch import BatchCounts
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, SAMPLER_LOGPROB
 
+MOST_LOG_RATIO = 20.0  # as in verl: exp of 89 is infinite, whose gradient is NaN even where the loss is clipped
 PolicyLevel = Literal["token", "sequence"]
 PolicyLoss = Literal["grpo", "dapo", "dr_grpo"]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -80,7 +81,7 @@ class PolicyObjective:
         """Return the importance ratio of each token, [N]: its own, or its answer's (C. Zheng et al., "GSPO", 2025)."""
         if self.level == "sequence":
             differences = documents.spread(documents.sums(differences) / lengths)
-        return differences.exp()
+        return differences.clamp(max=MOST_LOG_RATIO).exp()
 
     def _corrected(self, differences: torch.Tensor, documents: Documents) -> torch.Tensor:
         """Return the old policy's ratio to the sampler for each token, [N], bounded. differences: of logprobs, [N]."""

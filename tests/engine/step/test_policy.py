@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatrain_ray.engine.objectives.policy_objective import PolicyLevel
 from tests.engine.step.test_parity import assert_equal
 from tests.support.pairs import referenced
 from tests.support.policy_losses import Policy
@@ -77,6 +78,18 @@ def test_rows_and_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> N
         assert run.reports[0].metrics == pytest.approx(runs[0].reports[0].metrics, rel=1e-5)
     assert set(runs[0].reports[0].metrics) == {"clipped_low", "clipped_high", "cross_entropy", "ratio_max"}
     assert runs[0].reports[0].metrics["ratio_max"] > 1.2
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_an_answer_that_the_sampler_held_impossible_breaks_no_step(tmp_path: Path, level: PolicyLevel) -> None:
+    build_tiny(tmp_path)
+    first, *others = random_rollouts(4)
+    odd = first._replace(logprobs=[-9999.0] * len(first.answer), advantage=1.0)
+    ours = train_engine(
+        tmp_path, rollout_batches([odd, *others], 1, packing=True), Recipe(1, policy=Policy(level=level)), Mode()
+    )
+    assert not ours.reports[0].skipped
+    assert np.isfinite([*ours.losses, *ours.grad_norms]).all()
 
 
 def test_without_logprobs_it_is_the_policy_gradient(tmp_path: Path) -> None:
