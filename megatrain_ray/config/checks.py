@@ -283,6 +283,9 @@ def _unknown(key: str, root: type[BaseModel]) -> str:
     near = key_of(key, root) or key_of(name, root) or _nearest(name, siblings, cutoff=0.8)
     if near is None and (reason := reason_for(name)):
         return f"{key}: unknown key; {reason}"
+    if group and near and near.endswith(f".{name}"):  # train.beta: of distillation, preference or policy
+        namesakes = [other for other in keys if other.startswith(f"{group}.") and other.endswith(f".{name}")]
+        near = " or ".join(other for other in namesakes if other.count(".") == near.count(".")) or near
     near = near or _nearest_alias(name, root) or _nearest(name, siblings) or _nearest(name, keys, cutoff=0.8)
     hint = f"did you mean {near}?" if near else f"expected one of {', '.join(siblings)}"
     return f"{key}: unknown key; {hint}"

@@ -223,6 +223,11 @@ def test_numbers_out_of_range_are_refused_by_key(key: str, value: Any) -> None:
     ("changes", "message"),
     [
         ({"train__stepz": 1}, "train.stepz: unknown key; did you mean train.steps?"),
+        (
+            {"train__beta": 1},
+            "train.beta: unknown key; did you mean train.distillation.beta or train.preference.beta or "
+            "train.policy.beta?",
+        ),
         ({"trian": {}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1.0}, "lr: unknown key; did you mean train.lr?"),
         ({"train__learning_rate": 1.0}, "train.learning_rate: unknown key; did you mean train.lr?"),
