@@ -178,8 +178,9 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
         source = source.as_reward_model()
     elif source.architecture.is_reward:
         raise ConfigError(
-            f"train.objective: {config.train.objective} learns tokens, and {config.model.path or 'model.config'} is a "
-            f"reward model ({', '.join(source.config['architectures'])}); set train.objective: reward"
+            f"model.path: {config.model.path or 'model.config'} is a reward model "
+            f"({', '.join(source.config['architectures'])}), which predicts no tokens; only train.objective: reward "
+            "trains it"
         )
     source = checked(source).with_lora(config.lora)
     source = replace(source, fp8=config.train.compute == "fp8")

@@ -71,7 +71,8 @@ def test_a_run_makes_a_reward_model_that_transformers_loads(tmp_path: Path, trai
     assert means == pytest.approx([evaluations[-1][f"eval_reward_{name}"] for name in ("chosen", "rejected")], rel=1e-5)
     as_tokens = cli_here("plan", str(path), f"model.path={tmp_path / 'exported'}", "train.objective=simpo",
                          "train.preference.center_rewards_coefficient=0")  # fmt: skip
-    assert as_tokens.returncode == 2 and "is a reward model (LlamaForSequenceClassification)" in as_tokens.stderr
+    assert as_tokens.returncode == 2 and "model.path: " in as_tokens.stderr
+    assert "is a reward model (LlamaForSequenceClassification), which predicts no tokens" in as_tokens.stderr
 
 
 @torch.no_grad()
