@@ -173,7 +173,8 @@ CASES: dict[str, tuple[Callable[[Path, Tree], None], str]] = {
     ),
     "a key of chats for texts": (
         lambda f, t: t["data"].update(kind="pretrain", truncation="drop"),
-        "data.truncation: goes with data.kind: sft or tokens or pairs, and data.kind is pretrain; leave the key out",
+        "data.truncation: goes with data.kind: sft or tokens or pairs or unpaired or rollouts, and data.kind is "
+        "pretrain; leave the key out",
     ),
     "no template there": (
         lambda f, t: t["data"].update(chat_template=str(f / "gone.jinja")),
