@@ -32,6 +32,7 @@ from megatrain_ray.io.tokens.token_files import (
     TokenBlock,
     TokenMeta,
     TokenWriter,
+    file_identity,
     id_bytes,
     is_whole,
 )
@@ -275,10 +276,3 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         num_dropped=tally.num_dropped,
         columns=recipe.columns,
     )
-
-
-def file_identity(file: Path) -> list[Any]:
-    """Return path, size and modification time of a file, by which it is recognised later. Raises OSError."""
-    real = file.resolve()
-    stats = real.stat()
-    return [str(real), stats.st_size, stats.st_mtime_ns]

@@ -324,3 +324,10 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
 def _map(path: Path, kind: np.dtype[Any], size: int) -> NDArray[Any]:
     """Memory-map `size` elements, read from disk on access; an empty file, which mmap refuses, gives an empty array."""
     return np.memmap(path, kind, "r", shape=(size,)) if size else np.empty(0, kind)
+
+
+def file_identity(file: Path) -> list[Any]:
+    """Return path, size and modification time of a file, by which it is recognised later. Raises OSError."""
+    real = file.resolve()
+    stats = real.stat()
+    return [str(real), stats.st_size, stats.st_mtime_ns]

@@ -12,8 +12,7 @@ from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.tokens.token_cache import file_identity
-from megatrain_ray.io.tokens.token_files import META_NAME
+from megatrain_ray.io.tokens.token_files import META_NAME, file_identity
 from megatrain_ray.read_file import parse_json
 
 

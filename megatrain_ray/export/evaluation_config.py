@@ -22,7 +22,7 @@ from megatrain_ray.export.export import SaveChoice, choose_save, exported
 from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.saves.manifest import MANIFEST_NAME
 from megatrain_ray.io.saves.save_folder import save_folder
-from megatrain_ray.io.tokens.token_cache import file_identity
+from megatrain_ray.io.tokens.token_files import file_identity
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
 
