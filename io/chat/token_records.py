@@ -18,6 +18,7 @@ from megatrain_ray.io.records.read_records import (
     RecordTally,
     as_mapping,
     missing_key,
+    numbers_under,
 )
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens.token_files import IGNORED, WEIGHT_TYPE, LossWeights, TokenBlock
@@ -165,14 +166,6 @@ def _column(record: Mapping[str, Any], key: str, ids: NDArray[Any], kinds: str =
 
 
 def _numbers(record: Mapping[str, Any], key: str, kinds: str = "iu") -> NDArray[Any] | None:
-    """Return the numbers under a key, None if there are none. Raises RecordError if they are not of numpy's `kinds`."""
-    value = record.get(key)
-    if value is None:
-        return None
-    try:
-        numbers = np.array(value)
-    except ValueError:  # lists of several lengths
-        numbers = np.array(None)
-    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in kinds):
-        raise RecordError(f"{key}: expected a list of {'numbers' if 'f' in kinds else 'integers'}, got {value!r:.60}")
-    return numbers.astype(np.float32 if "f" in kinds else np.int64)
+    """Return integers, or FP32 numbers where `kinds` has f. See `numbers_under`."""
+    values = numbers_under(record, key, "numbers" if "f" in kinds else "integers", kinds)
+    return None if values is None else values.astype(np.float32 if "f" in kinds else np.int64)

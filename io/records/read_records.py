@@ -89,6 +89,23 @@ def as_mapping(record: Any) -> Mapping[str, Any]:
     return record
 
 
+def numbers_under(record: Mapping[str, Any], key: str, expected: str, kinds: str) -> NDArray[Any] | None:
+    """Return the list of numbers under a key, None if it has none.
+
+    kinds: of numpy. Raises RecordError, naming what was expected, if the numbers are of another kind.
+    """
+    value = record.get(key)
+    if value is None:
+        return None
+    try:
+        numbers = np.array(value)
+    except ValueError:  # lists of several lengths
+        numbers = np.array(None)
+    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in kinds):
+        raise RecordError(f"{key}: expected a list of {expected}, got {value!r:.60}")
+    return numbers
+
+
 def missing_key(record: Mapping[str, Any], key: str, setting: str = "") -> RecordError:
     """Return the error that a record lacks a key, which `setting` names: ` (data.text_field)`."""
     keys = ", ".join(repr(key) for key in list(record)[:8]) or "none"

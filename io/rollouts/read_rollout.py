@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.io.chat.conversation_formats import LARGEST_NUMBER, PROMPT_COMPLETION, Conversation, check_keys
-from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode
+from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode, numbers_under
 
 IDS = "prompt_ids", "completion_ids"
 KEYS = (
@@ -83,7 +83,7 @@ def read_rollout(record: Any) -> Rollout:
 
 
 def _ids(fields: Mapping[str, Any], key: str) -> NDArray[np.uint32] | None:
-    numbers = _numbers(fields, key, "integers", "iu")
+    numbers = numbers_under(fields, key, "integers", "iu")
     if numbers is None:
         return None
     if not numbers.size:
@@ -97,7 +97,7 @@ def _logprobs(fields: Mapping[str, Any]) -> NDArray[np.float32] | None:
     given = fields.get("logprobs")
     if isinstance(given, list):  # samplers write null where they know none
         fields = {**fields, "logprobs": [math.nan if value is None else value for value in given]}
-    numbers = _numbers(fields, "logprobs", "numbers", "iuf")
+    numbers = numbers_under(fields, "logprobs", "numbers", "iuf")
     if numbers is None:
         return None
     if (wrong := np.flatnonzero((numbers > MOST_LOGPROB) | np.isinf(numbers))).size:
@@ -107,7 +107,7 @@ def _logprobs(fields: Mapping[str, Any]) -> NDArray[np.float32] | None:
 
 
 def _mask(fields: Mapping[str, Any]) -> NDArray[np.bool_] | None:
-    numbers = _numbers(fields, "mask", "0 and 1", "biu")
+    numbers = numbers_under(fields, "mask", "0 and 1", "biu")
     if numbers is not None and not np.isin(numbers, (0, 1)).all():
         raise RecordError(f"mask: expected 0 and 1, got {numbers.min()} to {numbers.max()}")
     return None if numbers is None else numbers.astype(np.bool_)
@@ -118,7 +118,7 @@ def _advantage(fields: Mapping[str, Any]) -> float | NDArray[np.float32] | None:
         return None
     if not isinstance(fields["advantage"], list):
         return _number(fields, "advantage")
-    numbers = _numbers(fields, "advantage", "a number, or one for each token", "iuf")
+    numbers = numbers_under(fields, "advantage", "a number, or one for each token", "iuf")
     assert numbers is not None
     if not np.isfinite(numbers).all():
         raise RecordError("advantage: expected finite numbers")
@@ -133,17 +133,3 @@ def _number(fields: Mapping[str, Any], key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
         raise RecordError(f"{key}: expected a number, got {value!r:.60}")
     return float(value)
-
-
-def _numbers(fields: Mapping[str, Any], key: str, expected: str, kinds: str) -> NDArray[Any] | None:
-    """Return the numbers under a key, None if it has none. Raises RecordError if they are not of numpy's `kinds`."""
-    value = fields.get(key)
-    if value is None:
-        return None
-    try:
-        numbers = np.array(value)
-    except ValueError:  # lists of several lengths
-        numbers = np.array(None)
-    if not isinstance(value, list) or numbers.ndim != 1 or (value and numbers.dtype.kind not in kinds):
-        raise RecordError(f"{key}: expected a list of {expected}, got {value!r:.60}")
-    return numbers
