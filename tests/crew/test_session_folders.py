@@ -186,7 +186,8 @@ import subprocess, psutil
 from megatrain_ray.crew.ray_cluster import cluster
 with cluster(num_cpus=1, num_gpus=0):
     child = subprocess.Popen(["sleep", "60"])
-assert [p.pid for p in psutil.Process().children(recursive=True)] == [child.pid]
+left = psutil.Process().children(recursive=True)
+assert [p.pid for p in left] == [child.pid], left
 child.kill()
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,7 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatrain_ray.engine.device.cpu_device import CpuDevice
 from megatrain_ray.engine.discovery.discover import discover
-from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass, LayerProxy
+from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass, LayerProxy, _Edge
+from megatrain_ray.engine.layer_calls.layer_call import ROOT, _BeginGraph
 from megatrain_ray.engine.layer_calls.template import structure
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
@@ -327,3 +328,13 @@ def test_glue_that_entered_an_answered_call_is_released() -> None:
     while forward_pass.pending is not None:
         forward_pass.answer(answer)
     assert [kept() for kept in glue] == [None] * 3
+
+
+def test_a_gradient_waits_at_a_python_node_that_nothing_else_holds() -> None:
+    """Up to torch 2.12 only a tensor and its readers own the node of a Python function (make test-oldest)."""
+    output = _BeginGraph.apply(ROOT, torch.ones(2))  # type: ignore[no-untyped-call]
+    edge = _Edge.of(output)
+    assert edge == _Edge.of(output)
+    assert edge.owner is not None  # newer releases would keep the node without it
+    del output
+    assert edge.age >= 0
