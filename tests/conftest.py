@@ -17,6 +17,7 @@ from tests.support.sampling import numbered, pairwise, spread
 
 if TYPE_CHECKING:
     from tests.support.in_process import Actors, Train
+    from tests.support.object_server import Bucket, ObjectServer
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; nothing here may ask the network
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -96,6 +97,22 @@ def models_traced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(discover_model, "discover", discover_once)
         yield
+
+
+@pytest.fixture(scope="session")
+def started_objects() -> Iterator[ObjectServer]:
+    from tests.support.object_server import object_server
+
+    with object_server() as server:
+        yield server
+
+
+@pytest.fixture
+def objects(started_objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Return a new bucket of an S3 server on this machine, which the environment names with its credentials."""
+    from tests.support.object_server import new_bucket
+
+    return new_bucket(started_objects, monkeypatch)
 
 
 @pytest.fixture(scope="session")

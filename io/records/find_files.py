@@ -95,11 +95,16 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
             return _saved_files(path)
         return sorted(file for file in _visible(path) if suffix_of(file) in suffixes and file.name not in METADATA)
     if suffix_of(path) not in suffixes:
-        raise ConfigError(
-            f"data.path: {path} is of no known format ({path.suffix or 'no suffix'}); expected one of "
-            f"{describe_suffixes(suffixes)}: convert it, or rename it if it is one of these"
-        )
+        raise unknown_format(str(path), suffixes)
     return [path]
+
+
+def unknown_format(file: str, suffixes: Sequence[str] = TEXT_SUFFIXES) -> ConfigError:
+    """Return the error about a file that is named and has no suffix of a known format."""
+    return ConfigError(
+        f"data.path: {file} is of no known format ({Path(file).suffix or 'no suffix'}); expected one of "
+        f"{describe_suffixes(suffixes)}: convert it, or rename it if it is one of these"
+    )
 
 
 def _visible(folder: Path) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from typing import Literal
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from megatrain_ray.console.logs import drawing_on
+from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.partial_folder import complete_or_absent
 from megatrain_ray.io.records.find_files import find_files
@@ -37,14 +38,14 @@ def train_tokenizer(
 
     The folder appears complete or not at all.
 
-    paths: files or patterns, as in data.path.
+    paths: what data.path may be.
 
     Return the size of the vocabulary: less than `vocab_size` if the corpus has too few pairs to merge. Raises
     ConfigError if files or options are invalid or `out_dir` is in use, and MegatrainError if the disk fails.
     """
     tokens = special_tokens(specials)
     try:
-        files = find_files(paths)
+        files = find_files(local_paths(paths))
         with complete_or_absent(out_dir) as folder, _bar() as bar:
             total_bytes = sum(file.stat().st_size for file in files)
             reading = bar.add_task("reading", total=total_bytes)

@@ -55,8 +55,8 @@ class DataConfig(Group):
     prompts: the run samples these itself (train.rollouts).
     Keys of other kinds are refused."""
     path: Sources
-    """File, glob, folder, hub id (OWNER/NAME), a list of these, or a list of {path, weight} or {hub, name, split,
-    revision, weight}. Formats: .jsonl, .json, .csv, .tsv (each also
+    """File, glob, folder, URL (s3://…), hub id (OWNER/NAME), a list of these, or a list of {path, weight} or {hub,
+    name, split, revision, weight}. Formats: .jsonl, .json, .csv, .tsv (each also
     with .gz or .zst), .parquet, .arrow; texts: .txt as well; chats: dataset_info.json as well."""
     eval_path: Sources | None = None
     """Held-out data for eval_every, given like data.path."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from megatrain_ray.config.urls import without_secrets
 from megatrain_ray.units import format_ranges, parse_ranges, parse_size
 
 
@@ -125,6 +126,9 @@ def sources_of_data(value: Any) -> Any:
     sources = tuple(_source(source) if isinstance(source, dict) else source for source in given)
     if not all(isinstance(source, (str, WeightedPath, HubDataset)) for source in sources):
         raise ValueError(expected)
+    for source in sources:
+        if not isinstance(source, HubDataset):
+            without_secrets(source if isinstance(source, str) else source.path)
     if len({weight_of(source) is None for source in sources}) > 1:
         raise ValueError("some sources have a weight and some none; give each as {path, weight}, or none")
     return value if isinstance(value, str) else sources

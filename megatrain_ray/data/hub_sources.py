@@ -1,14 +1,19 @@
-"""Fixes the commits of a run's data sets of the hub, and turns sources of data into local paths."""
+"""Fixes the commits of a run's data sets of the hub, and fetches sources of data that are no local paths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.urls import is_url
 from megatrain_ray.config.values import HubDataset, Source, WeightedPath, listed, weight_of
 from megatrain_ray.console.logs import say
 from megatrain_ray.data.data_worker import naming_held_out
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.hub_datasets import cached_files, fetch, find_commit, short_form
+from megatrain_ray.io.records.remote_sources import local_copy
 
 
 def fix_commits(config: TrainConfig) -> TrainConfig:
@@ -28,19 +33,31 @@ def fix_commits(config: TrainConfig) -> TrainConfig:
 
 
 def local_paths(sources: Iterable[Source], *, may_fetch: bool = True) -> list[str]:
-    """Return the paths of sources, those of data sets of the hub after fetching their files.
+    """Return the paths of sources, after fetching the files of URLs and of data sets of the hub.
 
-    may_fetch: whether files may be fetched; if not, data sets of the hub are left out.
+    may_fetch: whether files may be fetched; if not, these sources are left out.
 
-    Raises ConfigError as find_commit and fetch.
+    Raises ConfigError as find_commit and fetch, and as local_copy, which also raises CapacityError and DiskError.
     """
     paths: list[str] = []
     for source in map(_as_dataset, sources):
-        if not isinstance(source, HubDataset):
-            paths.append(source if isinstance(source, str) else source.path)
+        if isinstance(source, HubDataset):
+            paths += map(str, fetch(find_commit(source))) if may_fetch else ()
+            continue
+        path = source if isinstance(source, str) else source.path
+        if not is_url(path):
+            paths.append(path)
         elif may_fetch:
-            paths += map(str, fetch(find_commit(source)))
+            paths.append(local_copy(path, _copies(), say))
     return paths
+
+
+def _copies() -> Path:
+    """Return the folder of copies of files in object stores. Raises ConfigError for a user without a home."""
+    try:
+        return cache_folder() / "sources"
+    except RuntimeError as error:
+        raise ConfigError(f"data.path: there is no cache to fetch files into ({error}); set XDG_CACHE_HOME") from None
 
 
 def _with_commit(source: Source) -> Source:

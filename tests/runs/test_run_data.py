@@ -14,6 +14,7 @@ import pytest
 from megatrain_ray.config.yaml_file import read_settings
 from tests.support.fake_hub import COMMIT, fill_cache
 from tests.support.in_process import Train
+from tests.support.object_server import CREDENTIALS, Bucket
 from tests.support.runs import config, losses, rows, write_config
 from tests.support.tiny import TEXT, build_tiny
 
@@ -31,21 +32,24 @@ def write_sources(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train: Train, objects: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of the sources is a data set of the hub, whose main branch moves on in between."""
+    """One of them is a data set of the hub, whose main branch moves on in between, and one is in an object store."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     rows_of_hub = {"train.jsonl": b'{"text": "the same text, of two rows: ' + b"ab" * 40 + b'"}\n'}
     fill_cache(tmp_path / "hub", "owner/texts", rows_of_hub, kind="datasets")
     tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=6, save_every=3, save_keep=9)
     sources = [*write_sources(tmp_path / "data"), {"hub": "owner/texts", "weight": 3}]
+    sources[0]["path"] = f"{objects.url}/plain"
+    objects.put(**{f"plain/{file.name}": file.read_bytes() for file in (tmp_path / "data" / "plain").iterdir()})
     tree["data"] |= {"path": sources, "packing": False}
     path = write_config(tmp_path / "config.yaml", tree)
     first = train(str(path))
     assert first.returncode == 0, first.stderr
     assert first.stderr.count("\ntokenized ") + first.stderr.startswith("tokenized ") == 4
     assert f"owner/texts, train: commit {COMMIT} on the hub" in first.stderr
+    assert first.stderr.count(f"fetching 2 files (13.18 KiB) of {objects.url}/plain into ") == 1
     assert read_settings(tmp_path / "run" / "config.yaml")["data"]["path"][3]["commit"] == COMMIT
     fill_cache(tmp_path / "hub", "owner/texts", {"train.jsonl": b'{"text": "another"}\n'}, "f" * 40, "datasets")
     whole = losses(tmp_path / "run")
@@ -53,6 +57,9 @@ def test_a_run_on_weighted_sources_goes_on_where_it_was_saved(
     second = train(str(path))
     assert second.returncode == 0, second.stderr
     assert "tokenized" not in second.stderr
+    assert "fetching" not in second.stderr
+    written = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert not any(CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode() in text for text in written)
     phases = [line.partition(" s  ")[2] for line in second.stderr.splitlines() if " s  " in line]
     assert phases[:2] == ["reading data", "starting Ray and importing Transformers"]
     assert phases[-3].startswith("restoring ")

@@ -1,0 +1,172 @@
+"""Starts moto's S3 server as a process on this machine, and a proxy before it that injects faults."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+MOTO = "from moto.server import main; main(['-H', '127.0.0.1', '-p', '0'])"
+# What the AWS library reads: nothing here may ask the network for credentials.
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "the-secret-of-tests", "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}  # fmt: skip
+
+# moto looks at who asks, and not at the signature.
+SIGNED = "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+
+
+class Fault(Enum):
+    """Says what becomes of a request in place of being answered."""
+
+    ERROR = 500  # an answer with this status
+    SLOW_DOWN = 503
+    DENIED = 403
+    CUT = "the connection ends in the middle of the request's body, or else of the answer's"
+    DEAD = "the connection ends at once"
+
+
+@dataclass
+class ObjectServer:
+    """Names an S3 server by `address`, HOST:PORT. Requests that match a key of `faults` fail, as often as it says.
+
+    faults: by a regular expression of "METHOD /bucket/name?query", what happens and how many times.
+    requests: everything that was asked, failed or not.
+    """
+
+    address: str
+    faults: dict[str, list[Fault]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+    def next_fault(self, request: str) -> Fault | None:
+        self.requests.append(request)
+        for pattern, faults in self.faults.items():
+            if faults and re.search(pattern, request):
+                return faults.pop(0)
+        return None
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _ProxyServer
+
+    def forward(self) -> None:
+        fault = self.server.shown.next_fault(f"{self.command} {self.path}")
+        length = int(self.headers.get("Content-Length", 0))
+        assert "Transfer-Encoding" not in self.headers
+        if fault in (Fault.CUT, Fault.DEAD) and (length or fault is Fault.DEAD):
+            self.rfile.read(length // 2 if fault is Fault.CUT else 0)
+            self.close_connection = True
+            return None
+        body = self.rfile.read(length)
+        if fault in (Fault.ERROR, Fault.SLOW_DOWN, Fault.DENIED):
+            return self._answer(fault.value, {}, b"<Error><Code>Injected</Code></Error>")
+        connection = http.client.HTTPConnection(self.server.upstream)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        response = connection.getresponse()
+        headers = {name: value for name, value in response.getheaders() if name not in ("Connection", "Server", "Date")}
+        self._answer(response.status, headers, response.read(), cut=fault is Fault.CUT)
+        connection.close()
+        return None
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        self.close_connection = self.close_connection or cut
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward  # noqa: N815 - names of http.server
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+class _ProxyServer(ThreadingHTTPServer):
+    daemon_threads = False  # tests wait for the threads of connections that their clients have closed
+    upstream: str
+    shown: ObjectServer
+
+    def handle_error(self, *args: Any) -> None:  # a client that has gone
+        pass
+
+
+@contextmanager
+def object_server() -> Iterator[ObjectServer]:
+    """Run a server without buckets for the block."""
+    process = subprocess.Popen([sys.executable, "-c", MOTO], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr
+        lines = (re.search(rb"http://(127\.0\.0\.1:\d+)", line) for line in process.stderr)
+        upstream = next(match[1].decode() for match in lines if match)
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # its log, which would fill the pipe
+        with _ProxyServer(("127.0.0.1", 0), _Proxy) as proxy:
+            proxy.upstream, proxy.shown = upstream, ObjectServer(f"127.0.0.1:{proxy.server_port}")
+            thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05})
+            thread.start()
+            try:
+                yield proxy.shown
+            finally:
+                proxy.shutdown()
+                thread.join()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Holds a bucket, read and written through the proxy without faults.
+
+    url: of the bucket, as a user gives it.
+    """
+
+    server: ObjectServer
+    url: str
+
+    def put(self, **contents: bytes) -> None:
+        for name, content in contents.items():
+            self._request("PUT", name, content)
+
+    def get(self, name: str) -> bytes:
+        return self._request("GET", name)
+
+    def delete(self, name: str) -> None:
+        self._request("DELETE", name)
+
+    def names(self) -> list[str]:
+        listing = self._request("GET", "?list-type=2&max-keys=1000").decode()
+        return re.findall("<Key>(.*?)</Key>", listing)
+
+    def _request(self, method: str, name: str, body: bytes | None = None) -> bytes:
+        with closing(http.client.HTTPConnection(self.server.address)) as connection:
+            path = f"/{self.url.removeprefix('s3://')}/{quote(name, safe='/?=&')}"
+            connection.request(method, path, body, {"Content-Length": str(len(body or b"")), "Authorization": SIGNED})
+            answer = connection.getresponse()
+            assert answer.status < 300, (answer.status, answer.read())
+            return answer.read()
+
+
+def new_bucket(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Make a bucket, and set the environment as a user does who has such a server."""
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{server.address}"}.items():
+        monkeypatch.setenv(name, value)
+    server.faults.clear()
+    server.requests.clear()
+    bucket = Bucket(server, f"s3://bucket-{secrets.token_hex(4)}")
+    bucket.put(**{"": b""})
+    return bucket
