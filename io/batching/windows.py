@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.tokens.mapped_file import values_at
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, Corpus, LossWeights
 
 PAD = 0  # any id would do: no supervised token attends to a pad
@@ -152,9 +153,9 @@ class SpanWindows:
         places, documents = self._spread(indices)
         real, at, weights = places >= 0, np.maximum(places, 0), self.corpus.loss_weights
         return Rows(
-            np.where(real, self.corpus.tokens[at].astype(np.int64), PAD),
+            np.where(real, values_at(self.corpus.tokens, at).astype(np.int64), PAD),
             documents,
-            (real if weights is None else np.where(real, weights[at], 0)).astype(WEIGHT_TYPE),
+            (real if weights is None else np.where(real, values_at(weights, at), 0)).astype(WEIGHT_TYPE),
             _logprobs_at(places, self.logprobs),
             _columns_at(places, self.corpus.columns),
         )
@@ -219,7 +220,7 @@ class PackedWindows:
         documents = np.searchsorted(self.starts, at, side="right") - 1
         is_end = at - self.starts[documents] == self.corpus.document_lengths[documents]
         # Every earlier document has added one end-of-document id to the joined tokens.
-        ids = self.corpus.tokens[np.minimum(at - documents, self.corpus.tokens.size - 1)].astype(np.int64)
+        ids = values_at(self.corpus.tokens, np.minimum(at - documents, self.corpus.tokens.size - 1)).astype(np.int64)
         ids = np.where(is_end, self.end_of_document, ids)
         return Rows(
             np.where(real, ids, PAD),
@@ -233,7 +234,7 @@ class PackedWindows:
 def _logprobs_at(places: NDArray[np.int64], logprobs: NDArray[Any] | None) -> NDArray[Any]:
     found = np.zeros(places.shape, WEIGHT_TYPE if logprobs is None else logprobs.dtype)
     if logprobs is not None:
-        found[places >= 0] = logprobs[places[places >= 0]]
+        found[places >= 0] = values_at(logprobs, places[places >= 0])
     return found
 
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.files.atomic_file import left_by_kills, write_atomically
+from megatrain_ray.io.files.disk_errors import DiskError, explained
+from megatrain_ray.io.tokens.mapped_file import map_file
 from megatrain_ray.io.tokens.teacher_files import (
     TEACHER_NAME,
     RecordSize,
@@ -53,10 +55,7 @@ class LogprobMeta:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""
-        sizes = {LOGPROBS_NAME: self.num_values * WEIGHT_TYPE.itemsize}
-        if self.record is not None:
-            sizes[TEACHER_NAME] = self.num_values * self.record.kind.itemsize
-        return sizes
+        return _sizes(self.num_values, self.record)
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ class WrittenRows:
 class LogprobWriter:
     """Writes the log-probabilities of one source batch by batch, in any order, and goes on where a killed one stopped.
 
-    progress.json says how many rows are durable. meta.json says that all are, once `finish` has replaced it.
+    progress.json says how many rows are durable. meta.json says that all are, once `finish` has replaced it. Methods
+    raise DiskError if the disk fails, or a file is gone or has another size than before.
     """
 
     def __init__(self, folder: Path, record: RecordSize | None = None) -> None:
@@ -84,16 +84,16 @@ class LogprobWriter:
         """
         for left in left_by_kills(folder, (META_NAME, PROGRESS_NAME)):
             left.unlink()
-        self._file = folder / LOGPROBS_NAME
+        self._folder = folder
         self._record = record
         self._provenance = parse_json((folder / META_NAME).read_bytes())["provenance"]
         self.written = self._durable = WrittenRows(**parse_json((folder / PROGRESS_NAME).read_bytes()))
-        self._values: Logprobs = np.memmap(self._file, WEIGHT_TYPE, "r+")
+        self._values: Logprobs = np.memmap(folder / LOGPROBS_NAME, WEIGHT_TYPE, "r+")
         self._ahead: dict[int, WrittenRows] = {}  # by their start: written rows that follow ones that are not written
         self._synced_s = time.monotonic()
 
     def write(self, rows: range, places: NDArray[np.int64], values: Logprobs, num_targets: int) -> None:
-        """Write these rows of the source. Raises OSError, and MegatrainError if a value is not a number.
+        """Write these rows of the source. Raises MegatrainError also if a value is not a number.
 
         places: where the values are written, [rows, seq_len]; -1 for a pad.
         values: of the same shape, with more rows perhaps. With records a third dimension holds each value, then the
@@ -107,9 +107,10 @@ class LogprobWriter:
                 "number; its weights or the data are damaged, or bf16 is too narrow for it: try train.precision: fp32"
             )
         written = values[: len(places)][real]
+        self._check_sizes()  # what is written to memory past the end of a file kills the process
         if self._record is not None:
-            records = self._record.parsed(written[:, 1:])
-            write_records(self._file.parent, places[real], records, self._values.size)
+            with explained("write", self._folder / TEACHER_NAME):
+                write_records(self._folder, places[real], self._record.parsed(written[:, 1:]))
             written = written[:, 0]
         self._values[places[real]] = written
         if rows.start >= self.written.num_rows:  # else they are written again, after the death of a process
@@ -117,40 +118,56 @@ class LogprobWriter:
         while added := self._ahead.pop(self.written.num_rows, None):
             done = self.written
             self.written = WrittenRows(done.num_rows + added.num_rows, done.num_targets + added.num_targets)
-        os.utime(self._file)  # another process that waits for the folder sees by this that the pass goes on
+        with explained("write", self._folder / LOGPROBS_NAME):
+            os.utime(self._folder / LOGPROBS_NAME)  # by this a process that waits for the folder sees that it goes on
         if time.monotonic() - self._synced_s >= SYNC_S:
             self.sync()
 
     def sync(self) -> None:
-        """Make what is written durable. Raises OSError, DiskError."""
+        """Make what is written durable."""
         if self.written != self._durable:
-            self._values.flush()  # type: ignore[attr-defined]  # of a memmap
-            write_atomically(self._file.with_name(PROGRESS_NAME), json.dumps(asdict(self.written)))
+            with explained("write", self._folder / LOGPROBS_NAME):
+                self._values.flush()  # type: ignore[attr-defined]  # of a memmap
+            write_atomically(self._folder / PROGRESS_NAME, json.dumps(asdict(self.written)))
             self._durable = self.written
         self._synced_s = time.monotonic()
 
     def finish(self) -> LogprobMeta:
-        """Write the description of the folder, which completes it, and return it. Raises OSError, DiskError."""
+        """Write the description of the folder, which completes it, and return it."""
         self.sync()
+        self._check_sizes()
         num_targets = self.written.num_targets
         mean = float(self._values.sum(dtype=np.float64)) / max(num_targets, 1)
         meta = LogprobMeta(self._values.size, num_targets, mean, 0, self._record)
         if self._record is not None:
-            records = open_records(self._file.parent, self._record, self._values.size)
+            records = open_records(self._folder, self._record, self._values.size)
             meta = replace(meta, known=known_probability(records, self._record) / max(num_targets, 1))
-        meta = replace(meta, crc32=checksum([self._file.with_name(name) for name in meta.sizes()]))
+        meta = replace(meta, crc32=checksum([self._folder / name for name in meta.sizes()]))
         tree = {"provenance": self._provenance, "logprobs": asdict(meta)}
-        write_atomically(self._file.with_name(META_NAME), json.dumps(tree, indent=1))
+        write_atomically(self._folder / META_NAME, json.dumps(tree, indent=1))
         return meta
 
+    def _check_sizes(self) -> None:
+        for name, size in _sizes(self._values.size, self._record).items():
+            with explained("write", file := self._folder / name):
+                found = file.stat().st_size
+            if found != size:
+                raise DiskError(f"{file} has {found} bytes instead of {size}: another program cut it off; start again")
 
-def begin_logprobs(folder: Path, provenance: Mapping[str, Any], num_values: int) -> None:
-    """Fill a new folder for a LogprobWriter. The disk space of all values is taken. Raises OSError.
+
+def begin_logprobs(
+    folder: Path, provenance: Mapping[str, Any], num_values: int, record: RecordSize | None = None
+) -> None:
+    """Fill a new folder for a LogprobWriter. The disk space of all values is taken, but not of records. Raises OSError.
 
     num_values: tokens that the source's windows are cut from.
+    record: as for LogprobWriter.
     """
-    with (folder / LOGPROBS_NAME).open("wb") as file:  # else a full disk would kill the process as it writes to memory
-        os.posix_fallocate(file.fileno(), 0, num_values * WEIGHT_TYPE.itemsize)
+    for name, size in _sizes(num_values, record).items():
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+            if name == LOGPROBS_NAME:  # else a full disk would kill the process as it writes to memory
+                os.posix_fallocate(file.fileno(), 0, size)
     (folder / PROGRESS_NAME).write_text(json.dumps(asdict(WrittenRows(0, 0))), encoding="utf-8")
     (folder / META_NAME).write_text(json.dumps({"provenance": provenance}, indent=1), encoding="utf-8")
 
@@ -162,11 +179,20 @@ def begun_logprobs(folder: Path, num_values: int, record: RecordSize | None = No
     """
     try:
         is_begun = "logprobs" not in parse_json((folder / META_NAME).read_bytes())
-        if is_begun and (folder / LOGPROBS_NAME).stat().st_size == num_values * WEIGHT_TYPE.itemsize:
+        sizes = _sizes(num_values, record)
+        if is_begun and all((folder / name).stat().st_size == size for name, size in sizes.items()):
             return LogprobWriter(folder, record)
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
+
+
+def _sizes(num_values: int, record: RecordSize | None) -> dict[str, int]:
+    """Return the size of each file in bytes, by name. `record`: of a teacher's predictions; None: there are none."""
+    sizes = {LOGPROBS_NAME: num_values * WEIGHT_TYPE.itemsize}
+    if record is not None:
+        sizes[TEACHER_NAME] = num_values * record.kind.itemsize
+    return sizes
 
 
 def logprob_provenance(tokens: Path, settings: Mapping[str, Any], files: list[Any]) -> dict[str, Any]:
@@ -213,4 +239,4 @@ def open_logprobs(name: str, folder: Path, num_values: int) -> NDArray[Any]:
         )
     if meta.record is not None:
         return open_records(folder, meta.record, num_values)
-    return np.memmap(folder / LOGPROBS_NAME, WEIGHT_TYPE, "r", shape=(num_values,))
+    return map_file(folder / LOGPROBS_NAME, WEIGHT_TYPE, num_values)

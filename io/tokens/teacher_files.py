@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain_ray.io.tokens.mapped_file import map_file
+
 TEACHER_NAME = "teacher.bin"
 BLOCK_RECORDS = 1 << 16  # read at a time
 
@@ -33,16 +35,13 @@ class RecordSize:
         return records
 
 
-def write_records(folder: Path, places: NDArray[np.int64], records: Records, num_places: int) -> None:
-    """Write the records of these places, [n] each, and wait until they are durable. Raises OSError.
+def write_records(folder: Path, places: NDArray[np.int64], records: Records) -> None:
+    """Write the records of these places, [n] each, into a file of all, and wait until they are durable. Raises OSError.
 
     What is zero, because the target does not count, stays a hole of the file, which takes no room on most disks.
-
-    num_places: of the whole source.
     """
     written = np.flatnonzero(records["logprobs"].any(axis=1))
-    with os.fdopen(os.open(folder / TEACHER_NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-        file.truncate(num_places * records.dtype.itemsize)
+    with (folder / TEACHER_NAME).open("r+b") as file:
         for run in np.split(written, np.flatnonzero(np.diff(places[written]) != 1) + 1):
             if run.size:
                 file.seek(int(places[run[0]]) * records.dtype.itemsize)
@@ -62,4 +61,4 @@ def known_probability(records: Records, size: RecordSize) -> float:
 
 def open_records(folder: Path, size: RecordSize, num_places: int) -> Records:
     """Memory-map the records of a source, whose file has the right size."""
-    return np.memmap(folder / TEACHER_NAME, size.kind, "r", shape=(num_places,))
+    return map_file(folder / TEACHER_NAME, size.kind, num_places)

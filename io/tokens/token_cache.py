@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -195,7 +195,7 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
 
 @contextmanager
 def locked_folder(folder: Path, written: Path, watcher: FolderWatcher, stall_s: float = STALL_S) -> Iterator[None]:
-    """Let no other process make this folder of the cache during the block. Raises MegatrainError if the disk fails.
+    """Let no other process make this folder of the cache during the block. Raises MegatrainError if it has no lock.
 
     written: folder whose files change while a process makes it.
     stall_s: as for wait_for_lock.
@@ -205,17 +205,20 @@ def locked_folder(folder: Path, written: Path, watcher: FolderWatcher, stall_s: 
     def progress() -> object:
         return _progress(written)
 
-    with explained("write", folder), wait_for_lock(lock, lambda: watcher.wait(folder), progress, stall_s):
+    with ExitStack() as stack:
+        with explained("write", folder):
+            stack.enter_context(wait_for_lock(lock, lambda: watcher.wait(folder), progress, stall_s))
         yield
 
 
 @contextmanager
 def new_folder(folder: Path, watcher: FolderWatcher) -> Iterator[Path]:
     """Yield where to write a locked folder of the cache, as complete_or_absent does. A damaged one is replaced."""
-    if not is_free(folder):
-        watcher.replace(folder)
-        _remove_damaged(folder)
-    remove_abandoned(folder.parent)
+    with explained("write", folder):
+        if not is_free(folder):
+            watcher.replace(folder)
+            _remove_damaged(folder)
+        remove_abandoned(folder.parent)
     with complete_or_absent(folder, FolderKind.TOKENS) as partial:
         yield partial
 

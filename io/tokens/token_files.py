@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.records.record_location import RecordLocation
+from megatrain_ray.io.tokens.mapped_file import map_file
 from megatrain_ray.read_file import parse_json
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
@@ -307,23 +308,18 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
             f"data.path: the tokens of {name} are not in {folder}, where they were when the run started; start again"
         )
     check_id(meta.highest_id, meta.highest_file, vocab_size)
-    weights_name, weight_type = meta.weights_file
+    has_weights, (weights_name, weight_type) = meta.num_supervised is not None, meta.weights_file
     return Corpus(
         name=name,
-        tokens=_map(folder / TOKENS_NAME, ID_TYPES[meta.itemsize], meta.num_tokens),
-        document_lengths=_map(folder / LENGTHS_NAME, LENGTH_TYPE, meta.num_documents),
+        tokens=map_file(folder / TOKENS_NAME, ID_TYPES[meta.itemsize], meta.num_tokens),
+        document_lengths=map_file(folder / LENGTHS_NAME, LENGTH_TYPE, meta.num_documents),
         # The checksum for ids as wide as the vocabulary needs, even if the file's are wider: saves have always recorded
         # this one.
         fingerprint=Fingerprint(meta.num_tokens, meta.crc32[id_bytes(vocab_size)]),
         end_of_document=meta.end_of_document,
-        loss_weights=None if meta.num_supervised is None else _map(folder / weights_name, weight_type, meta.num_tokens),
-        columns={name: _map(folder / column_file(name), WEIGHT_TYPE, meta.num_tokens) for name in meta.columns},
+        loss_weights=map_file(folder / weights_name, weight_type, meta.num_tokens) if has_weights else None,
+        columns={name: map_file(folder / column_file(name), WEIGHT_TYPE, meta.num_tokens) for name in meta.columns},
     )
-
-
-def _map(path: Path, kind: np.dtype[Any], size: int) -> NDArray[Any]:
-    """Memory-map `size` elements, read from disk on access; an empty file, which mmap refuses, gives an empty array."""
-    return np.memmap(path, kind, "r", shape=(size,)) if size else np.empty(0, kind)
 
 
 def file_identity(file: Path) -> list[Any]:

@@ -18,7 +18,7 @@ from megatrain_ray.driver.run_context import DataTokens
 from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch_stream import HeldOut
-from megatrain_ray.io.files.disk_errors import check_room
+from megatrain_ray.io.files.disk_errors import check_room, explained
 from megatrain_ray.io.tokens.cache_pruning import held, mark_used
 from megatrain_ray.io.tokens.logprob_files import (
     LogprobWriter,
@@ -84,7 +84,7 @@ class LogprobPass:
         return PassData(**vars(held_out) | {"tokens": tokens, "names": names, "starts": starts})
 
     def keep(self, batches: HeldOut, index: int, loss: HeldOutLoss) -> None:
-        """Write the log-probabilities of a batch. Raises OSError, MegatrainError as LogprobWriter.write."""
+        """Write the log-probabilities of a batch. Raises MegatrainError as LogprobWriter.write."""
         assert loss.logprobs is not None
         writer = list(self.writers.values())[batches.source_of(index)]
         self.num_tokens[index] = loss.num_tokens
@@ -178,8 +178,9 @@ def _begun(
         windows = cut_for_pass(data, name := scored.names[tokens], tokens, ALL_IDS)
         if (writer := begun_logprobs(folder, windows.num_places, scored.record)) is None:
             with new_folder(folder, _Notes()) as partial:
-                begin_logprobs(partial, provenance, windows.num_places)
-            writer = LogprobWriter(folder, scored.record)
+                begin_logprobs(partial, provenance, windows.num_places, scored.record)
+            with explained("read", folder):
+                writer = LogprobWriter(folder, scored.record)
         if (done := writer.written.num_rows) < windows.num_windows:
             scored.writers[tokens] = writer
             scored.num_rows.append(windows.num_windows - done)
@@ -190,7 +191,7 @@ def _begun(
             try:
                 yield writer
             except BaseException:
-                with suppress(OSError, MegatrainError):  # of what ended the pass
+                with suppress(MegatrainError):  # of what ended the pass
                     writer.sync()
                 raise
 

@@ -16,17 +16,19 @@ from megatrain_ray.data.data_worker import DataWorker, HeldOutData, open_windows
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import HeldOut
+from megatrain_ray.io.files.disk_errors import DiskError
 from megatrain_ray.io.tokens.logprob_files import (
     LOGPROBS_NAME,
     LogprobWriter,
     begin_logprobs,
+    begun_logprobs,
     holds_logprobs,
     logprob_provenance,
     open_logprobs,
     read_logprob_meta,
 )
 from megatrain_ray.io.tokens.teacher_files import TEACHER_NAME, RecordSize
-from megatrain_ray.io.tokens.token_files import IGNORED, read_meta
+from megatrain_ray.io.tokens.token_files import IGNORED, TOKENS_NAME, read_meta
 from tests.support.texts import tokens_of, write
 from tests.support.tiny import VOCAB_SIZE
 
@@ -80,7 +82,7 @@ def written(
     folders = tuple(root / f"logprobs {k}" for k in range(len(tokens)))
     for folder, of, windows in zip(folders, tokens, sources, strict=True):
         folder.mkdir()
-        begin_logprobs(folder, logprob_provenance(of, {}, []), windows.num_places)
+        begin_logprobs(folder, logprob_provenance(of, {}, []), windows.num_places, record)
     writers = [LogprobWriter(folder, record) for folder in folders]
     for index in reversed(range(batches.num_batches)):
         batch, writer = batches.batch(index), writers[batches.source_of(index)]
@@ -180,6 +182,43 @@ def test_a_folder_says_what_it_holds_and_whether_it_is_whole(tmp_path: Path) -> 
     with (folder / LOGPROBS_NAME).open("ab") as file:
         file.write(b"x")
     assert read_logprob_meta(folder) is None
+
+
+def test_a_file_that_another_program_cuts_off_or_deletes_ends_a_pass_and_a_run(tmp_path: Path) -> None:
+    """Nothing becomes zero instead: the writer of a pass refuses to go on, and the reader of a batch as well."""
+    places, values = np.array([[0, 1]]), np.ones((1, 2, 6), np.float32)
+    for name, spoil, message in (
+        (TEACHER_NAME, Path.unlink, f"cannot write .*{TEACHER_NAME}: No such file"),
+        (LOGPROBS_NAME, Path.unlink, f"cannot write .*{LOGPROBS_NAME}: No such file"),
+        (TEACHER_NAME, cut_off, f"{TEACHER_NAME} has 39 bytes instead of 40: another program cut it off"),
+        (LOGPROBS_NAME, cut_off, f"{LOGPROBS_NAME} has 7 bytes instead of 8: another program cut it off"),
+    ):
+        folder = tmp_path / f"{name} {spoil.__name__}"
+        folder.mkdir()
+        begin_logprobs(folder, {}, 2, RecordSize(2, 3))
+        writer = LogprobWriter(folder, RecordSize(2, 3))
+        writer.write(range(1), places, values, 2)
+        spoil(folder / name)
+        with pytest.raises(DiskError, match=message):
+            writer.write(range(1, 2), places, values, 2)
+        with pytest.raises(DiskError, match=message):
+            writer.finish()
+        assert begun_logprobs(folder, 2, RecordSize(2, 3)) is None, "it is made anew"
+
+    data = data_of(tmp_path, "packed")
+    tokens = tokens_of(data, tmp_path)
+    logprobs = written(data, tokens, tmp_path, RecordSize(2, 3))
+    worker = DataWorker(data, tokens, VOCAB_SIZE, 3, 0, None, logprobs=logprobs)
+    for file in (logprobs[0] / TEACHER_NAME, tokens[0] / TOKENS_NAME):
+        cut_off(file)
+        with pytest.raises(DiskError, match=f"{file.name} has been cut off by another program; start again"):
+            worker.batch(1)
+        file.unlink()
+    worker.batch(1)  # what is mapped stays until the process ends
+
+
+def cut_off(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
 
 
 def test_what_is_not_a_number_is_no_reference(tmp_path: Path) -> None:

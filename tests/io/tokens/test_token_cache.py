@@ -24,7 +24,14 @@ from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens import tokenizer as tokenizer_module
 from megatrain_ray.io.tokens.rebuilt_tokenizer import RebuiltTokenizer
-from megatrain_ray.io.tokens.token_cache import TextRecipe, find_tokens, key_of, make_tokens, provenance_of
+from megatrain_ray.io.tokens.token_cache import (
+    TextRecipe,
+    find_tokens,
+    key_of,
+    locked_folder,
+    make_tokens,
+    provenance_of,
+)
 from megatrain_ray.io.tokens.token_files import LENGTH_TYPE, TokenBlock, TokenMeta, TokenWriter, open_corpus, read_meta
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from tests.support.chat_fixtures import FAMILIES, build
@@ -194,6 +201,10 @@ def test_nothing_is_left_of_a_failure(recipe: TextRecipe, root: Path, error: Bas
 def test_a_folder_that_cannot_be_locked_is_named(recipe: TextRecipe, tmp_path: Path) -> None:
     with pytest.raises(MegatrainError, match=r"cannot write .*/gone/[0-9a-f]{32}: No such file"):
         make_tokens(recipe, tmp_path / "gone", 257, Watch())
+    error = OSError(5, "Input/output error", "model.safetensors")
+    with pytest.raises(OSError) as raised, locked_folder(tmp_path / "a", tmp_path, Watch()):
+        raise error  # of what a pass for log-probabilities reads
+    assert raised.value is error
 
 
 def test_files_that_change_while_they_are_read_are_noticed(recipe: TextRecipe, root: Path) -> None:
