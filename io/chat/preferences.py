@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.conversation_formats import (
     ALPACA,
     CHOSEN,
@@ -199,6 +198,11 @@ class _Answered(NamedTuple):
         start = int(np.argmax(weights != 0))
         return _Answered(item, ids[:start], (ids[start:], np.abs(weights[start:])))
 
+    def unmatched(self) -> tuple[Any, Sequence]:
+        """Return the item, and its own prompt and answer with negative loss weights, since there is no other answer."""
+        ids, weights = self.joined(self, self.prompt.size + self.answer[0].size)[1]
+        return self.item, (ids, -weights)
+
     def joined(self, other: _Answered, max_tokens: int) -> tuple[Any, Sequence]:
         """Return the item, and its prompt with the answer of another one."""
         ids = np.concatenate([self.prompt, other.answer[0]])
@@ -211,13 +215,11 @@ def with_mismatched(
 ) -> Iterator[tuple[Item, Sequence | None]]:
     """Yield each item, in order, with its mismatched sequence: its prompt with an answer to another prompt.
 
-    That is the answer of the nearest item before it whose prompt differs, or else of the first after it. Items without
-    a sequence come as they are.
+    That is the answer of the nearest item before it whose prompt differs, or else of the first after it. If all prompts
+    are the same, it is its own answer with negative loss weights. Items without a sequence come as they are.
 
     sequence_of: returns the ids and loss weights of an item; None if nothing is used of it.
     max_tokens: longest sequence.
-
-    Raises ConfigError if all prompts are the same.
     """
     waiting: list[_Answered] = []  # those at the beginning that have the same prompt
     last = other = None  # the newest, and the newest whose prompt differs from its
@@ -235,8 +237,4 @@ def with_mismatched(
             waiting.append(found)
         else:
             yield found.joined(other, max_tokens)
-    if waiting:
-        raise ConfigError(
-            f"data.path: {len(waiting)} labelled answers to one prompt; kto compares with answers to another one: give "
-            "records of two prompts or more"
-        )
+    yield from (before.unmatched() for before in waiting)

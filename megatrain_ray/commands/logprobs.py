@@ -24,7 +24,8 @@ from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.trainer import compute_logprobs, tokenize_all
 from megatrain_ray.units import format_count
 
-ANSWERS = ("chosen", "rejected")
+ANSWERS: tuple[str, ...] = ("chosen", "rejected")  # of a preference
+LABELLED = ("good", "bad", "mismatched")
 
 
 def logprobs(options: Namespace) -> Iterator[str]:
@@ -42,7 +43,7 @@ def logprobs(options: Namespace) -> Iterator[str]:
         names, (*data.training, *(data.held_out or ())), (*found.training, *found.held_out), strict=True
     ):
         row = _row(name, tokens, folder)
-        if config.data.in_pairs:
+        if config.data.in_pairs or config.data.is_labelled:
             row |= _of_answers(name, folder, cut_source(config.data, name, tokens, ALL_IDS, whole=True))
         yield json.dumps(row) if options.json else _line(row)
 
@@ -56,23 +57,31 @@ def _row(name: str, tokens: Path, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_answers(name: str, folder: Path, windows: Windows) -> dict[str, dict[str, Any]]:
-    """Return targets and mean log-probability of all chosen answers, and of all rejected ones."""
+def _of_answers(name: str, folder: Path, windows: Windows) -> dict[str, Any]:
+    """Return targets and mean log-probability of the answers of each kind, and of all but mismatched ones."""
     corpus, values = windows.corpus, open_logprobs(name, folder, windows.num_places)
-    assert corpus.loss_weights is not None  # preferences are chats
+    assert corpus.loss_weights is not None  # preferences and labelled answers are chats
     lengths = np.asarray(corpus.document_lengths)
-    answers = np.repeat(np.arange(lengths.size) % 2, lengths)
+    firsts = np.cumsum(lengths) - lengths
+    kinds, names = np.arange(lengths.size) % 2, LABELLED if windows.labelled else ANSWERS
+    if windows.labelled:
+        is_good = np.logical_or.reduceat(np.asarray(corpus.loss_weights) > 0, firsts)
+        # After each answer stands the mismatched one; where there is none, its own once more (preferences.py).
+        kinds = np.where(kinds == 1, 3 - is_good, 1 - is_good)
     supervised = corpus.loss_weights != 0
-    supervised[np.cumsum(lengths) - lengths] = False  # first tokens, which are no targets, may hold a margin
-    counts = np.bincount(answers, supervised, minlength=2)
-    sums = np.bincount(answers, values, minlength=2)
-    numbers = zip(counts, sums, strict=True)
-    found = ({"targets": int(count), "mean_logprob": float(total / count)} for count, total in numbers)
-    return dict(zip(ANSWERS, found, strict=True))
+    supervised[firsts] = False  # first tokens, which are no targets, may hold a margin
+    counts, sums = (np.bincount(np.repeat(kinds, lengths), of, 4) for of in (supervised, values))
+    numbers = [_mean(*of) for of in zip(counts.tolist(), sums.tolist(), strict=True)]
+    found = {kind: of for kind, of in zip(names, numbers, strict=False) if of["targets"]}
+    return _mean(sum(counts[:2]), sum(sums[:2])) | found
+
+
+def _mean(count: float, total: float) -> dict[str, Any]:
+    return {"targets": int(count), "mean_logprob": float(total) / max(count, 1)}
 
 
 def _line(row: dict[str, Any]) -> str:
-    answers = [f"{key}: {_numbers(row[key])}" for key in ANSWERS if key in row]
+    answers = [f"{key}: {_numbers(row[key])}" for key in (*ANSWERS, *LABELLED) if key in row]
     numbers = "  ".join(answers) or _numbers(row)
     return f"{row['source']}  {numbers}  {row['logprobs']}"
 

@@ -28,6 +28,7 @@ from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.planning.run_spec import planning_problem
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
+from megatrain_ray.rollouts.reward_process import check_rewards
 from megatrain_ray.units import format_bytes, format_quantity
 
 
@@ -35,9 +36,11 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
     """Print the plan on standard output, and notes on data and disks that are missing here on standard error.
 
     If no plan fits, the alternatives with other memory (`what_if`) are printed all the same, and CapacityError is
-    raised. Raises ConfigError if the configuration is invalid.
+    raised. Raises ConfigError if the configuration is invalid, or a reward function is not there.
     """
     config, epochs = _with_known_steps(config), config.train.epochs
+    if config.train.rollouts:
+        check_rewards(config.train.rollouts)
     with Interrupts(), spinner("planning"):
         question = planning_problem(config)
         try:

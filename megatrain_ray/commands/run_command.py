@@ -23,6 +23,7 @@ def train(options: Namespace) -> int:
     config = load_config(options.config, options.overrides)
     with spinner("importing PyTorch and Ray"), no_collections():
         from megatrain_ray.console.run_summary import summarize
+        from megatrain_ray.io.saves.save_folder import list_saves
         from megatrain_ray.run.best_evaluation import describe_harm
         from megatrain_ray.run.run_files import RunFiles
         from megatrain_ray.trainer import Trainer
@@ -37,7 +38,8 @@ def train(options: Namespace) -> int:
     plan, best_save = files.read_plan(), files.best_save
     harm = describe_harm(output.evaluations)
     ways = {"chats": config.data.has_chats, "generates": config.train.objective != "reward"}
-    for line in summarize(rows, output.run_dir, output.evaluations, plan, best_save, harm, **ways):
+    has_save = bool(list_saves(files.saves))  # an evaluation alone (train.steps: 0) makes none
+    for line in summarize(rows, output.run_dir, output.evaluations, plan, best_save, harm, **ways, has_save=has_save):
         show(f"  {line}")
     return 0
 

@@ -112,12 +112,13 @@ def _rewarded(corpus: Corpus, part: slice) -> str:
 
 
 def _name(data: DataConfig, corpus: Corpus, number: int, *, is_good: bool) -> str:
-    """Return what a document is called. is_good: of an answer that is labelled."""
+    """Return what a document is called. is_good: of a labelled answer; of a mismatched one, whether there is one."""
     record = f"{number // 2 + 1} of {corpus.num_documents // 2}"
     if data.in_pairs:
         return f"pair {record}, {('chosen', 'rejected')[number % 2]}"
     if data.is_labelled:
-        return f"answer {record}, {'mismatched' if number % 2 else 'good' if is_good else 'bad'}"
+        names = ("without one to another prompt", "mismatched") if number % 2 else ("bad", "good")
+        return f"answer {record}, {names[is_good]}"
     return f"{'text' if corpus.loss_weights is None else 'sequence'} {number + 1} of {corpus.num_documents}"
 
 

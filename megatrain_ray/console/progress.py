@@ -158,8 +158,9 @@ def describe_evaluation(row: Mapping[str, Any]) -> str:
 def describe_held_out_loss(row: Mapping[str, Any]) -> str:
     """Return the numbers of a row of evaluations. A number that is not finite may have been stored as null."""
     loss = math.nan if row["eval_loss"] is None else row["eval_loss"]
-    perplexity = math.nan if row.get("perplexity") is None else row["perplexity"]
-    quality = _of_answers(row, "eval_") or f"  perplexity {perplexity:.5g}"
+    quality = _of_answers(row, "eval_")
+    if not quality and "perplexity" in row:
+        quality = f"  perplexity {math.nan if row['perplexity'] is None else row['perplexity']:.5g}"
     return (
         f"eval_loss {loss:.4f}{quality}  {format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
     )

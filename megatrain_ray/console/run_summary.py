@@ -20,14 +20,15 @@ CLEAR_RISE = 1.1  # times the first loss: batches differ by less
 def summarize(
     rows: Rows, run_dir: Path, evaluations: Rows = (), plan: Plan | None = None,
     best_save: int | None = None, harm: str | None = None, *, chats: bool = False,
-    generates: bool = True,
+    generates: bool = True, has_save: bool = True,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the summary.
 
     `rows` are of one process. Its first step includes compilation and counts in no median. `evaluations` are of the
     whole run. `plan` is that of these steps; None if it cannot be read.
     `best_save` is the step of the save with the least held-out loss. `harm` says that training raised that loss.
-    `chats`: whether the model learned chats. `generates`: whether it is no reward model.
+    `chats`: whether the model learned chats. `generates`: whether it is no reward model. `has_save`: whether some save
+    is there.
     """
     if rows:
         yield from _describe_steps(rows)
@@ -38,7 +39,7 @@ def summarize(
         yield from _describe_evaluations(evaluations)
     if harm := harm if evaluations else _describe_rise(rows):
         yield f"warning   {harm}; a lower train.lr may help"
-    if rows or evaluations:
+    if has_save and (rows or evaluations):
         asked = "--chat" if chats else '"PROMPT"'
         first = f"megatrain generate {run_dir} {asked}, " if generates else ""
         yield f"next      {first}megatrain export {run_dir} OUT_DIR"

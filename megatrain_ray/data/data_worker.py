@@ -82,6 +82,19 @@ def count_data(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> Dat
     return DataCounts.of(tokens, open_windows(data, tokens, vocab_size, whole=False))
 
 
+def check_prompts(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> None:
+    """Raise ConfigError if all labelled answers of a source are to one prompt (preferences.with_mismatched)."""
+    for name, folder in zip(sources_of(data), tokens, strict=True):
+        corpus = open_corpus(name, folder, vocab_size)
+        assert corpus.loss_weights is not None  # answers are chats
+        start, size = corpus.document_lengths[:2]
+        if (corpus.loss_weights[start : start + size] < 0).any():
+            raise ConfigError(
+                f"data.path: all answers of {name} are to one prompt, and kto compares them with answers to another "
+                "one; give records of two prompts or more, or set train.objective: apo_zero_unpaired"
+            )
+
+
 @dataclass(frozen=True)
 class HeldOutData:
     """Describes the held-out data before it is opened.

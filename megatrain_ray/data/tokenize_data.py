@@ -33,7 +33,7 @@ from megatrain_ray.io.rollouts.encode_rollouts import RolloutRecipe
 from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
-from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus
+from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus, read_meta
 from megatrain_ray.io.tokens.tokenizer import (
     ByteTokenizer,
     FolderTokenizer,
@@ -53,7 +53,7 @@ def tokenize(
 ) -> tuple[Path, ...]:
     """Return the folder of tokens of each source, made if it is missing: in the user's cache, or else in `run_dir`.
 
-    reports: print what became of the records of those that are made.
+    reports: print what became of the records, also of those that an earlier start has made tokens of.
 
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
@@ -273,6 +273,8 @@ def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path, report
         if found:
             open_corpus(name, found, vocab_size)  # checks the ids, which are checked as they are written otherwise
             mark_used(found)
+            if reports and (meta := read_meta(found)) and meta.report[1:]:
+                say(f"the tokens of {name} are in the cache: {meta.report[0]}", *meta.report[1:])
             return found
     with writable_cache(run_dir) as root:
         with _reports(name, reports) as reporter:

@@ -14,7 +14,7 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.ray_cluster import Daemons
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.data.data_worker import HeldOutData, count_data, naming_held_out, open_stream
+from megatrain_ray.data.data_worker import HeldOutData, check_prompts, count_data, naming_held_out, open_stream
 from megatrain_ray.data.tokenize_data import ALL_IDS, tokenize
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.running_evaluation import Keep
@@ -82,7 +82,9 @@ def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startu
     startup.tell("reading data")
     tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
     limit = vocab_size or ALL_IDS
-    training = tokenize(config.data, config.tokenizer, limit, run_dir)
+    training, needs_prompts = tokenize(config.data, config.tokenizer, limit, run_dir), config.train.objective == "kto"
+    if needs_prompts:
+        check_prompts(config.data, training, limit)
     counts = count_data(config.data, training, limit)
     if rollouts := config.train.rollouts:  # each answer is a row
         counts = replace(counts, num_rows=counts.num_rows * rollouts.group_size)
@@ -93,7 +95,10 @@ def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startu
         say("there are held-out data, and eval_every is 0: nothing is evaluated")
         return DataTokens(counts, training, None)
     with naming_held_out(held_out):
-        return DataTokens(counts, training, tokenize(held_out, config.tokenizer, limit, run_dir))
+        evaluated = tokenize(held_out, config.tokenizer, limit, run_dir)
+        if needs_prompts:
+            check_prompts(held_out, evaluated, limit)
+    return DataTokens(counts, training, evaluated)
 
 
 def check_position(config: TrainConfig, tokens: DataTokens, vocab_size: int | None, manifest: Manifest | None) -> None:

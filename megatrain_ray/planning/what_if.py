@@ -76,6 +76,9 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
     """Yield lines on duration and cost of all steps, bytes of saves, time of a stop, and spilled bytes."""
     if (run := run_of(config, plan, price_per_hour)) is None:
         return
+    if run.steps == 0:
+        yield "run       no updates: train.steps: 0 only evaluates"
+        return
     price = "" if run.cost is None else f", {run.cost:.2f} at {run.price_per_hour:g} an hour"
     assert plan.prediction is not None
     speed = f"{format_count(_tokens(plan) / plan.prediction.step_s)} tokens/s"

@@ -12,6 +12,7 @@ from typing import Any
 
 from loky.backend.context import get_context
 
+from megatrain_ray.config.train_groups import RolloutsConfig
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.errors import ConfigError, DeadlineError, MegatrainError
 from megatrain_ray.io.chat.conversation_formats import LARGEST_NUMBER
@@ -99,6 +100,11 @@ class RewardProcess:
             os.kill(self._process.pid, signal.SIGKILL)  # loky's processes have no method for it
         self._process.join(DEADLINE_S)
         self._pipe.close()
+
+
+def check_rewards(settings: RolloutsConfig) -> None:
+    """Raise ConfigError as RewardProcess if a function is not there."""
+    RewardProcess(settings.rewards, settings.timeout_s).close()
 
 
 def _serve(pipe: Connection, parent: int, rewards: list[str | Mapping[str, str]]) -> None:

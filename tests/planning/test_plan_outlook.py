@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from megatrain_ray.cli import main
+from megatrain_ray.config.yaml_file import load_config
+from megatrain_ray.engine.plan.plan import Plan
+from megatrain_ray.planning.what_if import run_lines
 from megatrain_ray.units import format_bytes
 from tests.support.runs import cli_here, config, write_config
 
@@ -127,6 +130,9 @@ def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[s
     assert " every 100 steps: " in saves
     assert " written " in saves
     needed = found["run"]["stop_wait_s"]
+    evaluates = load_config(path, ["train.steps=0", "data.eval_path=held.txt", "eval_every=1"])
+    of_none = run_lines(evaluates, Plan.from_json(json.dumps(found["plan"])), None)
+    assert list(of_none) == ["run       no updates: train.steps: 0 only evaluates"]
     assert stop.startswith(f"stop      up to {needed} s from a signal to the end of the last save, at 3 GB/s: ")
     assert stop.endswith(f"RAY_JOB_STOP_WAIT_TIME_S={needed}")
     without = shown(capsys, str(path), *LIMITS, "save_every=null").splitlines()[-1]

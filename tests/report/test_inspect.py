@@ -205,6 +205,10 @@ def test_the_last_and_the_best_evaluation_are_named_at_the_end() -> None:
     of_chats = following.replace('"PROMPT"', "--chat")
     assert list(summarize([], Path("runs/x"), rows[-1:], chats=True)) == [last, of_chats]
     assert "nan" in next(summarize([], Path("runs/x"), [evaluation(4, None)]))
+    of_good = {
+        key: value for key, value in evaluation(4, 0.5).items() if key != "perplexity"
+    }  # no bad answers, no margin
+    assert next(summarize([], Path("runs/x"), [of_good])).endswith("eval_loss 0.5000  1.00k tokens in 2s")
     rows = [evaluation(0, 6.5), evaluation(4, 28.5)]
     ruined = list(summarize([], Path("runs/x"), rows, harm=describe_harm(rows)))
     assert ruined[1:3] == [
@@ -232,6 +236,9 @@ def test_what_is_said_at_the_end() -> None:
         'next      megatrain generate runs/x "PROMPT", megatrain export runs/x OUT_DIR',
     ]
     assert list(summarize([], Path("runs/x"))) == []
+    assert list(summarize([], Path("runs/x"), [evaluation(0, 5.0)], has_save=False))[1:] == [], (
+        "nothing to generate with"
+    )
     rising = [row | {"loss": loss} for row, loss in zip(rows, (6.5, 7.0, 9.0, 28.5), strict=True)]
     warning = "warning   training loss rose from 6.5000 to 28.5000; a lower train.lr may help"
     assert warning in list(summarize(rising, Path("runs/x")))

@@ -102,8 +102,10 @@ def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Trai
         ({"group_size": 3}, "train.batch_size: 16 answers are no whole groups of train.rollouts.group_size: 3"),
     )
     for changes, message in cases:
-        done = cli_here("train", str(prepare(tmp_path, "bad", reward_weights=None, **changes)))
-        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+        path = str(prepare(tmp_path, "bad", reward_weights=None, **changes))
+        for command in ("train", "plan")[: 1 if "max_new_tokens" in changes else 2]:  # a plan reads no data
+            done = cli_here(command, path)
+            assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     failing = train(str(prepare(tmp_path, "failing", reward_weights=None, rewards=[f"{own}:fails"])))
     assert (failing.returncode, "reward function fails failed: ZeroDivisionError" in failing.stderr) == (1, True)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_worker import open_stream
+from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME
+from megatrain_ray.io.tokens.token_files import Corpus, open_corpus
 from megatrain_ray.trainer import compute_logprobs, tokenize_all
 from tests.support.in_process import Train
 from tests.support.runs import assert_equals_reference, cli_here, config, losses, rows, write_config
@@ -62,8 +67,13 @@ def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was
         assert (alone.returncode, "log-probabilities: " in alone.stderr) == (0, False), alone.stderr
         for key in ("eval_loss", "eval_reward_margin", "eval_kl"):
             assert json.loads(alone.stdout)[key] == evaluations[-1][key]
+        lines = cli_here("logprobs", str(path), "--json").stdout.splitlines()
         settings, data = tokenize_all(load_config(path), 257, run_dir, Startup())
         found = compute_logprobs(None, settings, data, run_dir)
+    for line, tokens, folder in zip(
+        lines, (*data.training, *data.held_out), (*found.training, *found.held_out), strict=True
+    ):
+        assert_means(json.loads(line), open_corpus("", tokens, 257), np.fromfile(folder / LOGPROBS_NAME, "<f4"))
     stream = open_stream(settings.data, data.training, 257, 4, found.training)
     batches = [as_tensors(stream.next_batch()) for _ in range(STEPS)]
     assert_equals_reference(run_dir, tree, tmp_path / "export", batches)
@@ -75,3 +85,18 @@ def test_a_run_on_labelled_answers_equals_the_reference_and_goes_on_where_it_was
     for row, same in zip(rows(tmp_path / "two"), first, strict=True):
         for key in ("loss", "kl", "grad_norm"):
             assert row[key] == pytest.approx(same[key], rel=1e-5, abs=1e-6)
+
+
+def assert_means(row: dict[str, Any], corpus: Corpus, logprobs: NDArray[np.float32]) -> None:
+    """Assert that a row of `megatrain logprobs` has means of good and bad answers, and of mismatched ones apart."""
+    assert corpus.loss_weights is not None
+    ends = np.cumsum(corpus.document_lengths)[:-1]
+    kinds: dict[str, list[float]] = {"good": [], "bad": [], "mismatched": []}
+    documents = zip(np.split(corpus.loss_weights, ends), np.split(logprobs, ends), strict=True)
+    for number, (weights, values) in enumerate(documents):
+        kind = "mismatched" if number % 2 else "good" if weights.sum() > 0 else "bad"
+        kinds[kind] += values[weights != 0].tolist()
+    for kind, found in kinds.items():
+        assert row[kind] == {"targets": len(found), "mean_logprob": pytest.approx(sum(found) / len(found))}
+    whole = kinds["good"] + kinds["bad"]
+    assert (row["targets"], row["mean_logprob"]) == (len(whole), pytest.approx(sum(whole) / len(whole)))

@@ -164,7 +164,7 @@ def told(
     return lambda: capsys.readouterr().err.splitlines()
 
 
-def test_it_says_once_what_became_of_the_records(
+def test_it_says_at_each_start_what_became_of_the_records(
     recipe: ChatRecipe, tmp_path: Path, told: Callable[[], list[str]]
 ) -> None:
     tokens_of(data_of(recipe), tmp_path)
@@ -173,7 +173,8 @@ def test_it_says_once_what_became_of_the_records(
     assert second == "3 records: 2 sequences, 15 tokens, 8 of them learned"
     assert third == f"1 without an assistant turn, dropped ({tmp_path / 'a.jsonl'}, line 2)"
     tokens_of(data_of(recipe), tmp_path)
-    assert told() == []
+    named = f"the tokens of {tmp_path / 'a.jsonl'}, {tmp_path / 'b.jsonl'} are in the cache: "
+    assert told() == [named + second, third]
 
 
 def test_sources_with_weights_and_a_named_data_set(

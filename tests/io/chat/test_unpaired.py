@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.data.data_worker import check_prompts, open_stream
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.batching.batch import LABELS
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.preferences import UnpairedLayout
@@ -90,18 +92,23 @@ def test_the_column_of_labels_of_llama_factory(tmp_path: Path) -> None:
     assert (conversation.messages[-1]["content"], is_good) == ("A", False)
 
 
-def documents(folder: Path, texts: Sequence[str], **settings: Any) -> list[tuple[str, str]]:
-    """Return the documents of records "prompt answer", and the sign of each token's loss weight."""
+def data_of(folder: Path, texts: Sequence[str], **settings: Any) -> DataConfig:
+    """Return the data of records "prompt answer"."""
     records = [dict(zip(("prompt", "completion"), text.split(), strict=True)) for text in texts]
     lines = (json.dumps(record | {"label": "b" not in record["completion"]}) for record in records)
     (folder / "answers.jsonl").write_text("\n".join(lines))
     (folder / "plain.jinja").write_text(PLAIN)
-    data = DataConfig.model_validate(
+    return DataConfig.model_validate(
         {
             "kind": "unpaired", "path": str(folder / "answers.jsonl"), "tokenizer": "bytes", "seq_len": 7,
             "chat_template": str(folder / "plain.jinja"), **settings,
         }
     )  # fmt: skip
+
+
+def documents(folder: Path, texts: Sequence[str], **settings: Any) -> list[tuple[str, str]]:
+    """Return the documents of such records, and the sign of each token's loss weight."""
+    data = data_of(folder, texts, **settings)
     corpus = open_corpus("answers", *tokens_of(data, folder), 257)
     ends = np.cumsum(corpus.document_lengths)[:-1]
     assert corpus.loss_weights is not None
@@ -122,5 +129,16 @@ def test_each_prompt_comes_with_an_answer_to_another_one(tmp_path: Path) -> None
     ]  # fmt: skip
     dropped = documents(tmp_path, ["q a", "qqqqqq c", "q bbbbbbbb"], truncation="drop")
     assert dropped == [("qa.", "0++"), ("qc.", "0++"), ("qqqqqqc.", "000000++"), ("qqqqqqa.", "000000++")]
-    with pytest.raises(ConfigError, match="2 labelled answers to one prompt"):
-        documents(tmp_path, ["q a", "q b"])
+
+
+def test_only_kto_refuses_answers_to_one_prompt(tmp_path: Path) -> None:
+    """They then come with themselves, whose loss weights are negative."""
+    assert documents(tmp_path, ["q a", "q b"]) == [("qa.", "0++"), ("qa.", "0--"), ("qb.", "0--"), ("qb.", "0--")]
+    data = data_of(tmp_path, ["q a", "q b"])
+    tokens = tokens_of(data, tmp_path)
+    batch = open_stream(data, tokens, 257, 1).next_batch()
+    assert batch.columns[LABELS].tolist() == [[1, 1, 0, -1, -1, 0, 0]]
+    with pytest.raises(ConfigError, match=r"all answers of .*answers\.jsonl are to one prompt, and kto compares"):
+        check_prompts(data, tokens, 257)
+    data = data_of(tmp_path, ["q a", "r b"])
+    check_prompts(data, tokens_of(data, tmp_path), 257)
