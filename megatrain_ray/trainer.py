@@ -39,6 +39,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, naming_reference, pass_config
 from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
+from megatrain_ray.export.online_reference import open_reference
 from megatrain_ray.export.teacher import find_teacher
 from megatrain_ray.io.batching.data_counts import num_records
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
@@ -153,7 +154,10 @@ class Trainer:
             _report_formats(run_spec.plan, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
             weighted = any(map(is_weighted, data.training))
-            run_spec = replace(run_spec, weighted=weighted, keeps_logprobs=self._pass is not None, teacher=teacher)
+            run_spec = replace(
+                run_spec, weighted=weighted, keeps_logprobs=self._pass is not None, teacher=teacher,
+                reference=stack.enter_context(open_reference(run.config, run_spec)),
+            )  # fmt: skip
             if manifest is not None:
                 run.report_resume(manifest)
             elif rows := run.rows():
@@ -228,7 +232,7 @@ class Trainer:
         teacher: as for compute_logprobs.
         """
         name = run.config.train.reference_model
-        if name is None:
+        if name is None or run.config.train.rollouts:  # answers that are sampled later get theirs then
             return LogprobFolders()
         role = "teacher" if teacher else "reference"
         startup.tell(f"log-probabilities of the {role} ({name})")

@@ -12,7 +12,7 @@ import torch
 
 from megatrain_ray.engine.objectives.logprob_objective import Documents, LogprobLoss, LogprobTargets, Mean
 from megatrain_ray.io.batching.batch import BatchCounts
-from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, SAMPLER_LOGPROB
+from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, OLD_LOGPROBS, REFERENCE_LOGPROBS, SAMPLER_LOGPROB
 
 MOST_LOG_RATIO = 20.0  # as in verl: exp of 89 is infinite, whose gradient is NaN even where the loss is clipped
 PolicyLevel = Literal["token", "sequence"]
@@ -42,12 +42,13 @@ class PolicyObjective:
         documents, learned = targets.documents, targets.ids.flatten() != IGNORED
         assert documents is not None  # the data are rollouts
         sampled, advantages = targets.columns[SAMPLER_LOGPROB].flatten(), targets.columns[ADVANTAGE].flatten()
-        reference = None if targets.reference is None else targets.reference.flatten()
+        reference = _flat(targets.columns.get(REFERENCE_LOGPROBS, targets.reference))
+        old_model = _flat(targets.columns.get(OLD_LOGPROBS, targets.reference))  # read only with a correction
         # A token that the sampler gave no log-probability has the policy's own: its ratio is 1.
-        sampled = torch.where(sampled.isnan(), logprobs if self.correction is None else _given(reference), sampled)
+        sampled = torch.where(sampled.isnan(), logprobs if self.correction is None else _given(old_model), sampled)
         old, correction = sampled, None
         if self.correction is not None:
-            old = _given(reference)
+            old = _given(old_model)
             correction = self._corrected((old - sampled).masked_fill(~learned, 0.0), documents)
         lengths = documents.sums(learned.float())
         leaf = logprobs.detach().requires_grad_()
@@ -106,6 +107,10 @@ class PolicyObjective:
 def _k3(differences: torch.Tensor) -> torch.Tensor:
     """Return the estimate of a KL divergence that J. Schulman calls k3. differences: log r of each token."""
     return differences.exp() - differences - 1
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.flatten()
 
 
 def _given(reference: torch.Tensor | None) -> torch.Tensor:

@@ -35,9 +35,11 @@ from megatrain_ray.engine.plan.residency import Residency, residency_of
 from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, forward_visits
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
+from megatrain_ray.engine.step.reference_weights import ReferenceWeights
 from megatrain_ray.engine.step.sampler import Completion, Prompt, Sampler, SamplingParams
 from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
+from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
 from megatrain_ray.errors import MegatrainError, first_failure
@@ -203,6 +205,26 @@ class Engine:
         return await self._evaluate(
             micro_batches, generation, of_chunk, lambda values: self.ranks.gather(values.flatten()).cpu()
         )
+
+    async def reference_logprobs(self, micro_batches: Sequence[MicroBatch], weights: WeightSource) -> torch.Tensor:
+        """Return the log-probability of every target by a reference of the same structure, as `logprobs` does.
+
+        weights: of the reference. Each layer is read from there once, for all micro-batches. Call between steps.
+        """
+        order = forward_visits(len(self.plan.layers), len(micro_batches), LoopOrder.LAYERS_OUTER)
+        dtype, num_threads = self.plan.precision.working_dtype, self.plan.compute.num_threads
+
+        def run() -> torch.Tensor:
+            source = ReferenceWeights(self.device, self.model.layout, dtype, weights, order, num_threads)
+            try:
+                found = self.evaluator.run(micro_batches, order, target_logprobs, source)
+            finally:
+                self.model.forget(source.memory)
+            return self.ranks.gather(found.flatten()).cpu()
+
+        found = await self.on_compute_thread(run)
+        await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited
+        return found
 
     async def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, generation: int) -> list[Completion]:
         """Return a completion of each prompt by this generation's weights, all computed together.

@@ -8,27 +8,34 @@ from contextlib import ExitStack
 import torch
 
 from megatrain_ray.engine.device.device import Device
+from megatrain_ray.engine.gradients.interfaces import LayerSource
 from megatrain_ray.engine.layer_calls.forward_pass import ForwardPass
 from megatrain_ray.engine.model.chunked_loss import OfChunk, Targets, score_chunks
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.plan.schedule import Phase, Visit
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
-from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
 from megatrain_ray.virtual_clock import Op
 
 
 class Evaluator:
     """Runs forwards in evaluation mode, keeping nothing for a backward. Compute thread only."""
 
-    def __init__(self, device: Device, model: BoundModel, streamer: LayerStreamer, chunk_tokens: int) -> None:
+    def __init__(self, device: Device, model: BoundModel, streamer: LayerSource, chunk_tokens: int) -> None:
         self._device = device
         self._model = model
         self._streamer = streamer
         self._chunk_tokens = chunk_tokens
         self.current_phase = ""  # empty while nothing is evaluated; read by other threads
 
-    def run(self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit], of_chunk: OfChunk) -> torch.Tensor:
-        """Return what `of_chunk` makes of the scores of every chunk, joined in the order of tokens, on the device."""
+    def run(
+        self, micro_batches: Sequence[MicroBatch], visits: Sequence[Visit], of_chunk: OfChunk,
+        weights: LayerSource | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return what `of_chunk` makes of the scores of every chunk, joined in the order of tokens, on the device.
+
+        weights: provides the weights of the visits; None: those that are trained.
+        """
+        source = weights or self._streamer
         passes = self._model.forward_passes(micro_batches)
         targets = [micro_batch.uploaded_targets(self._device.upload) for micro_batch in micro_batches]
         found: dict[int, torch.Tensor] = {}  # by micro-batch
@@ -37,7 +44,7 @@ class Evaluator:
                 self.current_phase = (
                     f"evaluation, {visit.phase.value} of {self._model.structure.layers[visit.layer].name}"
                 )
-                with self._streamer.layer(visit.index) as regions, self._model.weights.bound(regions):
+                with source.layer(visit.index) as regions, self._model.weights.bound(regions):
                     for j in visit.micro_batches:
                         if visit.layer == 0:
                             passes[j].start()

@@ -140,6 +140,13 @@ class BoundModel:
         with module.template.bound(parameters, module.positions):
             yield module.function, parameters
 
+    def forget(self, memory: torch.Tensor) -> None:
+        """Drop the views into `memory`, which is about to be freed, that earlier calls have bound."""
+        addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+        for module in self._modules.values():
+            for bound in [bound for bound in module.parameters if any(start in addresses for start in bound)]:
+                del module.parameters[bound]
+
     def saving(self, *paths: str, kept: list[torch.Tensor] | None = None) -> AbstractContextManager[None]:
         """Return the context in which graphs of calls of these modules are built (WeightBindings.saving)."""
         fragments = [fragment for path in paths for fragment in self._modules[path].fragments]

@@ -119,6 +119,8 @@ class WeightBindings:
 
     @contextmanager
     def bound(self, regions: Mapping[FragmentId, torch.Tensor]) -> Iterator[None]:
+        """Bind fragments for the block, also such as live on the device with other values."""
+        resident = {fragment: self._regions[fragment] for fragment in regions if fragment in self._regions}
         self._regions.update(regions)
         self._visiting = regions
         try:
@@ -127,6 +129,7 @@ class WeightBindings:
             self._visiting = {}
             for fragment in regions:
                 del self._regions[fragment]
+            self._regions.update(resident)
 
     def addresses(self, fragments: Sequence[FragmentId]) -> tuple[int, ...]:
         """Return where these fragments begin. While that stays the same, their parameters are the same views."""

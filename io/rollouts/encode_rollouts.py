@@ -54,9 +54,13 @@ class RolloutRecipe:
     choice: RecordChoice = ALL_RECORDS
     scale_rewards: ScaleRewards = "group"
     drops_unfinished: bool = False
+    compared: tuple[str, ...] = ()  # keys of `Rollout.compared` that become columns, which all records have
 
     has_weights: ClassVar[bool] = True
-    columns: ClassVar[tuple[str, ...]] = COLUMNS
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return COLUMNS + self.compared
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -65,7 +69,7 @@ class RolloutRecipe:
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
-            "rewards": [self.scale_rewards, self.drops_unfinished],
+            "rewards": [self.scale_rewards, self.drops_unfinished, *self.compared],
             **load_tokenizer(self.tokenizer).extension,
             **self.choice.settings(),
         }
@@ -77,7 +81,9 @@ class RolloutRecipe:
         """
         assert tokenizer is not None
         scored = advantages_of((record for _, record in self._records()), self.scale_rewards)
-        work = RolloutEncoder(tokenizer, self.template, self.seq_len, self.truncation, self.drops_unfinished)
+        work = RolloutEncoder(
+            tokenizer, self.template, self.seq_len, self.truncation, self.drops_unfinished, self.compared
+        )
         given = (  # make_tokens tells that a file has grown meanwhile
             (location, (as_written(location, record), float(advantage)))
             for (location, record), advantage in zip(self._records(), scored, strict=False)
@@ -107,12 +113,13 @@ class RolloutEncoder:
     """Encodes a rollout as one sequence of at most `max_tokens`. Picklable, so that other processes can run it.
 
     The sequence has COLUMNS: the advantage of each token of the answer, and its log-probability by the sampler, NaN
-    where it is not known. In place of the advantage of the first token, which is never a target, stands the reward.
+    where it is not known. Then come those that `compared` names. In place of the advantage of the first token, which is
+    never a target, stands the reward.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate, max_tokens: int, truncation: Truncation = "turn",
-        drops_unfinished: bool = False,
+        drops_unfinished: bool = False, compared: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self._tokenizer = with_ends_of(template, tokenizer)
         self._template = template
@@ -120,6 +127,7 @@ class RolloutEncoder:
         self._max_tokens = max_tokens
         self._truncation = truncation
         self._drops_unfinished = drops_unfinished
+        self._compared = compared
 
     def __call__(self, given: tuple[Any, float]) -> EncodedRecord:
         """Encode a record, with the advantage that it has if it gives none."""
@@ -130,9 +138,12 @@ class RolloutEncoder:
             _check_lengths(rollout, answer.size)
             if not answer.size:
                 return EncodedRecord([], [RecordOutcome.NOTHING_LABELLED])
-            learned, columns = np.zeros(ids.size, WEIGHT_TYPE), np.zeros((len(COLUMNS), ids.size), WEIGHT_TYPE)
+            num_columns = len(COLUMNS) + len(self._compared)
+            learned, columns = np.zeros(ids.size, WEIGHT_TYPE), np.zeros((num_columns, ids.size), WEIGHT_TYPE)
             columns[0, answer] = advantage if rollout.advantage is None else rollout.advantage
             columns[1, answer] = math.nan if rollout.logprobs is None else rollout.logprobs
+            for number, key in enumerate(self._compared, len(COLUMNS)):
+                columns[number, answer] = rollout.compared[key]
             learned[answer] = 1 if rollout.mask is None else rollout.mask
         except RecordError as error:
             return EncodedRecord([], [], str(error))
@@ -178,7 +189,7 @@ class RolloutEncoder:
 
 def _check_lengths(rollout: Rollout, num_tokens: int) -> None:
     """Raise RecordError if the record has numbers for another number of tokens than its answer has."""
-    given = {"logprobs": rollout.logprobs, "mask": rollout.mask, "advantage": rollout.advantage}
+    given = {"logprobs": rollout.logprobs, "mask": rollout.mask, "advantage": rollout.advantage} | {**rollout.compared}
     for key, values in given.items():
         if isinstance(values, np.ndarray) and values.size != num_tokens:
             raise RecordError(

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from megatrain_ray.io.chat.conversation_formats import LARGEST_NUMBER, PROMPT_COMPLETION, Conversation, check_keys
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, check_unicode, numbers_under
+from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS, REFERENCE_LOGPROBS
 
 IDS = "prompt_ids", "completion_ids"
 KEYS = (
     "prompt", "completion", *IDS, "logprobs", "reward", "advantage", "group", "mask", "ended", "system", "tools",
+    REFERENCE_LOGPROBS, OLD_LOGPROBS,
 )  # fmt: skip
 MOST_LOGPROB = 1e-3  # samplers round, so that a certain token may have a little more than 0
 
@@ -35,6 +37,7 @@ class Rollout(NamedTuple):
     group: what tells the answers to one prompt from others.
     names_group: whether the record names its group. Otherwise that is its prompt.
     ended: False: the sampler cut the answer off.
+    compared: further log-probabilities of each token, by key, as a run writes them of its own answers.
     """
 
     asked: Conversation | None
@@ -49,6 +52,7 @@ class Rollout(NamedTuple):
     group: str
     names_group: bool
     ended: bool
+    compared: Mapping[str, NDArray[np.float32]]
 
 
 def read_rollout(record: Any) -> Rollout:
@@ -77,8 +81,10 @@ def read_rollout(record: Any) -> Rollout:
         raise RecordError("expected a reward or an advantage, got neither")
     return Rollout(
         asked, answered, check_unicode(text, "completion") if isinstance(text, str) else None,
-        _ids(fields, "prompt_ids"), _ids(fields, "completion_ids"), _logprobs(fields), _mask(fields), advantage, reward,
+        _ids(fields, "prompt_ids"), _ids(fields, "completion_ids"), _logprobs(fields, "logprobs"), _mask(fields),
+        advantage, reward,
         json.dumps(prompt if group is None else group, sort_keys=True, default=str), group is not None, ended,
+        {key: found for key in (REFERENCE_LOGPROBS, OLD_LOGPROBS) if (found := _logprobs(fields, key)) is not None},
     )  # fmt: skip
 
 
@@ -93,16 +99,16 @@ def _ids(fields: Mapping[str, Any], key: str) -> NDArray[np.uint32] | None:
     return numbers.astype(np.uint32)
 
 
-def _logprobs(fields: Mapping[str, Any]) -> NDArray[np.float32] | None:
-    given = fields.get("logprobs")
+def _logprobs(fields: Mapping[str, Any], key: str) -> NDArray[np.float32] | None:
+    given = fields.get(key)
     if isinstance(given, list):  # samplers write null where they know none
-        fields = {**fields, "logprobs": [math.nan if value is None else value for value in given]}
-    numbers = numbers_under(fields, "logprobs", "numbers", "iuf")
+        fields = {**fields, key: [math.nan if value is None else value for value in given]}
+    numbers = numbers_under(fields, key, "numbers", "iuf")
     if numbers is None:
         return None
     if (wrong := np.flatnonzero((numbers > MOST_LOGPROB) | np.isinf(numbers))).size:
         at = int(wrong[0])
-        raise RecordError(f"logprobs: expected finite log-probabilities of 0 and less, token {at} has {numbers[at]}")
+        raise RecordError(f"{key}: expected finite log-probabilities of 0 and less, token {at} has {numbers[at]}")
     return numbers.astype(np.float32)
 
 

@@ -31,6 +31,9 @@ LENGTHS_NAME = "lengths.bin"
 MASK_NAME = "supervised.bin"  # loss weights that are all 0 or 1
 WEIGHTS_NAME = "loss_weights.bin"  # others, in place of the mask
 ADVANTAGE, SAMPLER_LOGPROB = "advantage", "sampler_logprob"  # columns of rollouts
+# Columns of answers that a run has sampled, and keys of their records: log-probabilities by the reference, and by the
+# model before the sampling's first update.
+REFERENCE_LOGPROBS, OLD_LOGPROBS = "reference_logprobs", "old_logprobs"
 ID_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}  # by bytes of an id on disk
 LENGTH_TYPE = np.dtype("<i8")
 MASK_TYPE = np.dtype("?")

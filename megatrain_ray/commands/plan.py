@@ -75,7 +75,7 @@ def reference_line(config: TrainConfig) -> Iterator[str]:
 
     Raises CapacityError if it does not fit, and ConfigError.
     """
-    if (name := config.train.reference_model) is None:
+    if (name := config.train.reference_model) is None or config.train.rollouts:
         return
     with (
         naming_reference(config.train) if name != "model" else nullcontext(),

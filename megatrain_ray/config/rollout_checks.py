@@ -24,11 +24,6 @@ def rollout_disagreements(config: Settings) -> Iterator[str]:
         yield f"train.objective: {train.objective} does not learn from rewards, and data.kind is prompts; set grpo"
     if config.hardware.num_gpus > 1:
         yield f"train.rollouts: goes with one GPU so far, and hardware.num_gpus is {config.hardware.num_gpus}; set 1"
-    if train.reference_model is not None:
-        yield (
-            "train.policy.beta, train.policy.correction and train.reference: go with recorded answers (data.kind: "
-            "rollouts) so far, and data.kind is prompts; leave them out"
-        )
     if any(weight_of(source) is not None for source in listed(data.path)):
         yield "data.path: weights go with other kinds than prompts; give the files without weights"
     yield from _number_disagreements(config, rollouts)

@@ -113,7 +113,8 @@ class PolicyConfig(Group):
     """dr_grpo: a constant in place of the answers' lengths; null: data.seq_len."""
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     """Multiplies losses by the ratio of old to the sampler's probabilities, of a token or an answer: bounded, or 0
-    outside of the bounds. Then the old ones are by train.reference. null: they are the sampler's."""
+    outside of the bounds. Then the old ones are by train.reference, or, of a run's own answers, by the model before
+    it learns from them. null: they are the sampler's."""
     correction_min: Positive | None = None
     """Least ratio of the correction; null: 0."""
     correction_max: Positive | None = 3.0
@@ -241,7 +242,7 @@ class OptimizationConfig(Group):
     def compares(self) -> bool:
         """Return whether the objective compares the model with a reference."""
         if self.objective == "grpo":
-            return self.policy.beta > 0 or self.policy.correction is not None
+            return self.policy.beta > 0 or (self.policy.correction is not None and self.rollouts is None)
         return self.objective in ("dpo", "ipo", "hinge", *LABELLED)
 
     @property

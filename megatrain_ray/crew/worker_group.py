@@ -25,6 +25,7 @@ from megatrain_ray.engine.weights.frozen_checksums import source_checksums, unre
 from megatrain_ray.engine.weights.saved_values import names_of
 from megatrain_ray.errors import DeadlineError, LostProcessError, MegatrainError
 from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.rollouts.answer_scores import SampledAnswer
 from megatrain_ray.run.run_processes import DATA, GPU
 from megatrain_ray.workers.messages import Progress
 
@@ -179,6 +180,10 @@ class WorkerGroup(Supervisor):
     def sample(self, step: int, prompts: list[Prompt], sampling: SamplingParams) -> Any:
         """Submit prompts to be answered after a step; the result answers the first of them, as many as fit."""
         return self.group.ask("sample", step, prompts, sampling)
+
+    def score(self, step: int, answers: list[SampledAnswer]) -> Any:
+        """Submit answers whose log-probabilities are to be computed after a step, in the same way."""
+        return self.group.ask("score", step, answers)
 
     def position_after(self, step: int) -> Any:
         """Ask the data process for the position of the data after the batch of a step; return the call."""

@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.tokens.token_files import META_NAME, file_identity
+from megatrain_ray.io.tokens.token_files import META_NAME, OLD_LOGPROBS, REFERENCE_LOGPROBS, file_identity
 from megatrain_ray.read_file import parse_json
+
+
+def compared_logprobs(train: OptimizationConfig) -> tuple[str, ...]:
+    """Return which log-probabilities the answers of a sampling get before its first update, as keys of records."""
+    if train.rollouts is None:
+        return ()
+    needed = (REFERENCE_LOGPROBS, train.policy.beta > 0), (OLD_LOGPROBS, train.policy.correction is not None)
+    return tuple(key for key, is_needed in needed if is_needed)
 
 
 @dataclass(frozen=True)

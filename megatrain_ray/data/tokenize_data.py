@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -17,6 +18,7 @@ from megatrain_ray.console.logs import drawing_on, say
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_worker import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
+from megatrain_ray.data.rollout_stream import compared_logprobs
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import ChatTemplate, fitting_templates, load_chat_template
 from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
@@ -70,8 +72,10 @@ def tokenize_rollouts(config: TrainConfig, file: Path, vocab_size: int, root: Pa
     data = config.data.of_rollouts(file)
     with explained("make", root):
         root.mkdir(parents=True, exist_ok=True)
+    recipe = _recipe([str(file)], data, config.tokenizer, vocab_size)
+    assert isinstance(recipe, RolloutRecipe)
     with _reports(str(file), False) as reporter:
-        make_tokens(_recipe([str(file)], data, config.tokenizer, vocab_size), root, vocab_size, reporter)
+        make_tokens(replace(recipe, compared=compared_logprobs(config.train)), root, vocab_size, reporter)
 
 
 def cached_tokens(data: DataConfig, tokenizer: str, vocab_size: int) -> tuple[Path, ...] | None:

@@ -176,7 +176,7 @@ class Session:
                 )  # fmt: skip
             case Action.SAMPLE:
                 assert self._job.rollouts  # else the policy samples none
-                self._rollouts = self._job.rollouts.begin(self._progress.step, self._crew.sample)
+                self._rollouts = self._job.rollouts.begin(self._progress.step, self._crew.sample, self._crew.score)
             case Action.SAVE:
                 self._saves.begin(self._progress.step, self._progress.step, self._last_row)
                 self._saves.reached(self._progress)

@@ -49,6 +49,7 @@ class RunSpec:
     keeps_logprobs: whether an evaluation returns the log-probability of every target.
     teacher: what batches have of a teacher, or what an evaluation that keeps log-probabilities returns as well.
     scores_s: predicted seconds of the log-probabilities of a batch; None if there are steps.
+    reference: provides the weights of a reference that answers are compared with in the run; None: there is none.
     """
 
     config: TrainConfig
@@ -59,6 +60,7 @@ class RunSpec:
     keeps_logprobs: bool = False
     teacher: TopTokens | None = None
     scores_s: float | None = None
+    reference: ModelSource | None = None
 
     @property
     def is_aliased(self) -> bool:

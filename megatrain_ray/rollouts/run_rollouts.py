@@ -14,7 +14,7 @@ import numpy as np
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import RolloutsConfig
 from megatrain_ray.data.prompts import Prompts, answer_ends
-from megatrain_ray.data.rollout_stream import RolloutFiles
+from megatrain_ray.data.rollout_stream import RolloutFiles, compared_logprobs
 from megatrain_ray.data.tokenize_data import ALL_IDS, template_of, tokenize_rollouts
 from megatrain_ray.engine.step.sampler import Prompt, SamplingParams
 from megatrain_ray.errors import MegatrainError
@@ -24,6 +24,7 @@ from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remov
 from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
 from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.rollouts.answer_scores import SampledAnswer
 from megatrain_ray.rollouts.reward_functions import ANSWER, needs_answer
 from megatrain_ray.rollouts.reward_process import RewardProcess
 from megatrain_ray.rollouts.rollout_records import read_rollouts, summary_of
@@ -68,8 +69,15 @@ class RunRollouts:
         with explained("read", file):
             return first, summary_of(read_rollouts(file))
 
-    def begin(self, step: int, sample: Callable[[int, list[Prompt], SamplingParams], Any]) -> RunningRollouts:
-        """Begin the sampling after `step` updates. `sample`: submits prompts, and returns the call."""
+    def begin(
+        self, step: int, sample: Callable[[int, list[Prompt], SamplingParams], Any],
+        score: Callable[[int, list[SampledAnswer]], Any],
+    ) -> RunningRollouts:  # fmt: skip
+        """Begin the sampling after `step` updates.
+
+        sample, score: submit prompts to be answered, and answers whose log-probabilities are needed. They return the
+            call.
+        """
         sampling = self.sampling_params()
         prompts = self.prompts.draw(step // self.files.interval, self.files.num_prompts)
         tokenizer = load_tokenizer(self.config.tokenizer)
@@ -80,7 +88,10 @@ class RunRollouts:
         def submit(step: int, prompts: list[Prompt]) -> Any:
             return sample(step, prompts, sampling)
 
-        return RunningRollouts(submit, prompts, self.settings, self.config.train.seed, step, self.rewards, decode)
+        return RunningRollouts(
+            submit, prompts, self.settings, self.config.train.seed, step, self.rewards, decode,
+            score if compared_logprobs(self.config.train) else None,
+        )  # fmt: skip
 
     def commit(self, running: RunningRollouts, saved: Collection[int]) -> None:
         """Write the rollouts of a sampling, after which they are there, and delete the oldest ones.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatrain_ray.config.train_groups import RolloutsConfig
 from megatrain_ray.data.prompts import DrawnPrompt
 from megatrain_ray.engine.step.sampler import Completion, Prompt
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
+from megatrain_ray.rollouts.answer_scores import SampledAnswer
 from megatrain_ray.rollouts.reward_process import RewardProcess
 from megatrain_ray.rollouts.rollout_records import Record, rollout_record, summary_of, total_rewards
 
 Sample = Callable[[int, list[Prompt]], Any]  # submits prompts by step, and returns the call
+Score = Callable[[int, list[SampledAnswer]], Any]  # the same of answers
 
 
 class _Answer(NamedTuple):
@@ -29,12 +31,13 @@ class RunningRollouts:
 
     def __init__(
         self, sample: Sample, prompts: Sequence[DrawnPrompt], settings: RolloutsConfig, seed: int, step: int,
-        rewards: RewardProcess, decode: Callable[[list[int]], str],
+        rewards: RewardProcess, decode: Callable[[list[int]], str], score: Score | None = None,
     ) -> None:  # fmt: skip
         """Submit the prompts. A call answers as many of those that it is given as the device has room for.
 
         seed: of the random numbers, with the step, the prompt's number and the completion's number in its group.
         decode: returns the text of ids.
+        score: submits the answers whose log-probabilities go into the records; None: there are none to compute.
         """
         self.step = step
         self.records: list[Record] = []
@@ -42,8 +45,11 @@ class RunningRollouts:
         self._settings = settings
         self._rewards = rewards
         self._decode = decode
+        self._score = score
+        self._compared: Mapping[str, Sequence[list[float]]] = {}  # by key of records: of each answer
         self._start_s = time.monotonic()
-        self._sampling_s = 0.0
+        self._sampling_s = self._scoring_s = 0.0
+        self._is_asked = False  # whether the rewards are being computed, or are there
         answers = [
             _Answer(group, drawn, Prompt(drawn.ids, splitmix64_chain(seed, step, group, index) >> 1))
             for group, drawn in enumerate(prompts)
@@ -59,7 +65,7 @@ class RunningRollouts:
 
     @property
     def calls(self) -> list[Any]:
-        """Return the call under way; none once the completions are being rewarded."""
+        """Return the call under way: of a sampling or of scores; none once the completions are being rewarded."""
         return [] if self._call is None else [self._call]
 
     @property
@@ -73,19 +79,29 @@ class RunningRollouts:
         seconds = self._sampling_s or time.monotonic() - self._start_s
         return sum(len(completion.ids) for completion in self._completions.values()) / seconds
 
-    def take(self, completions: Sequence[Completion]) -> None:
-        """Take the result of the call, and submit what is left or have all of them rewarded."""
-        self._completions |= zip(self._left, completions, strict=False)
-        self._left = self._left[len(completions) :]
+    def take(self, found: Any) -> None:
+        """Take the result of the call, completions or scores, and begin what comes next: in the end the rewards."""
         self._call = None
+        if not self._left:
+            self._compared = found
+            self._scoring_s = time.monotonic() - self._start_s - self._sampling_s
+        else:
+            self._completions |= zip(self._left, found, strict=False)
+            self._left = self._left[len(found) :]
+            if not self._left:
+                self._sampling_s = time.monotonic() - self._start_s
+        if self._given_up:
+            return
         if self._left:
             self._submit()
+        elif self._score and not self._compared:
+            answers = [SampledAnswer(one.drawn.ids, self._completions[k].ids) for k, one in enumerate(self._answers)]
+            self._call = self._score(self.step, answers)
         else:
-            self._sampling_s = time.monotonic() - self._start_s
             self._ask()
 
     def give_up(self) -> None:
-        """Submit no more prompts. The call under way must still be waited for."""
+        """Submit nothing more. The call under way must still be waited for."""
         self._given_up = True
 
     def is_over(self, wait_s: float) -> bool:
@@ -95,7 +111,7 @@ class RunningRollouts:
         """
         if self._call is not None:
             return False
-        if self._left or self.records:
+        if self.records or not self._is_asked:
             return True
         scores = self._rewards.answer(wait_s)
         if scores is None:
@@ -105,21 +121,24 @@ class RunningRollouts:
             completion = self._completions[k]
             of_one = {name: values[k] for name, values in scores.items()}
             text = self._decode(completion.ids)
-            self.records.append(rollout_record(answer.drawn.ids, answer.group, completion, text, of_one, rewards[k]))
+            compared = {key: values[k] for key, values in self._compared.items()}
+            record = rollout_record(answer.drawn.ids, answer.group, completion, text, of_one, rewards[k])
+            self.records.append(record | compared)
         return True
 
     def summary(self) -> dict[str, float]:
         """Return what metrics have of the rollouts, once all are there."""
         return {
             **summary_of(self.records), "tokens_per_s": self.tokens_per_s, "sampling_s": self._sampling_s,
-            "reward_s": time.monotonic() - self._start_s - self._sampling_s,
+            **({"scoring_s": self._scoring_s} if self._compared else {}),
+            "reward_s": time.monotonic() - self._start_s - self._sampling_s - self._scoring_s,
         }  # fmt: skip
 
     def _submit(self) -> None:
-        if not self._given_up:
-            self._call = self._sample(self.step, [self._answers[k].prompt for k in self._left])
+        self._call = self._sample(self.step, [self._answers[k].prompt for k in self._left])
 
     def _ask(self) -> None:
+        self._is_asked = True
         drawn = [answer.drawn for answer in self._answers]
         ids = [self._completions[k].ids for k in range(len(drawn))]
         # As in TRL: a completion of a chat is a list with one message.

@@ -11,6 +11,7 @@ import torch
 
 from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.config.train_groups import OptimizationConfig
+from megatrain_ray.data.rollout_stream import compared_logprobs
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.model.chunked_loss import Objective, Targets
 from megatrain_ray.engine.model.micro_batch import MicroBatch, micro_batches_of
@@ -24,16 +25,20 @@ from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
 from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.step_runner import StepInput
+from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS
 from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.planning.run_spec import RunSpec
+from megatrain_ray.rollouts.answer_scores import AnswerRows, SampledAnswer
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, StepResult
 from megatrain_ray.workers.open_device import memory_explained
 
 MOST_ROWS = 512  # of a batch that is sampled; more are halved less often than a GPU has room for them
 
+Scores = dict[str, list[list[float]]]  # by key of records: log-probabilities of each answer's tokens
 FetchBatch = Callable[[int], Awaitable[Batch]]  # returns the batch of a step, or a held-out batch by its number
 
 
@@ -63,6 +68,7 @@ class GpuSteps:
         self._num_evaluated: dict[int, int] = {}  # {step after which the newest evaluation runs: its finished batches}
         self.waits_for = ""  # name of the batch that the data process is awaited for
         self._most_rows = MOST_ROWS  # that are sampled together
+        self._reference: WeightSource | None = None  # opened when it is first needed
         self._next_batch: asyncio.Future[Batch] | None = None
         self._fetch_after(progress.step)
 
@@ -187,6 +193,38 @@ class GpuSteps:
                 if len(chosen) == 1:
                     raise
                 self._most_rows = len(chosen) // 2  # from now on: each try costs time
+
+    async def score(self, step: int, answers: list[SampledAnswer]) -> Scores:
+        """Return the log-probabilities of sampled answers that the objective needs, before the update after `step`."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._progress.step == step)
+            with memory_explained(self._run_spec.plan, f"computing log-probabilities after step {step}"):
+                found = await self._score(answers, step)
+            self._engine.device.timeline.clear()
+            self._rows.start_clock()
+            self._work.leave_out_evaluation()
+            return found
+
+    async def _score(self, answers: list[SampledAnswer], step: int) -> Scores:
+        run_spec, plan = self._run_spec, self._run_spec.plan
+        rows = AnswerRows(
+            answers, run_spec.config.data, run_spec.structure.vocab_size, batch_size=plan.batch_size,
+            micro_batch_size=plan.step.micro_batch_size * plan.hosts.num_gpus,
+        )  # fmt: skip
+        values = {key: rows.empty() for key in compared_logprobs(run_spec.config.train)}
+        if run_spec.reference is not None and self._reference is None:
+            self._reference = await self._engine.on_compute_thread(run_spec.reference.weights)
+        for index in range(rows.batches.num_batches):
+            batch = rows.batches.batch(index)
+            micro_batches = self._micro_batches(batch)
+            for key, of_all in values.items():
+                if key == OLD_LOGPROBS:
+                    found = await self._engine.logprobs(micro_batches, step)
+                else:
+                    assert self._reference is not None  # the run has opened it
+                    found = await self._engine.reference_logprobs(micro_batches, self._reference)
+                rows.put(of_all, index, found.numpy().reshape(batch.targets.shape))
+        return {key: [*rows.of_answers(of_all)] for key, of_all in values.items()}
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name

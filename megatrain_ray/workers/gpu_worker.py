@@ -31,11 +31,12 @@ from megatrain_ray.io.storage.measured_store import DiskMeter
 from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.model.optimizer_settings import muon_of
 from megatrain_ray.planning.run_spec import RunSpec
+from megatrain_ray.rollouts.answer_scores import SampledAnswer
 from megatrain_ray.spans import RecordedSpans
 from megatrain_ray.workers import arenas
 from megatrain_ray.workers.arenas import COUNTERS, SHARED, SLAB, WORDS, WORKING
 from megatrain_ray.workers.device_layers import DeviceLayers
-from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, objective_of
+from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, Scores, objective_of
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, RankInfo, StepResult
 from megatrain_ray.workers.numa_binding import bind_gpu_worker
 from megatrain_ray.workers.open_device import check_free, make_device, memory_explained
@@ -228,6 +229,9 @@ class GpuWorker:
 
     async def sample(self, step: int, prompts: list[Prompt], sampling: SamplingParams) -> list[Completion]:
         return await self._started.sample(step, prompts, sampling)
+
+    async def score(self, step: int, answers: list[SampledAnswer]) -> Scores:
+        return await self._started.score(step, answers)
 
     async def spans(self, last: int) -> RecordedSpans:
         return await self._started.spans(last)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, GPU
 from benchmarks.kill_campaign.phases import by_title
 from tests.support import fault_injection
 from tests.support.in_process import Train
+from tests.support.reference import load_model
 from tests.support.runs import assert_same_masters, cli, cli_here, config, losses, rows, write_config
 from tests.support.tiny import build_tiny
 
@@ -43,6 +45,7 @@ def prepare(tmp_path: Path, name: str, **changes: Any) -> Path:
     tree["train"] = {
         "steps": STEPS, "batch_size": 2 * GROUP, "micro_batch_size": GROUP, "accumulate": 2, "lr": 0.02,
         "schedule": "constant", "precision": "fp32", "objective": "grpo",
+        "policy": {"beta": 0.01, "correction": "token_truncate"},
         "rollouts": {
             "rewards": [f"{tmp_path / 'rewards.py'}:share_of_e", "exact"], "reward_weights": [1.0, 0.5],
             "group_size": GROUP, "steps": EVERY, "max_new_tokens": 8, "keep": KEPT,
@@ -51,6 +54,23 @@ def prepare(tmp_path: Path, name: str, **changes: Any) -> Path:
     for key, value in changes.items():
         tree["train"]["rollouts"][key] = value
     return write_config(tmp_path / f"{name}.yaml", tree)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def assert_logprobs(model: Path, records: list[dict[str, Any]], *, is_first: bool) -> None:
+    """Check that the reference's are plain Transformers', and those before the updates about the sampler's."""
+    plain = load_model(model, torch.float32).eval()
+    for record in records:
+        prompt, answer = record["prompt_ids"], record["completion_ids"]
+        with torch.no_grad():
+            logits = plain(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits, -1)[range(len(answer)), answer].tolist()
+        assert record["reference_logprobs"] == pytest.approx(logprobs, abs=2e-5)
+        assert record["old_logprobs"] == pytest.approx(record["logprobs"], abs=2e-5)
+        assert (record["old_logprobs"] == record["reference_logprobs"]) == is_first
 
 
 def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: Path, train: Train) -> None:
@@ -64,6 +84,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     assert found[-1]["rollouts"]["reward"] > 0.5
     assert found[0]["rollouts"] == found[1]["rollouts"] != found[2]["rollouts"]
     assert found[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the first update has the sampler's probabilities"
+    assert found[0]["kl"] == 0.0 < found[1]["kl"] < found[-1]["kl"], "the reference is the model before any update"
     assert done.stdout.count("sampled tokens/s") == STEPS // EVERY
     assert "none held out\n" in done.stderr, "no key would hold prompts out"
 
@@ -71,7 +92,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     files = sorted(folder.glob("*.jsonl"))
     assert {file.stem for file in files} == {"step_8", "step_10", "step_12"}
     assert {file.name for file in folder.iterdir()} == {*(f.name for f in files), *(f.stem for f in files)}
-    records = [json.loads(line) for line in (folder / "step_12.jsonl").read_text().splitlines()]
+    records = read(folder / "step_12.jsonl")
     assert [record["group"] for record in records] == [group for group in range(2 * EVERY) for _ in range(GROUP)]
     for record in records:
         assert record["reward"] == pytest.approx(record["rewards"]["share_of_e"] + 0.5 * record["rewards"]["exact"])
@@ -87,8 +108,13 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
             shutil.copytree(begun, run_dir)
         part = train(str(parts), f"run_dir={run_dir}", f"train.steps={steps}", f"train.rollouts.timeout_s={steps}")
         assert part.returncode == 0, part.stderr
+    for first in (0, 4):
+        assert_logprobs(tmp_path / "model", read(begun / "rollouts" / f"step_{first}.jsonl"), is_first=not first)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert_same_masters(tmp_path / "parts", tmp_path / "whole")
+    done = train(str(parts), f"run_dir={tmp_path / 'again'}", "train.steps=1", f"train.reference={tmp_path / 'whole'}")
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path / "again")[0]["kl"] > 0.1, "the reference is the save of another run"
     for name in ("step_8.jsonl", "step_12.jsonl"):
         assert (tmp_path / "parts" / "rollouts" / name).read_text() == (folder / name).read_text()
 
@@ -106,6 +132,10 @@ def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Trai
         for command in ("train", "plan")[: 1 if "max_new_tokens" in changes else 2]:  # a plan reads no data
             done = cli_here(command, path)
             assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    build_tiny(tmp_path / "other", tied=True)
+    beside = ("train.policy.beta=0.1", f"train.reference={tmp_path / 'other'}")
+    other = train(str(prepare(tmp_path, "bad")), *beside)
+    assert (other.returncode, "other has tie_word_embeddings: True, and the" in other.stderr) == (2, True), other.stderr
     failing = train(str(prepare(tmp_path, "failing", reward_weights=None, rewards=[f"{own}:fails"])))
     assert (failing.returncode, "reward function fails failed: ZeroDivisionError" in failing.stderr) == (1, True)
 

@@ -33,6 +33,7 @@ from megatrain_ray.engine.step.build_engine import build_engine
 from megatrain_ray.engine.step.engine import Engine, StepReport
 from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.warm_up import WarmUpShapes
+from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.storage.blob_store import BlobStore
 from megatrain_ray.model.model_source import ModelSource
@@ -266,7 +267,8 @@ def train_engine(
             muon=muon_of(recipe), device_shard=state.device_shard, spill=spill, poison=mode.poison,
         )  # fmt: skip
         result = EngineResult(plan, state.layout)
-        return await Training(engine, host, timeline, recipe, result, prompts, sampling).run(batches, held_out)
+        training = Training(engine, host, timeline, recipe, result, prompts, sampling, source.weights())
+        return await training.run(batches, held_out)
 
     try:
         result = asyncio.run(train())
@@ -282,7 +284,10 @@ def train_engine(
 
 @dataclass(frozen=True)
 class Training:
-    """Holds an engine and its host for as long as a training lasts, and the result that it fills."""
+    """Holds an engine and its host for as long as a training lasts, and the result that it fills.
+
+    weights: that the training began with, to be compared with; None: nothing is.
+    """
 
     engine: Engine
     host: LocalHost
@@ -291,6 +296,7 @@ class Training:
     result: EngineResult
     prompts: Sequence[Prompt] = ()
     sampling: SamplingParams | None = None
+    weights: WeightSource | None = None
 
     async def run(self, batches: Sequence[Batch], held_out: Sequence[Batch]) -> EngineResult:
         try:
@@ -310,6 +316,10 @@ class Training:
                 self.result.records.append(self.timeline.records)
                 self.timeline.clear()
                 await self._evaluate(held_out, step)
+            if held_out and self.weights:
+                cut = [micro_batches_of(batch, self.recipe.micro_batch_size) for batch in held_out]
+                found = [await self.engine.reference_logprobs(micro_batches, self.weights) for micro_batches in cut]
+                assert torch.equal(torch.cat(found), self.result.logprobs[0]), "as the model before the training"
             self.result.device_bytes = self.engine.device.memory().reserved_bytes
         finally:
             await self.host.close()

@@ -1,0 +1,58 @@
+"""Finds the reference of a run that samples its answers, whose log-probabilities are computed within the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.evaluation_config import naming_reference, run_of
+from megatrain_ray.export.export import exported
+from megatrain_ray.model.model_source import ModelSource
+from megatrain_ray.model.open_model import checked, read_model
+from megatrain_ray.planning.run_spec import RunSpec
+
+# Settings of a configuration that change no log-probability.
+NO_MATTER = frozenset(
+    ("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype",
+     "transformers_version", "use_cache")
+)  # fmt: skip
+
+
+@contextmanager
+def open_reference(config: TrainConfig, run_spec: RunSpec) -> Iterator[ModelSource | None]:
+    """Yield the source of the reference's weights, which stays for the block; None: the run computes none.
+
+    A save of a run is exported for it, into that run's directory.
+
+    Raises ConfigError for a model of another shape than the one that is trained, and as export_run.
+    """
+    name = config.train.reference_model
+    if config.train.rollouts is None or name is None:
+        yield None
+        return
+    own = replace(run_spec.source, adapter=None)  # new pairs change nothing
+    with ExitStack() as stack:
+        if name != "model":
+            files = run_of(name)
+            path = name if files is None else str(stack.enter_context(exported(files.path)))
+            with naming_reference(config.train):
+                source = read_model(config.model.model_copy(update={"path": path, "config": None}))
+                _check_shape(name, source, own)
+                found = checked(source)
+                own = replace(own, folder=found.folder, hub=found.hub, names=found.names, prefix=found.prefix)
+                own.check_weights(run_spec.structure)
+        yield own
+
+
+def _check_shape(name: str, reference: ModelSource, trained: ModelSource) -> None:
+    """Raise ConfigError if the code of the trained model would compute the reference wrongly."""
+    theirs, ours = (source.architecture.config.to_dict() for source in (reference, trained))
+    for key in sorted((theirs.keys() | ours.keys()) - NO_MATTER):
+        if theirs.get(key) != ours.get(key):
+            raise ConfigError(
+                f"train.reference: {name} has {key}: {theirs.get(key)!r:.60}, and the model that is trained "
+                f"{ours.get(key)!r:.60}; with data.kind: prompts both must have one shape: name such a model"
+            )
