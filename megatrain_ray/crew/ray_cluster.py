@@ -307,8 +307,13 @@ def _daemon_name(process: psutil.Process) -> str | None:
 
 
 def _lives(process: psutil.Process) -> bool:
+    """Return whether a process has not ended yet.
+
+    A zombie has ended, unless some of its threads have not: nobody can reap it until they have, and they hold its
+    sockets and memory.
+    """
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:  # it ended between the two calls
         return False
 

@@ -178,6 +178,18 @@ def test_a_daemon_that_goes_between_two_looks_is_dead() -> None:
     assert not Daemons({Watched(child.pid): "raylet"}).alive
 
 
+def test_a_process_one_of_whose_threads_is_left_lives() -> None:
+    """Its first thread ends before the one that reads, and the kernel shows it as a zombie from then on."""
+    code = "import ctypes, threading; threading.Thread(target=input).start(); ctypes.CDLL(None).pthread_exit(None)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+        process = psutil.Process(child.pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            os.sched_yield()
+        assert cluster_module._lives(process)
+        child.communicate(b"\n")
+    assert not cluster_module._lives(process)
+
+
 @pytest.mark.ray
 def test_a_cluster_that_ends_leaves_other_children_alone() -> None:
     """A tracker's service is started while the cluster is up, and outlives it."""
