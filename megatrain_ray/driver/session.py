@@ -96,6 +96,7 @@ class Session:
         self._rollouts: RunningRollouts | None = None
         self._sampled = -1  # updates before the newest sampling whose rollouts are there
         self._sampling_summary: dict[str, Any] = {}  # what rows of metrics have of it
+        self._failure: MegatrainError | None = None  # of a sampling: the run saves before it ends
         self._evaluated, self._num_without_better = run.last_evaluated, num_without_better(run.evaluations())
         watch = DeathRecorder(History(run.path), sinks, lambda: self._progress.step)
         to_record = partial(record, run.path)
@@ -157,6 +158,8 @@ class Session:
         while (action := self._policy.tick(seen := self._seen())) is not Action.STOP:
             self._act(action, seen)
         self._check_diverged()
+        if self._failure is not None:
+            raise MegatrainError(f"{self._failure}; {self._saves.kept(self._progress.step)}") from self._failure
         if self._policy.is_done(seen):
             self._job.at_end(self._job, self._crew)
 
@@ -192,7 +195,7 @@ class Session:
             submitted=self._submitted,
             completed=self._progress.step,
             saved=self._saves.step,
-            interrupted=self._job.interrupts.requested or self._has_diverged or callbacks.stop,
+            interrupted=self._job.interrupts.requested or self._has_diverged or callbacks.stop or bool(self._failure),
             changed=self._progress.adam_step > self._saves.num_applied,
             saving=self._saves.running is not None,
             missed=self._saves.missed or callbacks.save,
@@ -311,18 +314,24 @@ class Session:
             self._job.callbacks.evaluated(row)
 
     def _end_sampling(self, rollouts: RunningRollouts) -> None:
-        """Give the sampling up if the run is interrupted; write its rollouts if it is over."""
+        """Give the sampling up if the run is interrupted; write its rollouts if it is over.
+
+        If a reward function or the disk fails, the run goes on as if it were interrupted.
+        """
         if self._job.interrupts.requested:
             rollouts.give_up()
-        if not rollouts.is_over(POLL_S):
-            return
+        try:
+            if not rollouts.is_over(POLL_S):
+                return
+            if rollouts.records:
+                assert self._job.rollouts
+                being_saved = [self._saves.running.step] if self._saves.running else []
+                self._job.rollouts.commit(rollouts, [*list_saves(self._job.run.saves), *being_saved])
+                self._sampled, self._sampling_summary = rollouts.step, rollouts.summary()
+                self._view.sampled(rollouts.step, self._sampling_summary)
+        except MegatrainError as error:
+            self._failure = error
         self._rollouts = None
-        if rollouts.records:
-            assert self._job.rollouts
-            being_saved = [self._saves.running.step] if self._saves.running else []
-            self._job.rollouts.commit(rollouts, [*list_saves(self._job.run.saves), *being_saved])
-            self._sampled, self._sampling_summary = rollouts.step, rollouts.summary()
-            self._view.sampled(rollouts.step, self._sampling_summary)
 
     @property
     def _has_diverged(self) -> bool:

@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,10 +62,8 @@ class RewardProcess:
         columns: further columns of the records, each as long as `completions`.
         """
         self._deadline_s = time.monotonic() + self._limit_s
-        try:
+        with suppress(OSError):  # it has died, as `answer` says
             self._pipe.send(({"prompts": [*prompts], "completions": [*completions]}, dict(columns)))
-        except OSError:
-            raise self._died() from None
 
     def answer(self, wait_s: float) -> Scores | None:
         """Return the rewards by function, or None if they do not come within `wait_s`.
@@ -76,7 +75,7 @@ class RewardProcess:
                 if time.monotonic() > self._deadline_s:
                     raise DeadlineError(
                         f"reward functions took longer than train.rollouts.timeout_s: {self._limit_s:g}; mend them or "
-                        "raise it, and the same command resumes"
+                        "raise it"
                     )
                 return None
             error, found = self._pipe.recv()
@@ -90,8 +89,7 @@ class RewardProcess:
     def _died(self) -> MegatrainError:
         self._process.join(DEADLINE_S)
         return MegatrainError(
-            f"the process of the reward functions died (exit code {self._process.exitcode}); mend the functions, and "
-            "the same command resumes"
+            f"the process of the reward functions died (exit code {self._process.exitcode}); mend the functions"
         )
 
     def close(self) -> None:
@@ -132,8 +130,7 @@ def _scored(functions: Mapping[str, Any], given: dict[str, list[Any]], columns: 
             lines = traceback.extract_tb(error.__traceback__)[1:]
             where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
             return MegatrainError(
-                f"the reward function {name} failed: {type(error).__name__}: {error}{where}; mend it or the records, "
-                "and the same command resumes"
+                f"the reward function {name} failed: {type(error).__name__}: {error}{where}; mend it or the records"
             ), None
     return None, found
 

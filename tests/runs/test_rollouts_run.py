@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.kill_campaign.cases import BACKWARD, DRIVER, GPU
 from benchmarks.kill_campaign.phases import by_title
+from megatrain_ray.io.saves.save_folder import list_saves
 from tests.support import fault_injection
 from tests.support.in_process import Train
 from tests.support.reference import load_model
@@ -25,8 +26,11 @@ def share_of_e(prompts, completions, answer, completion_ids, **columns):
     assert all(len(ids) >= len(text.encode("ascii", "ignore")) for ids, text in zip(completion_ids, completions))
     return [text.count("e") / max(1, len(text)) for text in completions]
 
+calls = []
+
 def fails(completions, **columns):
-    return [1 / 0]
+    calls.append(completions)
+    return [1 / (2 - len(calls))] * len(completions)
 """
 
 
@@ -136,8 +140,16 @@ def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Trai
     beside = ("train.policy.beta=0.1", f"train.reference={tmp_path / 'other'}")
     other = train(str(prepare(tmp_path, "bad")), *beside)
     assert (other.returncode, "other has tie_word_embeddings: True, and the" in other.stderr) == (2, True), other.stderr
-    failing = train(str(prepare(tmp_path, "failing", reward_weights=None, rewards=[f"{own}:fails"])))
-    assert (failing.returncode, "reward function fails failed: ZeroDivisionError" in failing.stderr) == (1, True)
+
+
+def test_what_was_trained_before_a_reward_function_failed_is_saved(tmp_path: Path, train: Train) -> None:
+    path = prepare(tmp_path, "failing", reward_weights=None, rewards=[f"{tmp_path / 'rewards.py'}:fails"])
+    done = train(str(path))
+    assert done.returncode == 1
+    assert "reward function fails failed: ZeroDivisionError: division by zero (" in done.stderr
+    assert done.stderr.rstrip().endswith(f"saved at step {EVERY}; the same command resumes")
+    assert list_saves(tmp_path / "failing" / "saves") == [EVERY]
+    assert [file.name for file in (tmp_path / "failing" / "rollouts").glob("*.jsonl")] == ["step_0.jsonl"]
 
 
 SAMPLING = by_title("sampling", "GpuActor.sample", GPU, early=False)
