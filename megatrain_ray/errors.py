@@ -45,6 +45,10 @@ class InterruptedRunError(MegatrainError):
     exit_code = 130
 
 
+class SamplingError(MegatrainError):
+    """Reports that a server does not sample. The weights are intact, so the run saves before it ends."""
+
+
 class DamagedSaveError(MegatrainError):
     """Reports that a save is not what was written. The save before it may be intact."""
 

@@ -157,6 +157,7 @@ class Trainer:
             run_spec = replace(
                 run_spec, weighted=weighted, keeps_logprobs=self._pass is not None, teacher=teacher,
                 reference=stack.enter_context(open_reference(run.config, run_spec)),
+                weights_folder=rollouts.weights_folder if rollouts else None,
             )  # fmt: skip
             if manifest is not None:
                 run.report_resume(manifest)

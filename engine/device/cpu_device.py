@@ -139,6 +139,9 @@ class CpuDevice(Device):
         """Return a capture that calls `function` again. It is for tests: it saves no time and refuses nothing."""
         return _Rerun(function)
 
+    def release_unused(self) -> None:
+        """Do nothing: ordinary memory is not kept when it is freed."""
+
     def record(self) -> Event:
         event = CpuEvent(self.timeline.now(Stage.COMPUTE), "compute")
         event.run(lambda: None)  # done at once: the compute thread has already run everything submitted to the stage

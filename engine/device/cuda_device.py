@@ -94,6 +94,9 @@ class CudaDevice(Device):
                 work()
         return CudaEvent(stream, end_s)
 
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
+
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         if host.is_cuda:
             return host

@@ -107,6 +107,10 @@ class Device(ABC):
         end_s = self.timeline.account(Stage.ALL_GATHER, op, [after.at_s])
         return self._all_gather(work, op, after, end_s, timeout_s)
 
+    @abstractmethod
+    def release_unused(self) -> None:
+        """Release memory that is reserved and not in use, so that other processes can have it. Compute thread only."""
+
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Return a copy of a small tensor of ordinary host memory on the device, or the tensor if it is there already.
 

@@ -31,7 +31,7 @@ from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.plan.residency import Residency, residency_of
+from megatrain_ray.engine.plan.residency import FragmentId, Residency, residency_of
 from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, forward_visits
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
@@ -241,6 +241,21 @@ class Engine:
                 over = await self.on_compute_thread(lambda: self.sampler.run(order))
         await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited
         return await self.on_compute_thread(self.sampler.completions)
+
+    async def read_from_disk(self, layer: int) -> torch.Tensor:
+        """Return the working copy of a layer whose weights are on disk: 1-D, padded, on the host.
+
+        Call between steps, after `drain`.
+        """
+        layout = self.model.layout.layers[layer]
+        flat = torch.empty(layout.size, dtype=self.plan.precision.working_dtype)
+        fragments = [FragmentId(layer, index) for index in range(len(layout.fragments))]
+        self.host.expect(fragments, 0)
+        for fragment in fragments:
+            for start, values in (await self.host.fetch(fragment, 0)).parts:
+                flat[start : start + len(values)] = values
+            self.host.release(fragment, await self.on_compute_thread(self.device.record))
+        return flat
 
     async def _evaluate(
         self, micro_batches: Sequence[MicroBatch], generation: int, of_chunk: OfChunk,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatrain_ray.engine.layout.split_master import to_working
-from megatrain_ray.engine.model.lora import A_END, B_END, is_adapter
+from megatrain_ray.engine.model.lora import A_END, B_END, is_adapter, is_transposed, module_of
 from megatrain_ray.engine.weights.initial_values import module_seed
-from megatrain_ray.engine.weights.saved_values import SavedValues
+from megatrain_ray.engine.weights.saved_values import ExportValues
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.checkpoints.peft_adapter import AdapterFolder
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
@@ -59,15 +59,39 @@ class Pair(NamedTuple):
     transposed: bool  # whether the module's own matrix is [in, out]
 
 
+def pairs_of(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> dict[str, Pair]:
+    """Return the LoRA pairs by the name of their matrix.
+
+    shapes: of a model's parameters by name, adapters included.
+    model: the same without LoRA pairs, on the meta device.
+    """
+    paths = [module_of(name) for name in shapes if name.endswith(A_END)]
+    return {
+        f"{path}.weight": Pair(
+            path, shapes[path + A_END], shapes[path + B_END], is_transposed(model.get_submodule(path))
+        )
+        for path in paths
+    }
+
+
+class HeldValues(ExportValues, Protocol):
+    """Provides the values of an export, of the parameters that it holds."""
+
+    is_split: bool  # working copies are bf16
+
+    def holds(self, name: str) -> bool: ...
+
+
 class MergedValues:
     """Implements ExportValues for merged weights.
 
-    Values that the save holds are unchanged. All others come from the base, plus the product of the LoRA pair where the
-    matrix has one. With bf16 training the base's W is the value that streamed, bf16 except for parameters in `fp32`.
+    Values that `saved` holds are unchanged, except for matrices with a LoRA pair. These and all others come from the
+    base, plus the product of the pair. With bf16 training the base's W is the value that streamed, bf16 except for
+    parameters in `fp32`.
     """
 
     def __init__(
-        self, saved: SavedValues, base: WeightSource, pairs: Mapping[str, Pair], scale: float,
+        self, saved: HeldValues, base: WeightSource, pairs: Mapping[str, Pair], scale: float,
         fp32: Set[str] = frozenset(),
     ) -> None:  # fmt: skip
         """Create the merged values. `pairs`: by the name of their matrix. `scale`: factor of B A."""
@@ -80,12 +104,13 @@ class MergedValues:
 
     def read(self, name: str, start: int, stop: int, dtype: ExportDtype) -> Tensor:
         """Return elements [start, stop) of the flattened parameter. Raises MegatrainError for damaged sources."""
-        if self._saved.holds(name):
+        pair = self._pairs.get(name)
+        if pair is None and self._saved.holds(name):
             return self._saved.read(name, start, stop, dtype)
         values = self._base.read(name, start, stop)
         if self._saved.is_split and name not in self._fp32:
             values = to_working(values).float()
-        if pair := self._pairs.get(name):
+        if pair is not None:
             values = values + self._product(pair, start, stop)
         return to_working(values) if dtype is ExportDtype.BF16 else values
 

@@ -26,6 +26,11 @@ def rollout_disagreements(config: Settings) -> Iterator[str]:
         yield f"train.rollouts: goes with one GPU so far, and hardware.num_gpus is {config.hardware.num_gpus}; set 1"
     if any(weight_of(source) is not None for source in listed(data.path)):
         yield "data.path: weights go with other kinds than prompts; give the files without weights"
+    if rollouts.server is not None and config.hardware.num_hosts > 1:
+        yield (
+            f"train.rollouts.server: gets its weights from one host, and hardware.num_hosts is "
+            f"{config.hardware.num_hosts}; leave it out, or train on one host"
+        )
     yield from _number_disagreements(config, rollouts)
 
 

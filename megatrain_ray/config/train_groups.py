@@ -121,6 +121,20 @@ class PolicyConfig(Group):
     """Largest ratio of the correction; null: none."""
 
 
+class ServerConfig(Group):
+    """Configures a server of vLLM that samples in place of the run itself."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+$")]
+    """Address of the server, as in http://localhost:8000."""
+    weights: Text | None = None
+    """Folder into which the run writes its weights for the server, which must find them under the same path; null:
+    run_dir."""
+    sleeps: bool = False
+    """The server sleeps except while it samples, because the run trains on the same GPU."""
+    timeout_s: Positive = 600.0
+    """Seconds within which it must answer something: load weights, complete an answer, or be started again."""
+
+
 class RolloutsConfig(Group):
     """Configures how a run samples answers to its own prompts and rewards them."""
 
@@ -143,6 +157,8 @@ class RolloutsConfig(Group):
     """Seconds that the reward functions may take for one sampling."""
     keep: Count = 10
     """Newest files of rollouts that are kept in run_dir."""
+    server: ServerConfig | None = None
+    """A server that samples; null: the run samples itself."""
 
 
 class OptimizationConfig(Group):

@@ -20,13 +20,15 @@ SAVE_KEYS = ("save_every", "save_keep", "save_keep_every", "save_best", "save_co
 EVAL_KEYS = ("eval_every", "eval_patience", "data.eval_path", "data.eval_dataset")
 GROUPS = ("hardware", "spill", "log")
 LIMIT_KEYS = ("max_failures", "max_skipped", "train.rollouts.timeout_s", "train.rollouts.keep")
+SERVER_KEYS = tuple(f"train.rollouts.server{key}" for key in ("", ".url", ".weights", ".sleeps", ".timeout_s"))
 RATE_KEYS = (
     "train.lr", "train.min_lr", "train.schedule", "train.warmup_steps", "train.warmup_from_zero",
     "train.weight_decay", "train.betas", "train.eps", "train.clip", "train.groups.lr", "train.groups.weight_decay",
 )  # fmt: skip
 LENGTH_KEYS = ("train.steps", "train.epochs")
 FREE_ON_RESUME = (
-    *LENGTH_KEYS, "train.moments", "run_dir", "resume", *RATE_KEYS, *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *GROUPS,
+    *LENGTH_KEYS, "train.moments", "run_dir", "resume", *RATE_KEYS, *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *SERVER_KEYS,
+    *GROUPS,
 )  # fmt: skip
 
 SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")

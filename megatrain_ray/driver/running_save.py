@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S, transfer_deadline_s
 from megatrain_ray.engine.layout.flat_layout import WIDE, FlatLayout
 from megatrain_ray.engine.shards.save_gate import WrittenPart
+from megatrain_ray.engine.weights.working_values import entries_of
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.saves import manifest as saved
 from megatrain_ray.io.saves.manifest import Manifest, PartManifest, SaveTiming
@@ -146,11 +147,4 @@ class RunningSave:
 
 def _layer(flat: FlatLayout, base_crc32: int | None) -> saved.LayerEntry:
     size, num_frozen = flat.logical_size, flat.logical_size - flat.num_trained
-    return saved.LayerEntry(flat.name, size, tuple(_parameters(flat)), num_frozen, flat.num_muon, base_crc32)
-
-
-def _parameters(flat: FlatLayout) -> Iterator[saved.ParameterEntry]:
-    position = 0
-    for segment in flat.segments:
-        yield saved.ParameterEntry(segment.name, segment.shape, position, segment.tied_to, segment.fp32)
-        position += segment.numel
+    return saved.LayerEntry(flat.name, size, tuple(entries_of(flat)), num_frozen, flat.num_muon, base_crc32)

@@ -22,7 +22,7 @@ from megatrain_ray.driver.running_evaluation import RunningEvaluation
 from megatrain_ray.driver.start_processes import start_processes
 from megatrain_ray.driver.tracing import Tracing
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
-from megatrain_ray.errors import DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError
+from megatrain_ray.errors import DeadlineError, InterruptedRunError, LostDeviceError, MegatrainError, SamplingError
 from megatrain_ray.io.files.disk_errors import DiskFullError
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves
@@ -249,14 +249,13 @@ class Session:
                 evaluation.take(call, crew.result(call))
                 self._view.advance("evaluating", *evaluation.progress, evaluation.tokens_per_s)
             elif rollouts and call in sampled:
-                rollouts.take(crew.result(call))
-                self._view.advance("sampling", *rollouts.progress, rollouts.tokens_per_s)
+                self._take_sampled(rollouts, call)
             else:
                 self._saves.take_part(call)
         if evaluation:
             self._end_evaluation(evaluation)
-        if rollouts:
-            self._end_sampling(rollouts)
+        if self._rollouts:
+            self._end_sampling(self._rollouts)
         self._saves.commit_complete(self._progress.step)
 
     def _check_stall(self, ended: list[Any]) -> None:
@@ -312,6 +311,16 @@ class Session:
             if self._config.train.steps:  # else the result is all that is printed
                 self._view.evaluated(row)
             self._job.callbacks.evaluated(row)
+
+    def _take_sampled(self, rollouts: RunningRollouts, call: Any) -> None:
+        try:
+            rollouts.take(self._crew.result(call))
+        except RayTaskError as error:
+            if not isinstance(error.cause, SamplingError):
+                raise
+            self._failure, self._rollouts = error.cause, None
+            return
+        self._view.advance("sampling", *rollouts.progress, rollouts.tokens_per_s)
 
     def _end_sampling(self, rollouts: RunningRollouts) -> None:
         """Give the sampling up if the run is interrupted; write its rollouts if it is over.

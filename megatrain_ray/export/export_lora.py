@@ -10,10 +10,10 @@ from torch import nn
 
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.train_groups import LoraConfig
-from megatrain_ray.engine.model.lora import A_END, B_END, is_adapter, is_transposed, module_of
+from megatrain_ray.engine.model.lora import A_END, is_adapter, is_transposed, module_of
 from megatrain_ray.engine.weights.export_save import export_tensors, owned, whole
 from megatrain_ray.engine.weights.frozen_checksums import source_checksums
-from megatrain_ray.engine.weights.lora_values import MergedValues, Pair
+from megatrain_ray.engine.weights.lora_values import MergedValues, pairs_of
 from megatrain_ray.engine.weights.saved_values import SavedValues
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.io.checkpoints.hub import HUB_ID
@@ -46,11 +46,7 @@ def export_merged(
     """
     manifest.check_base(source_checksums(base, manifest))
     shapes = {p.name: p.shape for p in owned(manifest)}
-    modules = [module_of(name) for name in shapes if name.endswith(A_END)]
-    pairs = {
-        f"{path}.weight": Pair(path, shapes[path + A_END], shapes[path + B_END], _transposed(model, path))
-        for path in modules
-    }
+    pairs = pairs_of(shapes, model)
     with SavedValues.open(save_folder, manifest) as saved:
         fp32 = {p.name for p in owned(manifest) if p.fp32}
         values, chosen = MergedValues(saved, base, pairs, lora.alpha / lora.rank, fp32), dtype or saved.dtype
@@ -115,7 +111,7 @@ def _settings(
         "target_modules": _targets(model, modules),
         "modules_to_save": sorted({name.rpartition(".")[0] for name in beside}) or None,
         "ensure_weight_tying": len({p.name for p in beside.values()}) < len(beside),
-        "fan_in_fan_out": any(_transposed(model, path) for path in modules),
+        "fan_in_fan_out": any(is_transposed(model.get_submodule(path)) for path in modules),
         "bias": "none",
     }
 
@@ -133,7 +129,3 @@ def _base_name(base: ModelConfig) -> tuple[str | None, str | None]:
         return base.path and str(Path(base.path).absolute()), None
     match = HUB_ID.fullmatch(base.path)
     return (match["repository"], match["revision"]) if match else (base.path, None)
-
-
-def _transposed(model: nn.Module, path: str) -> bool:
-    return is_transposed(model.get_submodule(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +14,10 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.engine.layout.expert_names import whole_name
 from megatrain_ray.engine.model.structure import build_empty
-from megatrain_ray.engine.weights.saved_values import chunks
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.checkpoints.leftovers import Leftovers, checksum, find_leftovers, leftover_files, without_links
 from megatrain_ray.io.checkpoints.safetensors_folder import WeightFolder
-from megatrain_ray.io.checkpoints.weight_map import CheckpointTensor, WeightMap
+from megatrain_ray.io.checkpoints.weight_map import WeightMap
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype, ExportTensor, copied
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.tokenizer import FILE_NAMES, TEMPLATE_NAMES
@@ -29,11 +27,10 @@ from megatrain_ray.model.architecture import (
     checkpoint_names,
     is_known,
     known_names,
-    owned_parameters,
-    persistent_buffers,
 )
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import open_model, read_model
+from megatrain_ray.model.untrained_tensors import untrained_tensors
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import read_leftovers
 
@@ -79,34 +76,8 @@ def export_extras(config: ModelConfig, manifest: Manifest, dtype: ExportDtype = 
     empty = empty_model(source, manifest)
     names = checkpoint_names(empty)
     held = {whole_name(p.name) for layer in manifest.layers for p in layer.parameters}
-    parameters = [name for name in owned_parameters(empty) if name not in held]
-    buffers = persistent_buffers(empty)
     code = sorted(source.code.glob("*.py")) if source and source.code else ()
-    if not parameters and not buffers:
-        return ExportExtras(empty, names, code=code)
-    source = source or _open(config, (parameters or list(buffers))[0])
-    shapes = {name: tuple(empty.get_parameter(name).shape) for name in parameters}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    whole = {name: [CheckpointTensor.whole(name, shape)] for name, shape in shapes.items()}
-    pieces: dict[str, list[tuple[str, CheckpointTensor]]] = {}
-    for name in shapes:
-        for tensor in names.get(name) or whole[name]:
-            pieces.setdefault(tensor.name, []).append((name, tensor))
-    stored = WeightFolder.open(source.folder, source.prefix) if source.folder else None
-    rest = [copied(stored, name, dtype) for name in pieces if stored and stored.holds(name)]
-    left = pieces.keys() - {tensor.name for tensor in rest}
-    if left:
-        weights, made = source.weights(), build_empty(source.factory, torch.float32)
-
-        def read(owner: str, start: int, stop: int) -> torch.Tensor:
-            computed = owner in buffers
-            return made.get_buffer(owner).flatten()[start:stop] if computed else weights.read(owner, start, stop)
-
-        for name, parts in pieces.items():
-            if name in left:
-                of_owner = buffers[parts[0][0]].dtype if parts[0][0] in buffers else torch.float32
-                content = partial(chunks, [(partial(read, owner), tensor) for owner, tensor in parts], of_owner)
-                rest.append(ExportTensor(name, parts[0][1].place.shape, content, of_owner))
+    rest = untrained_tensors(empty, names, held, dtype, lambda name: source or _open(config, name))
     return ExportExtras(empty, names, rest, code)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
@@ -50,6 +51,7 @@ class RunSpec:
     teacher: what batches have of a teacher, or what an evaluation that keeps log-probabilities returns as well.
     scores_s: predicted seconds of the log-probabilities of a batch; None if there are steps.
     reference: provides the weights of a reference that answers are compared with in the run; None: there is none.
+    weights_folder: absolute; where a server that samples finds weights. None: there is no server.
     """
 
     config: TrainConfig
@@ -61,6 +63,7 @@ class RunSpec:
     teacher: TopTokens | None = None
     scores_s: float | None = None
     reference: ModelSource | None = None
+    weights_folder: Path | None = None
 
     @property
     def is_aliased(self) -> bool:

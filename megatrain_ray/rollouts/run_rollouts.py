@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from megatrain_ray.rollouts.reward_functions import ANSWER, needs_answer
 from megatrain_ray.rollouts.reward_process import RewardProcess
 from megatrain_ray.rollouts.rollout_records import read_rollouts, summary_of
 from megatrain_ray.rollouts.running_rollouts import RunningRollouts
+from megatrain_ray.rollouts.sampling_server import SamplingServer
 
 LEAST_KEPT = 2  # a save of a step of the sampling before may still be under way
 
@@ -49,6 +51,18 @@ class RunRollouts:
         tokenizer = load_tokenizer(self.config.tokenizer)
         ends = answer_ends(tokenizer, template_of(self.config.data, self.config.tokenizer), self.vocab_size)
         return SamplingParams(self.settings.max_new_tokens, self.settings.temperature, self.settings.top_p, ends)
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """Return where a server that samples finds weights: absolute. None: there is no server."""
+        server = self.settings.server
+        return Path(server.weights or self.files.folder.parent).absolute() if server else None
+
+    async def check_server(self) -> None:
+        """Raise ConfigError if the server that samples lacks something."""
+        if self.settings.server is not None:
+            async with SamplingServer(self.settings.server) as server:
+                await server.check(self.sampling_params(), self.config.data.seq_len, self.vocab_size)
 
     def resume(self, step: int) -> tuple[int, dict[str, Any]]:
         """Go on after `step` updates: delete what later ones have sampled, and find what the next one learns from.
@@ -131,7 +145,8 @@ def open_rollouts(
 
     tokens: folders of the tokens of the data.
 
-    Raises ConfigError for prompts that are too long or lack a column, and for reward functions that are not there.
+    Raises ConfigError for prompts that are too long or lack a column, for reward functions that are not there, and for
+    a server that lacks something.
     """
     settings = config.train.rollouts
     if settings is None:
@@ -147,6 +162,8 @@ def open_rollouts(
     rewards = RewardProcess(settings.rewards, settings.timeout_s)
     try:
         files = RolloutFiles(run_dir / "rollouts", settings.steps, num_prompts)
-        yield RunRollouts(config, settings, files, prompts, rewards, vocab_size)
+        rollouts = RunRollouts(config, settings, files, prompts, rewards, vocab_size)
+        asyncio.run(rollouts.check_server())
+        yield rollouts
     finally:
         rewards.close()

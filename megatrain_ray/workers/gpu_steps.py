@@ -35,6 +35,7 @@ from megatrain_ray.rollouts.answer_scores import AnswerRows, SampledAnswer
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, StepResult
 from megatrain_ray.workers.open_device import memory_explained
+from megatrain_ray.workers.server_sampler import ServerSampler
 
 MOST_ROWS = 512  # of a batch that is sampled; more are halved less often than a GPU has room for them
 
@@ -50,11 +51,12 @@ class GpuSteps:
 
     def __init__(
         self, run_spec: RunSpec, engine: Engine, rank: int, fetch_batch: FetchBatch, fetch_held_out: FetchBatch,
-        rows: StepRows, work: WorkColumns, progress: Progress,
+        rows: StepRows, work: WorkColumns, progress: Progress, server: ServerSampler | None = None,
     ) -> None:  # fmt: skip
         """Get ready for the step after `progress`, and begin to fetch its batch.
 
         work: makes the columns of rows that tell of all processes of the host.
+        server: samples in place of the engine.
         """
         self._run_spec = run_spec
         self._engine = engine
@@ -64,6 +66,7 @@ class GpuSteps:
         self._rows = rows
         self._work = work
         self._progress = progress
+        self._server = server
         self._turn = asyncio.Condition()
         self._num_evaluated: dict[int, int] = {}  # {step after which the newest evaluation runs: its finished batches}
         self.waits_for = ""  # name of the batch that the data process is awaited for
@@ -77,6 +80,13 @@ class GpuSteps:
         self._next_batch, train = None, self._run_spec.config.train
         if step < max(1, train.num_steps) and not (train.rollouts and step % train.sampling_interval == 0):
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
+
+    @property
+    def current_phase(self) -> str:
+        """Return what another process is waited for; nothing while the engine computes."""
+        if self._server is not None and self._server.current_phase:
+            return self._server.current_phase
+        return f"waiting for the {self.waits_for} from the data process" if self.waits_for else ""
 
     async def step(self, step: int, save: bool) -> StepResult:
         """Run one step. `save`: a save wants the state after it."""
@@ -177,8 +187,11 @@ class GpuSteps:
         """
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step)
-            with memory_explained(self._run_spec.plan, f"sampling after step {step}"):
-                completions = await self._sample(prompts, sampling, step)
+            if self._server is not None:  # rank 0 is asked
+                completions = [] if self._rank else await self._server.sample(prompts, sampling, step)
+            else:
+                with memory_explained(self._run_spec.plan, f"sampling after step {step}"):
+                    completions = await self._sample(prompts, sampling, step)
             self._engine.device.timeline.clear()
             self._rows.start_clock()
             self._work.leave_out_evaluation()

@@ -40,6 +40,8 @@ from megatrain_ray.workers.gpu_steps import FetchBatch, GpuSteps, Scores, object
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, RankInfo, StepResult
 from megatrain_ray.workers.numa_binding import bind_gpu_worker
 from megatrain_ray.workers.open_device import check_free, make_device, memory_explained
+from megatrain_ray.workers.served_weights import ServedWeights
+from megatrain_ray.workers.server_sampler import ServerSampler
 
 
 class GpuWorker:
@@ -218,8 +220,23 @@ class GpuWorker:
         work = WorkColumns(self._counters, self._host_rank, file.fd if file else None, uses_disk=uses_disk)
         rows = StepRows(self._run_spec, sum(handle.nbytes for handle in handles.values() if not handle.path))
         self._steps = GpuSteps(
-            self._run_spec, self._engine, self._rank, self._fetch_batch, self._fetch_held_out, rows, work, progress
-        )
+            self._run_spec, self._engine, self._rank, self._fetch_batch, self._fetch_held_out, rows, work, progress,
+            self._server_sampler(self._engine),
+        )  # fmt: skip
+
+    def _server_sampler(self, engine: Engine) -> ServerSampler | None:
+        """Return what samples in place of the engine, if the run has a server for it."""
+        run_spec, loop = self._run_spec, asyncio.get_running_loop()
+        rollouts, folder = run_spec.config.train.rollouts, run_spec.weights_folder
+        if rollouts is None or rollouts.server is None or folder is None:
+            return None
+
+        def flat_of(layer: int) -> torch.Tensor:  # in a thread
+            if layer in run_spec.plan.weights_on_disk:
+                return asyncio.run_coroutine_threadsafe(engine.read_from_disk(layer), loop).result()
+            return self._working_of(layer)
+
+        return ServerSampler(rollouts.server, folder, engine, ServedWeights(run_spec, self._layout, flat_of).write)
 
     async def step(self, step: int, save: bool) -> StepResult:
         return await self._started.step(step, save)
@@ -243,8 +260,8 @@ class GpuWorker:
 
     def current_phase(self) -> str:
         """Return what the worker is doing, for the message about a step that does not end."""
-        if self._steps and self._steps.waits_for:
-            return f"waiting for the {self._steps.waits_for} from the data process"
+        if self._steps and self._steps.current_phase:
+            return self._steps.current_phase
         return self._engine.current_phase if self._engine else "building the engine"
 
     async def close(self, last: int = 0) -> None:
