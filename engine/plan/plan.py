@@ -329,11 +329,13 @@ class Plan:
             found[i + layer.kept_later].append(i)
         return tuple(map(tuple, found))
 
-    def visits(self, lowest_trained: int) -> tuple[Visit, ...]:
-        """Return the visits of a step. Its backward ends at layer `lowest_trained`."""
-        return visits(
-            len(self.layers), self.step.num_micro_batches, self.step.order, lowest_trained, self.replayed_layers
-        )
+    def visits(self, lowest_trained: int, num_micro_batches: int | None = None) -> tuple[Visit, ...]:
+        """Return the visits of a step. Its backward ends at layer `lowest_trained`.
+
+        num_micro_batches: of a step that has fewer than planned; None: as many as planned.
+        """
+        count = num_micro_batches or self.step.num_micro_batches
+        return visits(len(self.layers), count, self.step.order, lowest_trained, self.replayed_layers)
 
     @property
     def num_parameters(self) -> int:

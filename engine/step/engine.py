@@ -83,7 +83,7 @@ class Engine:
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._residency = self._residency_of(self.plan.visits(self.model.layout.lowest_trained))
+        self._residencies: dict[int, Residency] = {}  # of steps, by their number of micro-batches
 
     async def run_warm_up(self, coming: WarmUpShapes) -> None:
         """Compile what steps like `coming` need, and capture them if the plan says so. Call before the first step."""
@@ -103,7 +103,7 @@ class Engine:
         start = time.perf_counter()
         if clip is None:
             await self._commit(params, 0.0)
-        async with self._streaming(self._residency, step.step - 1) as tasks:
+        async with self._streaming(self._residency_of_step(len(step.micro_batches)), step.step - 1) as tasks:
             tasks.create_task(self.gradients.run(step.step))
             try:
                 output = await self.on_compute_thread(lambda: self._compute(step, params if clip is None else None))
@@ -268,6 +268,12 @@ class Engine:
             found = await self.on_compute_thread(lambda: gather(self.evaluator.run(micro_batches, order, of_chunk)))
         await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited in an evaluation
         return found
+
+    def _residency_of_step(self, num_micro_batches: int) -> Residency:
+        if num_micro_batches not in self._residencies:
+            visits = self.plan.visits(self.model.layout.lowest_trained, num_micro_batches)
+            self._residencies[num_micro_batches] = self._residency_of(visits)
+        return self._residencies[num_micro_batches]
 
     def _residency_of(self, visits: Sequence[Visit]) -> Residency:
         return residency_of(visits, self.model.structure, self.model.layout, self.plan)

@@ -114,7 +114,6 @@ class StepRunner:
         self._ranks = ranks
         self._hooks = hooks  # called at each point of a step in this order
         self._layout = model.layout
-        self._visits = plan.visits(self._layout.lowest_trained)
         self._closed: set[str] = set()  # paths of modules whose graphs were seen to end at their arguments and weights
         self.current_phase = "between steps"  # read by other threads
 
@@ -125,12 +124,13 @@ class StepRunner:
             as soon as their gradient is complete.
         """
         self._gradients.begin()
+        visits = self._plan.visits(self._layout.lowest_trained, len(step.micro_batches))
         for hook in self._hooks:
-            hook.begin_step(self._visits)
+            hook.begin_step(visits)
         passes = self._model.forward_passes(step.micro_batches)
         targets = [micro_batch.uploaded_targets(self._device.upload) for micro_batch in step.micro_batches]
         state = _StepState(step, passes, targets, [{} for _ in passes])
-        for visit in self._visits:
+        for visit in visits:
             self.current_phase = f"step {step.step}, {visit.phase.value} of {self._plan.layers[visit.layer].name}"
             with self._source.layer(visit.index) as regions, self._model.weights.bound(regions):
                 for hook in self._hooks:

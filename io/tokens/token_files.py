@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -301,6 +301,14 @@ class Corpus:
     def weighted(self) -> bool:
         """Return whether tokens may count in the loss by other weights than 0 and 1."""
         return self.loss_weights is not None and self.loss_weights.dtype == WEIGHT_TYPE
+
+    def part(self, documents: slice) -> Corpus:
+        """Return some consecutive documents."""
+        before, chosen = self.document_lengths[: documents.start], self.document_lengths[documents]
+        at = slice(int(before.sum()), int(before.sum() + chosen.sum()))
+        weights = None if self.loss_weights is None else self.loss_weights[at]
+        columns = {name: values[at] for name, values in self.columns.items()}
+        return replace(self, tokens=self.tokens[at], document_lengths=chosen, loss_weights=weights, columns=columns)
 
 
 def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:

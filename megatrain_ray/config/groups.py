@@ -163,12 +163,12 @@ class DataConfig(Group):
 
     @property
     def joins_documents(self) -> bool:
-        """Return whether a row may hold several documents. Of a run's own answers it holds one."""
+        """Return whether a window of the data may hold several documents. It holds one prompt."""
         return self.packing and self.kind != "prompts"
 
     def of_rollouts(self, file: Path) -> DataConfig:
         """Return how the answers to these prompts in a file are read."""
-        return self.model_copy(update={"kind": "rollouts", "path": str(file), "packing": False, "shuffle": False})
+        return self.model_copy(update={"kind": "rollouts", "path": str(file), "shuffle": False})
 
     @property
     def hash_range(self) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.values import Source, WeightedPath, listed, weight_of
-from megatrain_ray.data.rollout_stream import RolloutFiles, RolloutStream
+from megatrain_ray.data.rollout_stream import RolloutFiles, RolloutStream, rows_of_answers
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream, HeldOut
@@ -59,22 +59,21 @@ def open_stream(
 
 
 def open_rollout_stream(
-    data: DataConfig, prompts: Sequence[Path], vocab_size: int, batch_size: int, files: RolloutFiles
-) -> RolloutStream:
+    data: DataConfig, prompts: Sequence[Path], vocab_size: int, batch_size: int, files: RolloutFiles,
+    micro_batch_size: int,
+) -> RolloutStream:  # fmt: skip
     """Open the batches of the rollouts of a run, which need not be there yet. Raises ConfigError as open_stream.
 
     prompts: token folders of data.path.
+    batch_size: answers of a batch.
+    micro_batch_size: as for rows_of_answers.
     """
     stream = open_stream(data, prompts, vocab_size, batch_size)
     assert isinstance(stream, BatchStream)  # prompts have no weights
-    rollouts = data.of_rollouts(files.folder)
-    return RolloutStream(stream, files, lambda folder: _open_one(rollouts, folder, vocab_size, batch_size))
-
-
-def _open_one(data: DataConfig, tokens: Path, vocab_size: int, batch_size: int) -> BatchStream:
-    """Open the batches of data with one source. Raises ConfigError as open_windows."""
-    (windows,) = open_windows(data, [tokens], vocab_size, whole=False)
-    return BatchStream(windows, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+    return RolloutStream(
+        stream, files, lambda folder: open_corpus("rollouts", folder, vocab_size),
+        lambda answers: rows_of_answers(answers, data, vocab_size, micro_batch_size), batch_size,
+    )  # fmt: skip
 
 
 def count_data(data: DataConfig, tokens: Sequence[Path], vocab_size: int) -> DataCounts:
@@ -208,17 +207,19 @@ class DataWorker:
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
         position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
         num_readers: int = 1, logprobs: Sequence[Path] = (), rollouts: RolloutFiles | None = None,
+        micro_batch_size: int = 1,
     ) -> None:  # fmt: skip
         """Start from `position`, which is that after `step` updates; without a position, from the start.
 
         tokens, logprobs: as for open_stream.
         traced: steps whose spans are recorded.
         num_readers: number of GPU workers, each of which asks for every batch at its own time.
-        rollouts: of a run that answers its prompts itself.
+        rollouts: of a run that answers its prompts itself. `batch_size` is the number of answers then.
+        micro_batch_size: as for rows_of_answers.
         """
         self._stream: BatchStream | MixedStream | RolloutStream
         if rollouts:
-            self._stream = open_rollout_stream(data, tokens, vocab_size, batch_size, rollouts)
+            self._stream = open_rollout_stream(data, tokens, vocab_size, batch_size, rollouts, micro_batch_size)
         else:
             self._stream = open_stream(data, tokens, vocab_size, batch_size, logprobs)
         self._held_out = held_out.open() if held_out else None

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.io.batching.batch import Batch
-from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.batching.batch_stream import BatchStream, HeldOut
+from megatrain_ray.io.batching.windows import cut
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.tokens.token_files import META_NAME, OLD_LOGPROBS, REFERENCE_LOGPROBS, file_identity
+from megatrain_ray.io.tokens.token_files import META_NAME, OLD_LOGPROBS, REFERENCE_LOGPROBS, Corpus, file_identity
 from megatrain_ray.read_file import parse_json
 
 
@@ -72,26 +74,38 @@ class RolloutFiles:
         return sorted(int(name) for name in names if name.isdigit())
 
 
-class RolloutStream:
-    """Serves batches in the order of steps; a sampling's rollouts in the order of their prompts.
+def rows_of_answers(answers: Corpus, data: DataConfig, vocab_size: int, micro_batch_size: int) -> HeldOut:
+    """Put the answers of an update into one batch, with as few rows as `data.packing` allows.
 
-    joins_documents: a row holds one answer.
+    micro_batch_size: rows of all GPUs' micro-batches together; rows of nothing fill the last ones.
     """
+    windows = cut(
+        answers, seq_len=data.seq_len, packing=data.packing, vocab_size=vocab_size, whole=True, documents_per_record=1
+    )
+    return HeldOut([windows], batch_size=windows.num_windows, micro_batch_size=micro_batch_size)
 
-    joins_documents = False
 
-    def __init__(self, prompts: BatchStream, files: RolloutFiles, open_tokens: Callable[[Path], BatchStream]) -> None:
+class RolloutStream:
+    """Serves batches in the order of steps; a sampling's rollouts in the order of their prompts."""
+
+    def __init__(
+        self, prompts: BatchStream, files: RolloutFiles, open_tokens: Callable[[Path], Corpus],
+        make_rows: Callable[[Corpus], HeldOut], num_answers: int,
+    ) -> None:  # fmt: skip
         """Begin before the first step.
 
         prompts: of which only the position is used.
         open_tokens: opens the rollouts of a token folder.
+        make_rows: puts the answers of an update into one batch.
+        num_answers: of an update.
         """
         self._prompts = prompts
         self._files = files
         self._open_tokens = open_tokens
+        self._make_rows = make_rows
+        self._num_answers = num_answers
         self._step = 0
-        self._first, self._stream = -1, prompts
-        self._beginning = prompts.position  # of `_stream`
+        self._opened: tuple[int, Corpus] | None = None  # updates before the sampling that was read last, its rollouts
 
     @property
     def position(self) -> dict[str, Any]:
@@ -111,10 +125,8 @@ class RolloutStream:
     def next_batch(self) -> Batch:
         """Return the next batch. Raises MegatrainError if its rollouts are not there."""
         first = self._files.first_of(self._step)
-        if first != self._first:
-            self._stream, self._first = self._open_tokens(self._files.found_tokens(first)), first
-            self._beginning = self._stream.position
-        self._stream.seek(self._beginning)
-        self._stream.skip(self._step - first)
+        if self._opened is None or self._opened[0] != first:
+            self._opened = first, self._open_tokens(self._files.found_tokens(first))
+        start = (self._step - first) * self._num_answers
         self._step += 1
-        return self._stream.next_batch()
+        return self._make_rows(self._opened[1].part(slice(start, start + self._num_answers))).batch(0)

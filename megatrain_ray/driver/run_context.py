@@ -128,7 +128,8 @@ def check_inputs(
     if tokens.held_out is not None and config.data.held_out is not None:
         micro_batch_size = plan.step.micro_batch_size * plan.hosts.num_gpus
         held_out = HeldOutData(config.data.held_out, tokens.held_out, vocab_size, plan.batch_size, micro_batch_size)
-    if stream.joins_documents or (held_out and held_out.open().joins_documents):
+    packs_answers = config.train.rollouts is not None and config.data.packing
+    if packs_answers or stream.joins_documents or (held_out and held_out.open().joins_documents):
         of_pairs = "data.kind: pairs: both answers of a preference share a row", "set data.packing: false"
         check_packing(run_spec.source.architecture, *(of_pairs if config.data.in_pairs else ()))
     return held_out

@@ -71,6 +71,7 @@ def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any
         "held_out": job.held_out,
         "traced": traced_steps(config.log.trace),
         "rollouts": job.rollouts.files if job.rollouts else None,
+        "micro_batch_size": plan.step.micro_batch_size * plan.hosts.num_gpus,
     }
 
 

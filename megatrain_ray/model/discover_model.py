@@ -75,7 +75,7 @@ def discover_with_attention(
 
     The longer a row is, the more its attention masks cost, so flex attention replaces them where it can.
     """
-    (size, number), seq_len, packed = config.split(), config.data.seq_len, config.data.joins_documents
+    (size, number), seq_len, packed = config.split(), config.data.seq_len, config.data.packing
     _check_fp8(config, source, device)
     shape = Precision(config.train.precision).working_dtype, size, seq_len
     tokens = size * seq_len * (number if config.train.split_is_free else 1)  # upper bound for a micro-batch

@@ -31,7 +31,7 @@ from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS
 from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.planning.run_spec import RunSpec
-from megatrain_ray.rollouts.answer_scores import AnswerRows, SampledAnswer
+from megatrain_ray.rollouts.answer_scores import AnswerBatch, SampledAnswer
 from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, StepResult
 from megatrain_ray.workers.open_device import memory_explained
@@ -220,24 +220,22 @@ class GpuSteps:
 
     async def _score(self, answers: list[SampledAnswer], step: int) -> Scores:
         run_spec, plan = self._run_spec, self._run_spec.plan
-        rows = AnswerRows(
-            answers, run_spec.config.data, run_spec.structure.vocab_size, batch_size=plan.batch_size,
-            micro_batch_size=plan.step.micro_batch_size * plan.hosts.num_gpus,
-        )  # fmt: skip
-        values = {key: rows.empty() for key in compared_logprobs(run_spec.config.train)}
+        micro_batch_size = plan.step.micro_batch_size * plan.hosts.num_gpus
+        found: Scores = {key: [] for key in compared_logprobs(run_spec.config.train)}
         if run_spec.reference is not None and self._reference is None:
             self._reference = await self._engine.on_compute_thread(run_spec.reference.weights)
-        for index in range(rows.batches.num_batches):
-            batch = rows.batches.batch(index)
-            micro_batches = self._micro_batches(batch)
-            for key, of_all in values.items():
+        for start in range(0, len(answers), plan.batch_size):
+            of_update = answers[start : start + plan.batch_size]
+            rows = AnswerBatch(of_update, run_spec.config.data, run_spec.structure.vocab_size, micro_batch_size)
+            micro_batches = self._micro_batches(rows.batch)
+            for key, of_all in found.items():
                 if key == OLD_LOGPROBS:
-                    found = await self._engine.logprobs(micro_batches, step)
+                    logprobs = await self._engine.logprobs(micro_batches, step)
                 else:
                     assert self._reference is not None  # the run has opened it
-                    found = await self._engine.reference_logprobs(micro_batches, self._reference)
-                rows.put(of_all, index, found.numpy().reshape(batch.targets.shape))
-        return {key: [*rows.of_answers(of_all)] for key, of_all in values.items()}
+                    logprobs = await self._engine.reference_logprobs(micro_batches, self._reference)
+                of_all += rows.of_answers(logprobs.numpy().reshape(rows.batch.targets.shape))
+        return found
 
     async def _take_batch(self, fetching: Awaitable[Batch], name: str) -> Batch:
         self.waits_for = name

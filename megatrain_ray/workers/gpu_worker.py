@@ -163,7 +163,7 @@ class GpuWorker:
             objective = objective_of(self._run_spec)
             shapes = WarmUpShapes(
                 objective,
-                packed=config.data.joins_documents,
+                packed=config.data.packing,
                 row_parts=2 if config.data.in_pairs and not config.data.packing else 1,
                 weighted=self._run_spec.weighted,
                 evaluates=config.evaluates or config.data.is_labelled,  # whose KL is of a forward

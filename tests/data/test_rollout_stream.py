@@ -49,8 +49,9 @@ def test_a_step_has_the_batch_of_its_sampling_whatever_was_asked_before(tmp_path
     tokens = tokenize(config.data, "bytes", VOCAB, tmp_path)
     files = RolloutFiles(tmp_path, STEPS, STEPS * GROUP // GROUP)
 
-    def worker(step: int = 0, position: object = None) -> DataWorker:
-        return DataWorker(config.data, tokens, VOCAB, GROUP, step, position, rollouts=files)  # type: ignore[arg-type]
+    def worker(step: int = 0, position: object = None, **changes: object) -> DataWorker:
+        data = config.data.model_copy(update=changes)
+        return DataWorker(data, tokens, VOCAB, GROUP, step, position, rollouts=files, micro_batch_size=3)  # type: ignore[arg-type]
 
     ours, ids = worker(), iter(range(100, 200))
     with pytest.raises(MegatrainError, match=r"cannot read .*step_0.jsonl"):
@@ -69,9 +70,11 @@ def test_a_step_has_the_batch_of_its_sampling_whatever_was_asked_before(tmp_path
         tokenize_rollouts(config, files.file(first), VOCAB, files.tokens(first))
     assert files.steps() == [0, 2, 4]
     for asked in (1, 2, 3, 3, 2, 6, 4, 1, 5):
-        batch = ours.batch(asked)
-        assert batch.input_ids[:, 2].tolist() == [98 + GROUP * asked, 99 + GROUP * asked]
-        assert batch.num_documents == GROUP
+        batch, alone = ours.batch(asked), worker(packing=False).batch(asked)
+        answers = [98 + GROUP * asked, 99 + GROUP * asked]
+        assert batch.input_ids[0, [2, 6]].tolist() == alone.input_ids[:GROUP, 2].tolist() == answers
+        assert batch.num_documents == alone.num_documents == GROUP
+        assert batch.real is not None and batch.real.any(1).tolist() == [True, False, False], "rows fill a micro-batch"
         position = ours.position_after(asked)
         assert (position["step"], position["cursor"]) == (asked, asked // STEPS * STEPS % 4)
         resumed = worker(asked, position)

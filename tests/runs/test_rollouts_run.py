@@ -45,7 +45,7 @@ def prepare(tmp_path: Path, name: str, **changes: Any) -> Path:
     prompts = [{"prompt": f"say {'xyz'[n % 3]}", "answer": "xyz"[n % 3]} for n in range(6)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
     tree = config(tmp_path / name, build_tiny(tmp_path / "model"), save_every=0)
-    tree["data"] = {"kind": "prompts", "path": str(tmp_path / "prompts.jsonl"), "tokenizer": "bytes", "seq_len": 68}
+    tree["data"] = {"kind": "prompts", "path": str(tmp_path / "prompts.jsonl"), "tokenizer": "bytes", "seq_len": 132}
     tree["train"] = {
         "steps": STEPS, "batch_size": 2 * GROUP, "micro_batch_size": GROUP, "accumulate": 2, "lr": 0.02,
         "schedule": "constant", "precision": "fp32", "objective": "grpo",
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Trai
     own = str(tmp_path / "rewards.py")
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"rewards": [f"{own}:absent"]}, "rewards.0: " + own + " has no function absent"),
-        ({"max_new_tokens": 40}, "the prompt of record 1 has 55 tokens (6 are too long), and data.seq_len"),
+        ({"max_new_tokens": 80}, "the prompt of record 1 has 55 tokens (6 are too long), and data.seq_len"),
         ({"rewards": ["length"]}, "train.rollouts.rewards: expected exact, math, format, {regex: PATTERN}"),
         ({"group_size": 3}, "train.batch_size: 16 answers are no whole groups of train.rollouts.group_size: 3"),
     )
