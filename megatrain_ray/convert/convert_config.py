@@ -167,14 +167,15 @@ def axolotl_data(tree: Mapping[str, Any], found: Findings) -> None:
     if texts:
         entries = [{"type": "pretrain", **item} for item in entries]
     entries, limit = _first_records(tree, entries)
-    objective = KIND_OF_OBJECTIVE.get(found.settings.get("train.objective", ""))
-    if objective and (template := _template(rules, objective, entries)):
+    objective = found.settings.get("train.objective", "")
+    answers = objective if objective in rules.answers else KIND_OF_OBJECTIVE.get(objective)
+    if answers and (template := _template(rules, answers, entries)):
         found.settings.setdefault("template", template)
-    found.settings |= _common(rules, entries, objective) | limit | ({"data.packing": True} if texts else {})
+    found.settings |= _common(rules, entries, answers) | limit | ({"data.packing": True} if texts else {})
     if found.settings.get("data.chat_format") == "alpaca":
         found.otherwise["datasets"] = rules.alpaca
     if tests := tree.get("test_datasets"):
-        found.settings["data.eval_path"] = _common(rules, tests, objective)["data.path"]
+        found.settings["data.eval_path"] = _common(rules, tests, answers)["data.path"]
 
 
 def _first_records(tree: Mapping[str, Any], entries: list[Any]) -> tuple[list[Any], dict[str, int]]:
@@ -222,7 +223,7 @@ def _template(rules: DataSetRules, kind: str, entries: list[Any]) -> str | None:
 def _kind(rules: DataSetRules, entry: Any, answers: str | None) -> tuple[str, str | None]:
     """Return data.kind and data.chat_format. Raises RefusedError for a type or key that cannot be followed.
 
-    answers: data.kind if records have preferred or labelled answers.
+    answers: key of rules.answers if records have preferred or labelled answers.
     """
     if not isinstance(entry, Mapping):
         raise RefusedError(f"datasets: expected a mapping, got {entry!r:.60}")
@@ -230,7 +231,7 @@ def _kind(rules: DataSetRules, entry: Any, answers: str | None) -> tuple[str, st
     kind = entry.get("type") or ""
     name = kind.partition(".")[0].partition(":")[0] if isinstance(kind, str) else None
     if answers is not None:
-        types = dict.fromkeys(rules.answers[answers], (answers, None))
+        types = dict.fromkeys(rules.answers[answers], (KIND_OF_OBJECTIVE.get(answers, answers), None))
         if isinstance(kind, str) and "." in kind and kind.partition(".")[2] not in rules.answer_formats:
             name = None
     if name not in types or (name == "alpaca" and kind != "alpaca"):

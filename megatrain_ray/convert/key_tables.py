@@ -184,8 +184,8 @@ class DataSetRules(_Section):
     """Says how the entries of a list of data sets are read (axolotl.yaml has comments).
 
     alpaca: what is told of records in the Alpaca format.
-    answers: by our kind of data, types of preferences and labelled answers up to their dot, each with the name of the
-        template that it writes, if it is not the tokenizer's.
+    answers: by our kind of data, or reward, types of preferences and labelled answers up to their dot, each with the
+        name of the template that it writes, if it is not the tokenizer's.
     answer_formats: what may stand after the dot.
     """
 

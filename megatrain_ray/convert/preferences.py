@@ -32,9 +32,13 @@ def translate_preferences(table: Table, found: Findings, tree: Mapping[str, Any]
         key = next(key for key in LENGTHS if key in table.sets)
         settings["data.seq_len"] *= 2
         found.otherwise[key] = "data.seq_len is of both answers together, so it is twice that"
-    if settings.pop("lora.dropout", 0.0):
+    chosen_by = "stage" if table.tool != "Axolotl" else "reward_model" if objective == "reward" else "rl"
+    if chosen_by == "stage" and objective == "reward":
+        found.otherwise[chosen_by] = (
+            "the head is linear, as in Transformers' …ForSequenceClassification, without a bias"
+        )
+    elif settings.pop("lora.dropout", 0.0):
         found.otherwise["lora_dropout"] = "there is none, as in those trainers of preferences, which turn dropout off"
-    chosen_by = "rl" if table.tool == "Axolotl" else "stage"
     if objective == "kto":
         found.otherwise[chosen_by] = "KL is of a whole step, and of answers to the records before"
     if objective == "orpo" and table.tool == "Axolotl":
@@ -44,12 +48,15 @@ def translate_preferences(table: Table, found: Findings, tree: Mapping[str, Any]
 def _objective(settings: dict[str, Any]) -> str | None:
     """Return train.objective, of which `objective` may be set; None: it is of single tokens.
 
-    LLaMA-Factory's stage sets the kind of data, and `objective` counts only for pairs.
+    LLaMA-Factory's stage sets the kind of data, or reward, and `objective` counts only for pairs.
     """
     named: str | None = settings.pop("objective", None)
     kind = settings.get("data.kind")
     if kind is None:  # of Axolotl
         return named
+    if kind == "reward":
+        settings["data.kind"] = KIND_OF_OBJECTIVE[kind]
+        return "reward"
     return {"pairs": named or "dpo", "unpaired": "kto"}.get(kind)
 
 
@@ -63,11 +70,11 @@ def _drop_unused(table: Table, found: Findings, tree: Mapping[str, Any], objecti
         if value is None or counts:
             continue
         del found.settings[target]
-        if value and objective is not None and target.endswith(".sft_weight"):
+        if value and objective not in (None, "reward") and target.endswith(".sft_weight"):
             found.refused.append(f"{keys[target]}: {value:g}: is not added to {objective} here")
         elif value:
             found.meaningless[keys[target]] = f"of {' or '.join(objectives)}"
-    if objective in (None, "simpo", "orpo") and found.settings.pop("train.reference", None):
+    if objective in (None, "simpo", "orpo", "reward") and found.settings.pop("train.reference", None):
         found.meaningless[keys["train.reference"]] = "of an objective that compares with a reference"
 
 

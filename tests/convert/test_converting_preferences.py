@@ -42,6 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         HUB | {"stage": "kto", "pref_loss": "ipo", "kto_chosen_weight": 0.5, "kto_rejected_weight": 2.0},
         {"objective": "kto", "preference": {"desirable_weight": 0.5, "undesirable_weight": 2.0}},
     ),
+    "rm": (
+        LLAMA_FACTORY,
+        HUB | {"stage": "rm", "pref_beta": 0.2, "pref_ftx": 0.5, "ref_model": "other"},
+        {"objective": "reward", "preference": None, "reference": None},
+    ),
     "sft": (LLAMA_FACTORY, HUB | {"pref_beta": 0.2, "pref_loss": "ipo"}, {"objective": None, "preference": None}),
     "Axolotl, dpo": (
         AXOLOTL,
@@ -68,6 +73,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         data_of("chat_template.argilla") | {"rl": "orpo", "orpo_alpha": 0.2},
         {"objective": "orpo", "preference": {"beta": 0.2}},
     ),
+    "Axolotl, reward model": (
+        AXOLOTL,
+        data_of("bradley_terry.chat_template")
+        | {
+            "reward_model": True, "num_labels": 1, "model_type": "AutoModelForSequenceClassification",
+            "center_rewards_coefficient": 0.01,
+        },
+        {"objective": "reward", "preference": {"center_rewards_coefficient": 0.01}},
+    ),
     "Axolotl, kto": (
         AXOLOTL,
         data_of("llama3.ultra") | {"rl": "kto", "kto_desirable_weight": 0.2},
@@ -80,7 +94,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_objective_and_numbers(tmp_path: Path, name: str) -> None:
     text, changes, expected = CASES[name]
     lora = (
-        {"adapter": "lora", "lora_r": 8, "lora_target_linear": True} if "rl" in changes else {"finetuning_type": "lora"}
+        {"finetuning_type": "lora"}
+        if text == LLAMA_FACTORY
+        else {"adapter": "lora", "lora_r": 8, "lora_target_linear": True}
     )
     path = tmp_path / "theirs.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(text), **lora, "lora_dropout": 0.1, "max_steps": 9, **changes}))
@@ -92,7 +108,7 @@ def test_objective_and_numbers(tmp_path: Path, name: str) -> None:
     # Both answers of a preference have the length that each has there. Those trainers turn dropout off.
     assert (tree["data"]["kind"], tree["data"]["seq_len"]) == (kind, 400 if kind == "pairs" else 200)
     assert tree["data"]["packing"] is False
-    assert tree["lora"].get("dropout") == (0.1 if kind == "sft" else None)
+    assert tree["lora"].get("dropout") == (0.1 if name in ("sft", "rm") else None)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +116,21 @@ def test_objective_and_numbers(tmp_path: Path, name: str) -> None:
     [
         (LLAMA_FACTORY, HUB | {"stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss: kto_pair: of preferences and"),
         (LLAMA_FACTORY, HUB | {"stage": "kto", "pref_ftx": 0.5}, "pref_ftx: 0.5: is not added to kto here"),
+        (
+            AXOLOTL,
+            data_of("chatml.intel") | {"reward_model": True},
+            "datasets: owner/answers: type: chatml.intel: is not",
+        ),
+        (
+            AXOLOTL,
+            data_of("bradley_terry") | {"rl": "dpo"},
+            "datasets: owner/answers: type: bradley_terry: is not here",
+        ),
+        (
+            AXOLOTL,
+            data_of("bradley_terry") | {"reward_model": True, "num_labels": 2},
+            "num_labels: 2: a reward model has",
+        ),
         (
             AXOLOTL,
             data_of("user_defined.default") | {"rl": "dpo"},
