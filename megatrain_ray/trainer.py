@@ -81,8 +81,8 @@ class Trainer:
         callbacks: transformers.TrainerCallback objects (driver/callbacks.py).
 
         The other arguments replace the settings model.path, data.path, data.eval_path and data.tokenizer, which are
-        then left out. data/python_objects.py says what they may be. data.kind follows the first record unless it is
-        set.
+        then left out. data/python_objects.py says what they may be. data.kind follows train.objective and the first
+        record unless it is set.
 
         Raises ConfigError.
         """

@@ -16,9 +16,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.objective_checks import KIND_OF_OBJECTIVE
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.chat.chat_template import TEMPLATE_NAME
+from megatrain_ray.io.chat.conversation_formats import CHOSEN, REJECTED
 from megatrain_ray.io.chat.token_records import ATTENDED, IDS, LABELS, LOSS_MASK, OTHER_MASKS, PACKED_KEYS, WEIGHTS
 from megatrain_ray.io.files.atomic_file import write_atomically
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, OwnedFolder, is_free, remove_owned
@@ -59,8 +61,8 @@ class Objects:
     def fill(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a configuration with the paths of these objects filled in.
 
-        If it is not set, data.kind is chosen by the first record. Frozen parameters of a model object are added to
-        train.freeze.
+        If it is not set, data.kind is chosen by train.objective and the first record. Frozen parameters of a model
+        object are added to train.freeze.
         Raises ConfigError for a setting that an object replaces as well, and for an object of a wrong type.
         """
         tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
@@ -76,7 +78,8 @@ class Objects:
             node[key] = value if isinstance(value, str) else str(inputs / file)
         data = tree.get("data", {})
         if self.train_dataset is not None and not isinstance(self.train_dataset, (str, Path)):
-            data.setdefault("kind", _kind(self.train_dataset, data.get("text_field", "text")))
+            text_field, train = data.get("text_field", "text"), tree.get("train")
+            data.setdefault("kind", _kind(self.train_dataset, text_field, train if isinstance(train, dict) else {}))
         is_object = not isinstance(self.model, (str, Path, type(None)))
         if is_object and "tokenizer" not in data and data.get("kind") != "tokens":
             raise ConfigError("processing_class: a model object comes without a tokenizer; give it, or data.tokenizer")
@@ -182,13 +185,18 @@ def _records(name: str, dataset: Any) -> Iterator[Mapping[str, Any]]:
         yield record
 
 
-def _kind(dataset: Any, text_field: str) -> str:
+def _kind(dataset: Any, text_field: str, train: Mapping[str, Any] = {}) -> str:
+    """Return data.kind for these records. `train`: settings of `train`, as given."""
+    if kind := KIND_OF_OBJECTIVE.get(str(train.get("objective"))):
+        return "prompts" if kind == "rollouts" and "rollouts" in train else kind
     first = next(_records("train_dataset", dataset), None)
     if first is None:
         raise ConfigError("train_dataset: holds no record")
     if IDS in first:
         return "tokens"
-    return "pretrain" if isinstance(first.get(text_field), str) else "sft"
+    if isinstance(first.get(text_field), str):
+        return "pretrain"
+    return "pairs" if {CHOSEN, REJECTED} <= first.keys() else "sft"  # of which another line says what to set
 
 
 def _write_pretrained(name: str, value: Any, folder: Path) -> None:

@@ -172,6 +172,25 @@ def test_records_are_recognised_and_written_as_files_have_them(
     assert not list((tmp_path / "run").iterdir()), "what no run has begun with goes again"
 
 
+@pytest.mark.parametrize(
+    ("objective", "kind", "more"),
+    [("dpo", "pairs", {}), ("kto", "unpaired", {}), ("grpo", "rollouts", {}),
+     ("grpo", "prompts", {"train.rollouts": {"rewards": ["exact"], "max_new_tokens": 8}})],
+)  # fmt: skip
+def test_an_objective_says_of_which_kind_its_records_are(
+    tmp_path: Path, objective: str, kind: str, more: dict[str, Any]
+) -> None:
+    given = settings(tmp_path / "run") | {"train.objective": objective, "train.batch_size": 8} | more
+    found = Trainer("model", given, train_dataset=[{"prompt": "q"}], processing_class="bytes").config
+    assert (found.data.kind, found.train.objective) == (kind, objective)
+
+
+def test_preferences_without_an_objective_are_told_what_to_set(tmp_path: Path) -> None:
+    records = [{"prompt": "q", "chosen": "a", "rejected": "b"}]
+    with pytest.raises(ConfigError, match=r"data\.kind is pairs; set dpo, ipo, hinge, simpo, orpo or reward"):
+        Trainer("model", settings(tmp_path / "run"), train_dataset=records, processing_class="bytes")
+
+
 def test_a_resume_gives_callbacks_what_the_run_has_logged(tmp_path: Path) -> None:
     """So does the next call of the same object. One that stops early would else take the next loss for the best."""
     rows = [{"step": step, "epoch": step / 4, "loss": 5.0 - step, "lr": 0.1, "tokens": 7} for step in (1, 2)]
