@@ -93,6 +93,7 @@ class Trainer:
         self._callbacks = Callbacks(callbacks, given, model=model, processing_class=processing_class)
         self._pass: LogprobPass | None = None  # what the evaluation is for, if this is no run of the user's
         self._base: ModelConfig | None = None  # the model of train.reference: model; None: the run's own
+        self._startup: Startup | None = None  # of a run that this is a part of
 
     def _read(self, args: Any, overrides: Mapping[str, Any]) -> TrainConfig:
         if isinstance(args, TrainConfig):
@@ -119,7 +120,7 @@ class Trainer:
         """
         if in_ray_job():
             _check_absolute(self.config)
-        startup = Startup()
+        startup = self._startup or Startup()
         with ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts(saves=self.config.save_every is not None))
             run = stack.enter_context(RunDir.open(self.config))
@@ -244,7 +245,7 @@ class Trainer:
         reference, base = None if name == "model" else name, self._base or run.config.model
         config, note = run.config.model_copy(update={"model": base}), lost if run.has_begun else None
         with naming_reference(config.train) if reference else nullcontext():
-            return compute_logprobs(reference, config, data, run.path, note=note, teacher=teacher)
+            return compute_logprobs(reference, config, data, run.path, note=note, teacher=teacher, startup=startup)
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
@@ -259,9 +260,10 @@ class Trainer:
 class _PassTrainer(Trainer):
     """Runs a pass for log-probabilities, and notes the processes of this host that do."""
 
-    def __init__(self, config: TrainConfig, missing: LogprobPass) -> None:
+    def __init__(self, config: TrainConfig, missing: LogprobPass, startup: Startup | None) -> None:
         super().__init__(args=config)
         self._pass = missing
+        self._startup = startup
         self.pids: set[int] = set()
 
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
@@ -286,7 +288,7 @@ def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> d
 
 def compute_logprobs(
     name: str | None, config: TrainConfig, data: DataTokens, run_dir: Path, step: SaveChoice = None, *,
-    note: str | None = None, teacher: TopTokens | None = None,
+    note: str | None = None, teacher: TopTokens | None = None, startup: Startup | None = None,
 ) -> LogprobFolders:  # fmt: skip
     """Return the folders of a model's log-probabilities of all targets of the data, made by a pass if missing.
 
@@ -298,6 +300,7 @@ def compute_logprobs(
     run_dir: where folders go if the user's cache cannot be written to.
     note: is printed before a pass.
     teacher: what is recorded of the model's predictions as well; None: nothing.
+    startup: reports the phases of the pass as well, with the seconds since the start that it is a part of.
 
     Raises as `Trainer.train` and export_run. If it is interrupted, the next call goes on where it stopped.
     """
@@ -306,7 +309,7 @@ def compute_logprobs(
         if note:
             say(note)
         with pass_config(name, config, step) as settings:
-            trainer = _PassTrainer(settings, missing)
+            trainer = _PassTrainer(settings, missing, startup)
             try:
                 row = trainer.train().evaluations[-1]
             except InterruptedRunError:

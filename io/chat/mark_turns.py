@@ -21,7 +21,6 @@ from megatrain_ray.io.chat.answer_texts import (
 )
 from megatrain_ray.io.chat.chat_template import ChatTemplate, Message, TemplateRefusalError
 from megatrain_ray.io.chat.conversation_formats import Conversation
-from megatrain_ray.io.chat.conversation_forms import in_any_form
 from megatrain_ray.io.chat.messages import (
     PROBE,
     THOUGHT,
@@ -36,6 +35,7 @@ from megatrain_ray.io.chat.messages import (
     without_opened_thought,
 )
 from megatrain_ray.io.chat.template_ending import QUESTION, Surroundings, find_surroundings
+from megatrain_ray.io.chat.template_variants import in_any_variant
 from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
 
 MANY_ANSWERS = 32  # of a conversation that is rendered in windows, if its template allows that
@@ -86,7 +86,7 @@ class TurnMarker:
         if last < 0:
             return []
         whole = replace(conversation, messages=conversation.messages[: last + 1])
-        return in_any_form(whole, self._mark)
+        return in_any_variant(whole, self._mark)
 
     def _mark(self, conversation: Conversation) -> list[MarkedText]:
         if self._template.marks_generation(conversation.tools):
@@ -274,7 +274,7 @@ def render_prompt(template: ChatTemplate, conversation: Conversation) -> str:
                 raise _leaves_out(template, ", ".join(missing), index)
         return text.text
 
-    return in_any_form(conversation, rendered)
+    return in_any_variant(conversation, rendered)
 
 
 def _check_length(conversation: Conversation) -> None:

@@ -35,8 +35,8 @@ def logprobs(options: Namespace) -> Iterator[str]:
         files = RunFiles(Path(config.run_dir).absolute())
         config = config.resolve(files.read_config() if files.holds_run and files.has_begun else None)
         vocab_size = read_model(config.model).written_vocab_size
-        config, data = tokenize_all(config, vocab_size, files.path, Startup())
-        found = compute_logprobs(options.model, config, data, files.path, options.step)
+        config, data = tokenize_all(config, vocab_size, files.path, startup := Startup())
+        found = compute_logprobs(options.model, config, data, files.path, options.step, startup=startup)
     held_out = config.data.held_out
     names = [*sources_of(config.data), *(sources_of(held_out) if held_out and data.held_out else ())]
     for name, tokens, folder in zip(

@@ -210,7 +210,7 @@ def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) ->
         yield from (f"  {line}" for line in (*lines, *(() if rollouts else _rows(windows, seq_len))))
     if not isinstance(part.data, HeldOutConfig):
         num_rows = sum(windows.num_windows for windows in part.windows) * (rollouts.group_size if rollouts else 1)
-        batch_size = config.train.batch_size or config.hardware.num_gpus
+        batch_size = config.num_step_rows
         row = "answer" if rollouts else "row"
         steps = f"{num_rows / batch_size:.3g} steps of {format_quantity(batch_size, row)}"
         yield f"an epoch is {format_quantity(num_rows, row)}, {steps}"

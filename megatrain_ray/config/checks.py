@@ -235,7 +235,7 @@ def _batch_disagreements(config: Settings) -> Iterator[str]:
     if train.batch_size is None or train.split_is_free:
         return
     micro_batch_size, accumulate = config.split()
-    product = micro_batch_size * accumulate * num_gpus
+    product = config.num_step_rows
     if product == train.batch_size:
         return
     factor, rest = divmod(train.batch_size, product)

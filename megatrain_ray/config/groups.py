@@ -362,3 +362,8 @@ class Settings(Group):
             num_gpus = self.hardware.num_gpus
             return 1, (train.batch_size or num_gpus) // num_gpus
         return train.micro_batch_size or 1, train.accumulate or 1
+
+    @property
+    def num_step_rows(self) -> int:
+        """Return the sequences of an update, over all GPUs: train.batch_size, also where that is left out."""
+        return math.prod(self.split()) * self.hardware.num_gpus

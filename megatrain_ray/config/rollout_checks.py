@@ -35,9 +35,7 @@ def rollout_disagreements(config: Settings) -> Iterator[str]:
 
 
 def _number_disagreements(config: Settings, rollouts: RolloutsConfig) -> Iterator[str]:
-    micro_batch_size, accumulate = config.split()
-    batch_size = config.train.batch_size or micro_batch_size * accumulate
-    if batch_size % rollouts.group_size:
+    if (batch_size := config.num_step_rows) % rollouts.group_size:
         yield (
             f"train.batch_size: {batch_size} answers are no whole groups of train.rollouts.group_size: "
             f"{rollouts.group_size}; set a multiple of that"

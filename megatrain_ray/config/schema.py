@@ -50,7 +50,7 @@ class TrainConfig(Settings):
 
         Raises ConfigError if other settings ask for more steps.
         """
-        epoch_steps = Fraction(num_rows, self.train.batch_size or 1)
+        epoch_steps = Fraction(num_rows, self.num_step_rows)
         every = {key: value for key in ("save_every", "eval_every") if isinstance(value := getattr(self, key), str)}
         counted = {key: max(1, round(epochs_of(text) * epoch_steps)) for key, text in every.items()}
         config, epochs = self.model_copy(update=counted), self.train.epochs

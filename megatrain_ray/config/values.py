@@ -248,8 +248,8 @@ def number_ranges(expected: str, value: Any) -> str:
     return format_ranges(numbers)
 
 
-NAMED_REWARDS = ("exact", "math", "format")
-REWARDS = "exact, math, format, {regex: PATTERN}, MODULE:FUNCTION or FILE.py:FUNCTION"
+NAMED_REWARDS = EXACT, MATH, FORMAT = "exact", "math", "format"
+REWARDS = f"{', '.join(NAMED_REWARDS)}, {{regex: PATTERN}}, MODULE:FUNCTION or FILE.py:FUNCTION"
 MOST = 2**31 - 1  # of anything that a run counts
 MOST_SEQUENCES = 2**20  # of a step; and epochs
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_nul)]

@@ -29,7 +29,7 @@ def describe_run(files: RunFiles, config: TrainConfig, plan: Plan | None, histor
     described["data"] = f"{config.data.kind}, {_sources(config.data.path)}"
     if config.train.objective != "sft":
         described["learns"] = f"by {config.train.objective}"
-    described["step"] = f"{format_quantity(config.train.batch_size or 1, 'row')} of {config.data.seq_len} tokens"
+    described["step"] = f"{format_quantity(config.num_step_rows, 'row')} of {config.data.seq_len} tokens"
     return described
 
 

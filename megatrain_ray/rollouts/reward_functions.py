@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatrain_ray.config.values import EXACT, FORMAT, MATH
 from megatrain_ray.errors import ConfigError
 
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -39,14 +40,14 @@ def find_rewards(rewards: Sequence[str | Mapping[str, str]]) -> dict[str, Reward
 
 def needs_answer(reward: str | Mapping[str, str]) -> bool:
     """Return whether a reward of train.rollouts.rewards compares with the column `answer` of the records."""
-    return reward in ("exact", "math") if isinstance(reward, str) else re.compile(reward["regex"]).groups > 0
+    return reward in (EXACT, MATH) if isinstance(reward, str) else re.compile(reward["regex"]).groups > 0
 
 
 def _find(reward: str | Mapping[str, str], key: str) -> tuple[str, RewardFunction]:
     if not isinstance(reward, str):
         return "regex", partial(regex, re.compile(reward["regex"], re.DOTALL))
-    if reward == "math":
-        return "math", _math(key)
+    if reward == MATH:
+        return MATH, _math(key)
     if reward in NAMED:
         return reward, NAMED[reward]
     return _own(reward, key)
@@ -105,7 +106,7 @@ def thought_first(completions: Sequence[Any], **_: Any) -> list[float]:
     return [float(THINK.fullmatch(text_of(made)) is not None) for made in completions]
 
 
-NAMED: dict[str, RewardFunction] = {"exact": exact, "format": thought_first}
+NAMED: dict[str, RewardFunction] = {EXACT: exact, FORMAT: thought_first}
 
 
 def _math(key: str) -> RewardFunction:

@@ -152,8 +152,7 @@ def open_rollouts(
     if settings is None:
         yield None
         return
-    assert config.train.batch_size is not None  # the configuration is resolved
-    num_prompts = settings.steps * config.train.batch_size // settings.group_size
+    num_prompts = settings.steps * config.num_step_rows // settings.group_size
     vocab_size = source.written_vocab_size or ALL_IDS
     prompts = Prompts(config.data, open_corpus(config.data.key, tokens[0], vocab_size))
     prompts.check_lengths(config.data.seq_len - settings.max_new_tokens)

@@ -568,6 +568,7 @@ def test_the_split_of_a_step(
 ) -> None:
     asked = config(train__batch_size=batch_size, train__micro_batch_size=micro_batch_size, train__accumulate=accumulate)
     assert asked.split() == split
+    assert asked.num_step_rows == asked.resolve().num_step_rows == split[0] * split[1]
     train = asked.resolve().train
     left_open = (None, None) if batch_size == 6 else split
     assert (train.batch_size, train.micro_batch_size, train.accumulate) == (split[0] * split[1], *left_open)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def test_a_model_that_cannot_pack_and_was_drawn_at_random(tmp_path: Path, train:
     assert "; set data.packing: false" in refused.stderr
     done = train(str(path), "data.packing=false")
     assert done.returncode == 0, done.stderr
+    clock = [float(seconds) for seconds in re.findall(r"^ *([0-9.]+) s  ", done.stderr, re.MULTILINE)]
+    assert clock == sorted(clock), "the phases of the pass are those of the same start"
     planned = next(line for line in cli_here("plan", str(path), "data.packing=false").stdout.splitlines()
                    if line.startswith("reference RAM "))  # fmt: skip
     speed = planned.partition("; predicted ")[2]

@@ -1,4 +1,4 @@
-"""Writes a conversation in the ways that chat templates expect it: some take what others refuse or leave out."""
+"""Varies how a conversation is given to a chat template: some templates take what others refuse or leave out."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Messages = tuple[dict[str, Any], ...]
 Result = TypeVar("Result")
 
 
-def in_any_form(conversation: Conversation, work: Callable[[Conversation], Result]) -> Result:
-    """Return the result of `work` for the first form of a conversation for which it raises no RecordError.
+def in_any_variant(conversation: Conversation, work: Callable[[Conversation], Result]) -> Result:
+    """Return the result of `work` for the first variant of a conversation for which it raises no RecordError.
 
     If it raises for all, this raises the error that names what the template leaves out, or else the template's refusal.
     """
     problems: list[RecordError] = []
-    forms = _forms(conversation)
-    for form in forms:
+    variants = _variants(conversation)
+    for variant in variants:
         try:
-            return work(form)
+            return work(variant)
         except RecordError as error:
             problems.append(error)
     has_none = any(message.get("content") is None for message in conversation.messages)
@@ -33,12 +33,12 @@ def in_any_form(conversation: Conversation, work: Callable[[Conversation], Resul
     raise next(lacking, first) if isinstance(first, TemplateRefusalError) else first
 
 
-def _forms(conversation: Conversation) -> list[Conversation]:
-    """Return the forms of a conversation: as given first, then with each change that applies, alone and together."""
-    forms = [conversation.messages]
+def _variants(conversation: Conversation) -> list[Conversation]:
+    """Return the variants of a conversation: as given first, then with each change that applies, alone and together."""
+    variants = [conversation.messages]
     for change in (_with_other_emptiness, _with_text_arguments, _with_named_ids, _with_system_for_developer):
-        forms += [changed for form in forms if (changed := change(form)) != form]
-    return [replace(conversation, messages=form) for form in forms]
+        variants += [changed for variant in variants if (changed := change(variant)) != variant]
+    return [replace(conversation, messages=variant) for variant in variants]
 
 
 def _with_other_emptiness(messages: Messages) -> Messages:
