@@ -144,7 +144,7 @@ class Trainer:
             check_position(run.config, data, source.written_vocab_size, manifest)
             teacher = self._pass.teacher if self._pass else find_teacher(run.config, source)
             logprobs = LogprobFolders() if self._pass else self._reference(run, data, startup, teacher)
-            rollouts = stack.enter_context(open_rollouts(run.config, run.path, data.training, source))
+            rollouts = stack.enter_context(open_rollouts(run.config, run.path, data.training, data.held_out, source))
             machine = _machine(run.config, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):

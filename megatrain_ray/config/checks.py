@@ -21,7 +21,7 @@ from megatrain_ray.units import format_ranges, parse_ranges
 # Keys of `data` that are valid for some kinds of data only, and these kinds.
 RECORDED = ("pretrain", "sft", "tokens", "pairs", "unpaired")
 KINDS_OF_KEY = {
-    "eval_path": (*RECORDED, "rollouts"),
+    "eval_path": (*RECORDED, "rollouts", "prompts"),
     "bad_records": (*RECORDED, "rollouts"),
     "text_field": ("pretrain",),
     "add_bos": ("pretrain",),
@@ -34,7 +34,7 @@ KINDS_OF_KEY = {
     "learn": ("sft",),
     "learn_reasoning": ("sft", "pairs", "unpaired"),
     "truncation": ("sft", "tokens", "pairs", "unpaired", "rollouts"),
-    "eval_fraction": RECORDED,  # which would tear groups apart
+    "eval_fraction": (*RECORDED, "prompts"),  # of rollouts it would tear groups apart
     "scale_rewards": ("rollouts", "prompts"),
     "unfinished": ("rollouts",),
 }

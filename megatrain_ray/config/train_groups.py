@@ -151,6 +151,8 @@ class RolloutsConfig(Group):
     """Tokens after which an answer is cut off. A prompt may have as many as that leaves of data.seq_len."""
     temperature: Positive = 1.0
     """Divides the logits before tokens are drawn."""
+    eval_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """The same in evaluations, where each held-out prompt is answered once. 0: the likeliest token is taken."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Tokens are drawn from the likeliest ones that have this probability together."""
     timeout_s: Positive = 60.0

@@ -65,8 +65,8 @@ def describe_start(
     filled = f" (train.epochs: {epochs:g}, up to a whole step)" if epochs and made > epochs else ""
     held_out = f"; {format_quantity(num_held_out, 'record')} held out" if num_held_out else ""
     if config.data.held_out is None and not num_held_out:
-        key = {"rollouts": " (data.eval_path)", "prompts": ""}.get(config.data.kind, " (data.eval_fraction)")
-        held_out = f"; none held out{key}"
+        key = "data.eval_path" if config.data.kind == "rollouts" else "data.eval_fraction"
+        held_out = f"; none held out ({key})"
     yield (
         f"data      {', '.join(_amounts(counts, plan.step.seq_len))} of {plan.step.seq_len} tokens; "
         f"{format_quantity(steps, 'step')} of {format_quantity(plan.batch_size, 'row')} are {made:.3g} epochs{filled}"

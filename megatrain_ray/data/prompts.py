@@ -80,12 +80,18 @@ class Prompts:
     def draw(self, sampling: int, count: int) -> list[DrawnPrompt]:
         """Return the prompts of a sampling by its number, from 0. It draws `count`, as all before it do."""
         numbers = range(sampling * count, (sampling + 1) * count)
-        return [self._prompt(*divmod(number, len(self._records))) for number in numbers]
+        return [self._prompt(self._index(*divmod(number, len(self._records)))) for number in numbers]
 
-    def _prompt(self, epoch: int, cursor: int) -> DrawnPrompt:
-        index = cursor
-        if self._data.shuffle:
-            index = int(permutation(len(self._records), self._data.seed, epoch)[cursor])
+    def all(self) -> list[DrawnPrompt]:
+        """Return every prompt once, in the order of the records."""
+        return [*map(self._prompt, range(len(self._records)))]
+
+    def _index(self, epoch: int, cursor: int) -> int:
+        if not self._data.shuffle:
+            return cursor
+        return int(permutation(len(self._records), self._data.seed, epoch)[cursor])
+
+    def _prompt(self, index: int) -> DrawnPrompt:
         start, record = self._starts[index], self._records[index]
         ids = self._corpus.tokens[start : start + self._corpus.document_lengths[index]].tolist()
         prompt = record.get(PROMPT)

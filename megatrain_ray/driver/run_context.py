@@ -125,7 +125,7 @@ def check_inputs(
     check_position(config, tokens, vocab_size, manifest)
     stream = open_stream(config.data, tokens.training, vocab_size, batch_size=1)
     held_out = None
-    if tokens.held_out is not None and config.data.held_out is not None:
+    if tokens.held_out is not None and config.data.held_out is not None and config.train.rollouts is None:
         micro_batch_size = plan.step.micro_batch_size * plan.hosts.num_gpus
         held_out = HeldOutData(config.data.held_out, tokens.held_out, vocab_size, plan.batch_size, micro_batch_size)
     packs_answers = config.train.rollouts is not None and config.data.packing

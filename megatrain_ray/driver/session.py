@@ -94,6 +94,7 @@ class Session:
         self._held_out = job.held_out.open() if job.held_out else None  # opened once: packing chats takes a while
         self._evaluation: RunningEvaluation | None = None
         self._rollouts: RunningRollouts | None = None
+        self._is_evaluation = False  # whether `_rollouts` answers held-out prompts
         self._sampled = -1  # updates before the newest sampling whose rollouts are there
         self._sampling_summary: dict[str, Any] = {}  # what rows of metrics have of it
         self._failure: MegatrainError | None = None  # of a sampling: the run saves before it ends
@@ -171,6 +172,9 @@ class Session:
                 if save:
                     self._saves.begin(self._submitted, self._progress.step, self._last_row)
                 self._under_way.append(self._crew.step(self._submitted, save))
+            case Action.EVALUATE if self._job.rollouts:
+                self._rollouts = self._job.rollouts.begin_evaluation(self._progress.step, self._crew.sample)
+                self._is_evaluation = True
             case Action.EVALUATE:
                 assert self._job.held_out and self._held_out  # it is evaluated only if there are some
                 self._evaluation = RunningEvaluation(
@@ -180,6 +184,7 @@ class Session:
             case Action.SAMPLE:
                 assert self._job.rollouts  # else the policy samples none
                 self._rollouts = self._job.rollouts.begin(self._progress.step, self._crew.sample, self._crew.score)
+                self._is_evaluation = False
             case Action.SAVE:
                 self._saves.begin(self._progress.step, self._progress.step, self._last_row)
                 self._saves.reached(self._progress)
@@ -304,13 +309,16 @@ class Session:
             return
         self._evaluation = None
         if found := evaluation.row():
-            row = self._job.with_epoch(found)
-            self._evaluated = evaluation.step
-            self._write(self._job.run.append_evaluation, row)
-            self._num_without_better = num_without_better(self._job.run.evaluations())
-            if self._config.train.steps:  # else the result is all that is printed
-                self._view.evaluated(row)
-            self._job.callbacks.evaluated(row)
+            self._record_evaluation(found)
+
+    def _record_evaluation(self, found: Mapping[str, Any]) -> None:
+        row = self._job.with_epoch(found)
+        self._evaluated = row["step"]
+        self._write(self._job.run.append_evaluation, row)
+        self._num_without_better = num_without_better(self._job.run.evaluations())
+        if self._config.train.steps:  # else the result is all that is printed
+            self._view.evaluated(row)
+        self._job.callbacks.evaluated(row)
 
     def _take_sampled(self, rollouts: RunningRollouts, call: Any) -> None:
         try:
@@ -320,7 +328,9 @@ class Session:
                 raise
             self._failure, self._rollouts = error.cause, None
             return
-        self._view.advance("sampling", *rollouts.progress, rollouts.tokens_per_s)
+        self._view.advance(
+            "evaluating" if self._is_evaluation else "sampling", *rollouts.progress, rollouts.tokens_per_s
+        )
 
     def _end_sampling(self, rollouts: RunningRollouts) -> None:
         """Give the sampling up if the run is interrupted; write its rollouts if it is over.
@@ -332,7 +342,9 @@ class Session:
         try:
             if not rollouts.is_over(POLL_S):
                 return
-            if rollouts.records:
+            if rollouts.records and self._is_evaluation:
+                self._record_evaluation(rollouts.evaluation())
+            elif rollouts.records:
                 assert self._job.rollouts
                 being_saved = [self._saves.running.step] if self._saves.running else []
                 self._job.rollouts.commit(rollouts, [*list_saves(self._job.run.saves), *being_saved])

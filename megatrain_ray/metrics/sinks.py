@@ -29,8 +29,9 @@ MOST_CHARS = 500  # characters that MLflow accepts in one parameter
 GROUPS = {
     "eval": (
         "eval_loss", "eval_losses", "perplexity", "eval_tokens", "eval_reward_chosen", "eval_reward_rejected",
-        "eval_reward_margin", "eval_reward_accuracy", "eval_reward", "eval_answer_tokens", "eval_kl",
-        "eval_clipped_low", "eval_clipped_high", "eval_ratio_max", "eval_cross_entropy",
+        "eval_reward_margin", "eval_reward_accuracy", "eval_reward", "eval_reward_std", "eval_completion_tokens",
+        "eval_ended", "eval_answer_tokens", "eval_kl", "eval_clipped_low", "eval_clipped_high", "eval_ratio_max",
+        "eval_cross_entropy",
     ),
     "speed": (
         "step_s", "tokens_per_s", "model_tflops", "exposed_s", "update_s", "disk_s", "disk_bytes", "eval_s",

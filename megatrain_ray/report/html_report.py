@@ -158,9 +158,10 @@ def _charts(rows: Rows, evaluations: Rows, resumed: Sequence[int]) -> list[Chart
         ("Tokens a second", "tokens/s", "tokens_per_s"),
         ("Model TFLOPS", "model TFLOPS", "model_tflops"),
     )
-    losses = {"training": _points(rows, "loss"), "held out": _points(evaluations, "eval_loss")}
+    has_rewards = any("eval_completion_tokens" in row for row in evaluations)  # whose loss is no cross-entropy
+    losses = {"training": _points(rows, "loss"), "held out": [] if has_rewards else _points(evaluations, "eval_loss")}
     rewards = {name: _points(rows, f"reward_{name}") for name in ("chosen", "rejected")}
-    rewards["sampled"] = _points(rows, "reward")
+    rewards |= {"sampled": _points(rows, "reward"), "held out": _points(evaluations, "eval_reward")}
     clipped = {name: _points(rows, f"clipped_{name}") for name in ("low", "high")}
     preferred = {"training": _points(rows, "reward_accuracy"), "held out": _points(evaluations, "eval_reward_accuracy")}
     divergence = {"training": _points(rows, "kl"), "held out": _points(evaluations, "eval_kl")}

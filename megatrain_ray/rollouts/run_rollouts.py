@@ -6,15 +6,17 @@ import asyncio
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import RolloutsConfig
-from megatrain_ray.data.prompts import Prompts, answer_ends
+from megatrain_ray.data.data_worker import naming_held_out
+from megatrain_ray.data.prompts import DrawnPrompt, Prompts, answer_ends
 from megatrain_ray.data.rollout_stream import RolloutFiles, compared_logprobs
 from megatrain_ray.data.tokenize_data import ALL_IDS, template_of, tokenize_rollouts
 from megatrain_ray.engine.step.sampler import Prompt, SamplingParams
@@ -29,7 +31,7 @@ from megatrain_ray.rollouts.answer_scores import SampledAnswer
 from megatrain_ray.rollouts.reward_functions import ANSWER, needs_answer
 from megatrain_ray.rollouts.reward_process import RewardProcess
 from megatrain_ray.rollouts.rollout_records import read_rollouts, summary_of
-from megatrain_ray.rollouts.running_rollouts import RunningRollouts
+from megatrain_ray.rollouts.running_rollouts import RunningRollouts, Score
 from megatrain_ray.rollouts.sampling_server import SamplingServer
 
 LEAST_KEPT = 2  # a save of a step of the sampling before may still be under way
@@ -37,12 +39,16 @@ LEAST_KEPT = 2  # a save of a step of the sampling before may still be under way
 
 @dataclass(frozen=True)
 class RunRollouts:
-    """Holds what all samplings of a run have in common. Made by `open_rollouts`."""
+    """Holds what all samplings of a run have in common. Made by `open_rollouts`.
+
+    held_out: prompts that are answered in evaluations; None: nothing is evaluated.
+    """
 
     config: TrainConfig
     settings: RolloutsConfig
     files: RolloutFiles
     prompts: Prompts
+    held_out: Prompts | None
     rewards: RewardProcess
     vocab_size: int
 
@@ -87,13 +93,28 @@ class RunRollouts:
         self, step: int, sample: Callable[[int, list[Prompt], SamplingParams], Any],
         score: Callable[[int, list[SampledAnswer]], Any],
     ) -> RunningRollouts:  # fmt: skip
-        """Begin the sampling after `step` updates.
+        """Begin the sampling after `step` updates, whose answers later ones learn from.
 
         sample, score: submit prompts to be answered, and answers whose log-probabilities are needed. They return the
             call.
         """
-        sampling = self.sampling_params()
         prompts = self.prompts.draw(step // self.files.interval, self.files.num_prompts)
+        scored = score if compared_logprobs(self.config.train) else None
+        return self._begin(step, prompts, self.settings, self.sampling_params(), sample, scored)
+
+    def begin_evaluation(
+        self, step: int, sample: Callable[[int, list[Prompt], SamplingParams], Any]
+    ) -> RunningRollouts:  # fmt: skip
+        """Begin to answer each held-out prompt once, after `step` updates. `sample`: as for `begin`."""
+        assert self.held_out is not None  # else nothing is evaluated
+        settings = self.settings.model_copy(update={"group_size": 1})
+        sampling = replace(self.sampling_params(), temperature=self.settings.eval_temperature)
+        return self._begin(step, self.held_out.all(), settings, sampling, sample, None)
+
+    def _begin(
+        self, step: int, prompts: Sequence[DrawnPrompt], settings: RolloutsConfig, sampling: SamplingParams,
+        sample: Callable[[int, list[Prompt], SamplingParams], Any], score: Score | None,
+    ) -> RunningRollouts:  # fmt: skip
         tokenizer = load_tokenizer(self.config.tokenizer)
 
         def decode(ids: list[int]) -> str:
@@ -102,10 +123,8 @@ class RunRollouts:
         def submit(step: int, prompts: list[Prompt]) -> Any:
             return sample(step, prompts, sampling)
 
-        return RunningRollouts(
-            submit, prompts, self.settings, self.config.train.seed, step, self.rewards, decode,
-            score if compared_logprobs(self.config.train) else None,
-        )  # fmt: skip
+        seed = self.config.train.seed
+        return RunningRollouts(submit, prompts, settings, seed, step, self.rewards, decode, score)
 
     def commit(self, running: RunningRollouts, saved: Collection[int]) -> None:
         """Write the rollouts of a sampling, after which they are there, and delete the oldest ones.
@@ -139,11 +158,11 @@ class RunRollouts:
 
 @contextmanager
 def open_rollouts(
-    config: TrainConfig, run_dir: Path, tokens: Sequence[Path], source: ModelSource
+    config: TrainConfig, run_dir: Path, tokens: Sequence[Path], held_out: Sequence[Path] | None, source: ModelSource
 ) -> Iterator[RunRollouts | None]:
     """Read the prompts of a run and start the process of its reward functions for the block; None: it has none.
 
-    tokens: folders of the tokens of the data.
+    tokens, held_out: folders of the tokens of the data, and of held-out prompts; None: nothing is evaluated.
 
     Raises ConfigError for prompts that are too long or lack a column, for reward functions that are not there, and for
     a server that lacks something.
@@ -154,15 +173,24 @@ def open_rollouts(
         return
     num_prompts = settings.steps * config.num_step_rows // settings.group_size
     vocab_size = source.written_vocab_size or ALL_IDS
-    prompts = Prompts(config.data, open_corpus(config.data.key, tokens[0], vocab_size))
-    prompts.check_lengths(config.data.seq_len - settings.max_new_tokens)
-    if any(map(needs_answer, settings.rewards)):
-        prompts.check_columns(ANSWER)
+    prompts, evaluated = _prompts(config.data, settings, tokens, vocab_size), None
+    if held_out is not None and (data := config.data.held_out) is not None:
+        with naming_held_out(data):
+            evaluated = _prompts(data, settings, held_out, vocab_size)
     rewards = RewardProcess(settings.rewards, settings.timeout_s)
     try:
         files = RolloutFiles(run_dir / "rollouts", settings.steps, num_prompts)
-        rollouts = RunRollouts(config, settings, files, prompts, rewards, vocab_size)
+        rollouts = RunRollouts(config, settings, files, prompts, evaluated, rewards, vocab_size)
         asyncio.run(rollouts.check_server())
         yield rollouts
     finally:
         rewards.close()
+
+
+def _prompts(data: DataConfig, settings: RolloutsConfig, tokens: Sequence[Path], vocab_size: int) -> Prompts:
+    """Open prompts, and check that each leaves room for an answer and has what rewards need. Raises ConfigError."""
+    prompts = Prompts(data, open_corpus(data.key, tokens[0], vocab_size))
+    prompts.check_lengths(data.seq_len - settings.max_new_tokens)
+    if any(map(needs_answer, settings.rewards)):
+        prompts.check_columns(ANSWER)
+    return prompts

@@ -134,6 +134,16 @@ class RunningRollouts:
             "reward_s": time.monotonic() - self._start_s - self._sampling_s - self._scoring_s,
         }  # fmt: skip
 
+    def evaluation(self) -> dict[str, Any]:
+        """Return a row of evaluations.jsonl, once all are there. The loss is minus the mean reward."""
+        found = summary_of(self.records)
+        return {
+            "step": self.step, "eval_loss": -found["reward"],
+            **{f"eval_{name}": value for name, value in found.items()},
+            "eval_tokens": sum(len(answer.drawn.ids) for answer in self._answers),
+            "eval_s": time.monotonic() - self._start_s,
+        }  # fmt: skip
+
     def _submit(self) -> None:
         self._call = self._sample(self.step, [self._answers[k].prompt for k in self._left])
 

@@ -19,7 +19,7 @@ from tests.support.reference import load_model
 from tests.support.runs import assert_same_masters, cli, cli_here, config, losses, rows, write_config
 from tests.support.tiny import build_tiny
 
-STEPS, EVERY, GROUP, KEPT = 14, 2, 8, 3
+STEPS, EVERY, GROUP, KEPT, HELD_OUT = 14, 2, 8, 3, 2
 REWARDS = """
 def share_of_e(prompts, completions, answer, completion_ids, **columns):
     assert all(prompt == f"say {right}" for prompt, right in zip(prompts, answer))
@@ -43,9 +43,13 @@ def share_of_e(completions, **columns):
 def prepare(tmp_path: Path, name: str, **changes: Any) -> Path:
     (tmp_path / "rewards.py").write_text(REWARDS)
     prompts = [{"prompt": f"say {'xyz'[n % 3]}", "answer": "xyz"[n % 3]} for n in range(6)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
-    tree = config(tmp_path / name, build_tiny(tmp_path / "model"), save_every=0)
-    tree["data"] = {"kind": "prompts", "path": str(tmp_path / "prompts.jsonl"), "tokenizer": "bytes", "seq_len": 132}
+    for file, records in (("prompts", prompts), ("held_out", prompts[:HELD_OUT])):
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tree = config(tmp_path / name, build_tiny(tmp_path / "model"), save_every=0, eval_every=7, save_best=True)
+    tree["data"] = {
+        "kind": "prompts", "path": str(tmp_path / "prompts.jsonl"), "eval_path": str(tmp_path / "held_out.jsonl"),
+        "tokenizer": "bytes", "seq_len": 132,
+    }  # fmt: skip
     tree["train"] = {
         "steps": STEPS, "batch_size": 2 * GROUP, "micro_batch_size": GROUP, "accumulate": 2, "lr": 0.02,
         "schedule": "constant", "precision": "fp32", "objective": "grpo",
@@ -62,6 +66,12 @@ def prepare(tmp_path: Path, name: str, **changes: Any) -> Path:
 
 def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def evaluations_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return the rows by step, without what took how long."""
+    found = {row["step"]: row for row in read(run_dir / "evaluations.jsonl")}
+    return {step: {key: value for key, value in row.items() if key != "eval_s"} for step, row in found.items()}
 
 
 def assert_logprobs(model: Path, records: list[dict[str, Any]], *, is_first: bool) -> None:
@@ -90,11 +100,19 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     assert found[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the first update has the sampler's probabilities"
     assert found[0]["kl"] == 0.0 < found[1]["kl"] < found[-1]["kl"], "the reference is the model before any update"
     assert done.stdout.count("sampled tokens/s") == STEPS // EVERY
-    assert "none held out\n" in done.stderr, "no key would hold prompts out"
+    assert f"{HELD_OUT} records held out" in done.stderr
+    evaluations = evaluations_of(tmp_path / "whole")
+    assert [*evaluations] == [0, 7, STEPS]
+    for row in evaluations.values():
+        assert row["eval_reward"] == -row["eval_loss"] == row["eval_reward/share_of_e"] + 0.5 * row["eval_reward/exact"]
+    assert evaluations[0]["eval_reward"] < 0.1 and evaluations[STEPS]["eval_reward"] > 0.5
+    best = max((7, STEPS), key=lambda step: evaluations[step]["eval_reward"])
+    assert f"after step {best}" in cli_here("inspect", str(tmp_path / "whole")).stdout
 
     folder = tmp_path / "whole" / "rollouts"
     files = sorted(folder.glob("*.jsonl"))
-    assert {file.stem for file in files} == {"step_8", "step_10", "step_12"}
+    kept = {"step_6", "step_8", "step_10", "step_12"}  # the save of step 7 learns from the oldest next
+    assert {file.stem for file in files} == kept
     assert {file.name for file in folder.iterdir()} == {*(f.name for f in files), *(f.stem for f in files)}
     records = read(folder / "step_12.jsonl")
     assert [record["group"] for record in records] == [group for group in range(2 * EVERY) for _ in range(GROUP)]
@@ -116,6 +134,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
         assert_logprobs(tmp_path / "model", read(begun / "rollouts" / f"step_{first}.jsonl"), is_first=not first)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert_same_masters(tmp_path / "parts", tmp_path / "whole")
+    assert evaluations.items() <= evaluations_of(tmp_path / "parts").items()
     done = train(str(parts), f"run_dir={tmp_path / 'again'}", "train.steps=1", f"train.reference={tmp_path / 'whole'}")
     assert done.returncode == 0, done.stderr
     assert rows(tmp_path / "again")[0]["kl"] > 0.1, "the reference is the save of another run"
@@ -144,7 +163,7 @@ def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Trai
 
 def test_what_was_trained_before_a_reward_function_failed_is_saved(tmp_path: Path, train: Train) -> None:
     path = prepare(tmp_path, "failing", reward_weights=None, rewards=[f"{tmp_path / 'rewards.py'}:fails"])
-    done = train(str(path))
+    done = train(str(path), "eval_every=0", "save_best=false")
     assert done.returncode == 1
     assert "reward function fails failed: ZeroDivisionError: division by zero (" in done.stderr
     assert done.stderr.rstrip().endswith(f"saved at step {EVERY}; the same command resumes")
