@@ -95,9 +95,10 @@ def reference_line(config: TrainConfig) -> Iterator[str]:
 def _sampling_line(config: TrainConfig) -> Iterator[str]:
     """Yield a line that says what of a run that samples its answers the plan does not count."""
     if rollouts := config.train.rollouts:
+        where = f"by {rollouts.server.url}" if rollouts.server else "in the memory that is free"
         yield (
             f"sampling  not counted: before every {format_quantity(rollouts.steps, 'step')} answers of up to "
-            f"{rollouts.max_new_tokens} tokens, in the memory that is free; metrics have sampling_s"
+            f"{rollouts.max_new_tokens} tokens, {where}; metrics have sampling_s"
         )
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from megatrain_ray.config.values import (
     MOST_SEQUENCES,
+    Address,
     Count,
     Epochs,
     Group,
@@ -124,7 +125,7 @@ class PolicyConfig(Group):
 class ServerConfig(Group):
     """Configures a server of vLLM that samples in place of the run itself."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+$")]
+    url: Address
     """Address of the server, as in http://localhost:8000."""
     weights: Text | None = None
     """Folder into which the run writes its weights for the server, which must find them under the same path; null:

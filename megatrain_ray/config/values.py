@@ -248,11 +248,19 @@ def number_ranges(expected: str, value: Any) -> str:
     return format_ranges(numbers)
 
 
+def server_address(value: str) -> str:
+    """Return an address without a slash at its end. Raises ValueError for anything but a scheme and a host."""
+    if not re.fullmatch(r"https?://[^/?#@\s]+/?", value):
+        raise ValueError(f"expected a server as in http://localhost:8000, without a path; got {value!r}")
+    return value.removesuffix("/")
+
+
 NAMED_REWARDS = EXACT, MATH, FORMAT = "exact", "math", "format"
 REWARDS = f"{', '.join(NAMED_REWARDS)}, {{regex: PATTERN}}, MODULE:FUNCTION or FILE.py:FUNCTION"
 MOST = 2**31 - 1  # of anything that a run counts
 MOST_SEQUENCES = 2**20  # of a step; and epochs
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_nul)]
+Address = Annotated[str, AfterValidator(server_address)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Count = Annotated[int, Field(ge=1), AfterValidator(partial(at_most, MOST))]
 NotNegative = Annotated[int, Field(ge=0), AfterValidator(partial(at_most, MOST))]

@@ -490,6 +490,10 @@ def test_all_problems_come_in_one_message() -> None:
         ({"data__kind": "rollouts"}, "train.objective: sft learns single answers, and data.kind is rollouts; set grpo"),
         ({"train__objective": "grpo"}, "data.kind: pretrain, and train.objective: grpo is over sampled answers with r"),
         ({"train__policy__beta": 1.0}, "train.policy.beta: goes with train.objective: grpo, and that is sft; leave it"),
+        (
+            {"train__rollouts": {"rewards": ["exact"], "server": {"url": "localhost:8000"}}},
+            "train.rollouts.server.url: expected a server as in http://localhost:8000, without a path; got 'local",
+        ),
         (ROLLOUTS | {"data__eval_fraction": 0.5}, "data.eval_fraction: goes with data.kind: pretrain or sft or"),
         (
             ROLLOUTS | {"train__policy__answer_length": 9},
