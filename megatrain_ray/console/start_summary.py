@@ -43,35 +43,12 @@ def describe_start(
     unreached: parts of the model that no gradient reaches.
     epochs: train.epochs, if the configuration gives the steps by it.
     """
-    steps = config.train.num_steps
-    trained = (
-        ""
-        if plan.num_trained == plan.num_parameters or not steps
-        else f", {format_count(plan.num_trained)} of them trained"
-    )
-    yield (
-        f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.number_formats}, "
-        f"on {plan.device}"
-    )
-    if leftovers.tensors and steps:
-        yield f"kept      in exports as they were, since the model has no such part: {leftovers}"
-    if unreached and steps:
-        more = f" and {len(unreached) - SHOWN} more" if len(unreached) > SHOWN else ""
-        yield f"untouched since no gradient of a text reaches them: {', '.join(unreached[:SHOWN])}{more}"
+    steps, prediction = config.train.num_steps, plan.prediction
+    yield from _describe_model(plan, model_type, leftovers, unreached, trains=bool(steps))
     if not steps:
         yield f"memory    {', '.join(memory_of_limits(plan))}"
         return
-    made = steps * plan.batch_size / counts.num_rows
-    filled = f" (train.epochs: {epochs:g}, up to a whole step)" if epochs and made > epochs else ""
-    held_out = f"; {format_quantity(num_held_out, 'record')} held out" if num_held_out else ""
-    if config.data.held_out is None and not num_held_out:
-        key = "data.eval_path" if config.data.kind == "rollouts" else "data.eval_fraction"
-        held_out = f"; none held out ({key})"
-    yield (
-        f"data      {', '.join(_amounts(counts, plan.step.seq_len))} of {plan.step.seq_len} tokens; "
-        f"{format_quantity(steps, 'step')} of {format_quantity(plan.batch_size, 'row')} are {made:.3g} epochs{filled}"
-        f"{held_out}"
-    )
+    yield _describe_data(config, plan, counts, num_held_out, epochs)
     yield from few_steps(epochs, steps)
     yield (
         f"step      {plan.batch_size} × {plan.step.seq_len} tokens, "
@@ -79,13 +56,46 @@ def describe_start(
         f"learning rate {_rate(config.train, num_made)}"
     )
     yield f"memory    {', '.join(memory_of_limits(plan))}"
-    if plan.prediction and (to_come := steps - num_made) > 0:
-        step_s = plan.prediction.step_s
-        speed = format_count(plan.batch_size * plan.step.seq_len / step_s)
+    if prediction and (to_come := steps - num_made) > 0:
+        speed = format_count(plan.batch_size * plan.step.seq_len / prediction.step_s)
         yield (
-            f"time      predicted {step_s:.3g} s a step, {speed} tokens/s, {format_duration(step_s * to_come)} for "
-            f"{format_quantity(to_come, 'step')}"
+            f"time      predicted {prediction.step_s:.3g} s a step, {speed} tokens/s, "
+            f"{format_duration(prediction.step_s * to_come)} for {format_quantity(to_come, 'step')}"
         )
+
+
+def _describe_model(
+    plan: Plan, model_type: str, leftovers: Leftovers, unreached: Sequence[str], *, trains: bool
+) -> Iterator[str]:
+    """Yield a line on the model, and lines on what training leaves as it is. trains: there are steps."""
+    trains_part = trains and plan.num_trained != plan.num_parameters
+    trained = f", {format_count(plan.num_trained)} of them trained" if trains_part else ""
+    yield (
+        f"model     {model_type}, {format_count(plan.num_parameters)} parameters{trained}, {plan.number_formats}, "
+        f"on {plan.device}"
+    )
+    if leftovers.tensors and trains:
+        yield f"kept      in exports as they were, since the model has no such part: {leftovers}"
+    if unreached and trains:
+        more = f" and {len(unreached) - SHOWN} more" if len(unreached) > SHOWN else ""
+        yield f"untouched since no gradient of a text reaches them: {', '.join(unreached[:SHOWN])}{more}"
+
+
+def _describe_data(
+    config: TrainConfig, plan: Plan, counts: DataCounts, num_held_out: int | None, epochs: float | None
+) -> str:
+    """Return a line on the training data, the passes over them, and the held-out data."""
+    made = config.train.num_steps * plan.batch_size / counts.num_rows
+    filled = f" (train.epochs: {epochs:g}, up to a whole step)" if epochs and made > epochs else ""
+    held_out = f"; {format_quantity(num_held_out, 'record')} held out" if num_held_out else ""
+    if config.data.held_out is None and not num_held_out:
+        key = "data.eval_path" if config.data.kind == "rollouts" else "data.eval_fraction"
+        held_out = f"; none held out ({key})"
+    return (
+        f"data      {', '.join(_amounts(counts, plan.step.seq_len))} of {plan.step.seq_len} tokens; "
+        f"{format_quantity(config.train.num_steps, 'step')} of {format_quantity(plan.batch_size, 'row')} are "
+        f"{made:.3g} epochs{filled}{held_out}"
+    )
 
 
 def few_steps(epochs: float | None, steps: int | None) -> Iterator[str]:
