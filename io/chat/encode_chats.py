@@ -115,7 +115,7 @@ class ChatRecipe:
             return next(((kept.ids, kept.loss_weights) for kept in item[1].kept), None)
 
         for (location, record), mismatched in with_mismatched(records, sequence_of, self.seq_len + 1):
-            more = [] if mismatched is None else [KeptSequence(*mismatched)]
+            more = [] if mismatched is None else [KeptSequence(*mismatched, is_mismatched=True)]
             yield location, record._replace(kept=[*record.kept, *more])
 
     def _numbered(self) -> Iterator[tuple[RecordLocation, tuple[int, Any]]]:
@@ -190,11 +190,16 @@ def with_ends_of(template: ChatTemplate, tokenizer: Tokenizer) -> Tokenizer:
 
 
 class KeptSequence(NamedTuple):
-    """Holds what is kept of a sequence. columns: further numbers of its tokens, as of a TokenBlock."""
+    """Holds what is kept of a sequence.
+
+    columns: further numbers of its tokens, as of a TokenBlock.
+    is_mismatched: whether it is not learned, but compared with (preferences.with_mismatched).
+    """
 
     ids: TokenArray  # [num_tokens]
     loss_weights: LossWeights  # [num_tokens]
     columns: Columns | None = None  # [num_columns, num_tokens]
+    is_mismatched: bool = False
 
     def first(self, num_tokens: int) -> KeptSequence:
         columns = None if self.columns is None else self.columns[:, :num_tokens]
@@ -341,6 +346,6 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
         for outcome in record.outcomes:
             tally.note(outcome, location)
         for kept in record.kept:
-            tally.count_sequence(kept.loss_weights)
+            tally.count_sequence(kept.loss_weights, is_mismatched=kept.is_mismatched)
             yield TokenBlock(kept.ids, True, location, kept.loss_weights, kept.columns)
     tally.check_learned()

@@ -217,7 +217,7 @@ class RecordTally:
         self.counts: Counter[RecordOutcome] = Counter()
         self.num_records = 0
         self.longest = 0  # tokens of the longest sequence, before it was cut
-        self.num_sequences = 0
+        self.num_sequences = self.num_mismatched = 0
         self.num_tokens = 0
         self.num_supervised = 0
 
@@ -246,8 +246,11 @@ class RecordTally:
         """Return the locations of the first records of an outcome, those of bad ones with the problem."""
         return tuple(self._locations[outcome])
 
-    def count_sequence(self, loss_weights: NDArray[np.float32]) -> None:
-        """Count a sequence by its loss weights. Its first token is never a target."""
+    def count_sequence(self, loss_weights: NDArray[np.float32], *, is_mismatched: bool = False) -> None:
+        """Count a sequence by its loss weights. Its first token is never a target. A mismatched one is not learned."""
+        if is_mismatched:
+            self.num_mismatched += 1
+            return
         self.num_sequences += 1
         self.num_tokens += loss_weights.size
         self.num_supervised += int(np.count_nonzero(loss_weights[1:]))
@@ -262,9 +265,10 @@ class RecordTally:
 
     def lines(self) -> list[str]:
         """Return a line with the totals, and a line for each outcome that occurred with its first locations."""
+        mismatched = f"; {self.num_mismatched} mismatched answers, not learned" if self.num_mismatched else ""
         lines = [
             f"{format_quantity(self.num_records, 'record')}: {format_quantity(self.num_sequences, 'sequence')}, "
-            f"{self.num_tokens} tokens, {self.num_supervised} of them learned"
+            f"{self.num_tokens} tokens, {self.num_supervised} of them learned{mismatched}"
         ]
         for outcome in RecordOutcome:
             if count := self.counts[outcome]:

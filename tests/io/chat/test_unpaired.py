@@ -18,7 +18,7 @@ from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.chat.preferences import UnpairedLayout
 from megatrain_ray.io.records.read_records import RecordError, read_records
-from megatrain_ray.io.tokens.token_files import open_corpus
+from megatrain_ray.io.tokens.token_files import open_corpus, read_meta
 from tests.io.chat.test_chat_records import said
 from tests.io.chat.test_preferences import ASKED, HISTORY, PLAIN, PROMPT, SHAREGPT
 from tests.support.texts import tokens_of
@@ -136,6 +136,10 @@ def test_only_kto_refuses_answers_to_one_prompt(tmp_path: Path) -> None:
     assert documents(tmp_path, ["q a", "q b"]) == [("qa.", "0++"), ("qa.", "0--"), ("qb.", "0--"), ("qb.", "0--")]
     data = data_of(tmp_path, ["q a", "q b"])
     tokens = tokens_of(data, tmp_path)
+    meta = read_meta(tokens[0])
+    assert meta and meta.report == (
+        "2 records: 2 sequences, 6 tokens, 4 of them learned; 2 mismatched answers, not learned",
+    )
     batch = open_stream(data, tokens, 257, 1).next_batch()
     assert batch.columns[LABELS].tolist() == [[1, 1, 0, -1, -1, 0, 0]]
     with pytest.raises(ConfigError, match=r"all answers of .*answers\.jsonl are to one prompt, and kto compares"):
