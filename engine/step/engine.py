@@ -36,7 +36,15 @@ from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, forward_visits
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
 from megatrain_ray.engine.step.reference_weights import ReferenceWeights
-from megatrain_ray.engine.step.sampler import Completion, Prompt, Sampler, SamplingParams
+from megatrain_ray.engine.step.sampler import (
+    Completion,
+    Prompt,
+    Sampler,
+    SamplingParams,
+    SamplingProgress,
+    packed,
+    unpacked,
+)
 from megatrain_ray.engine.step.step_runner import StepInput, StepOutput, StepRunner
 from megatrain_ray.engine.step.warm_up import WarmUp, WarmUpShapes
 from megatrain_ray.engine.weights.weight_source import WeightSource
@@ -227,20 +235,32 @@ class Engine:
         return found
 
     async def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams, generation: int) -> list[Completion]:
-        """Return a completion of each prompt by this generation's weights, all computed together.
+        """Return a completion of each prompt by this generation's weights. Each rank computes its share together.
 
-        Call it as `evaluate`. Raises torch.OutOfMemoryError if they are too many for the device; nothing is lost then.
+        Call it as `evaluate`. Raises torch.OutOfMemoryError, on all ranks, if they are too many for the device of one;
+        nothing is lost then.
         """
         await self.drain(generation)
         order = forward_visits(len(self.plan.layers), FORWARDS_AT_ONCE, LoopOrder.MICRO_BATCHES_OUTER)
         residency = self._residency_of(order)
-        await self.on_compute_thread(lambda: self.sampler.begin(prompts, sampling))
-        over = False
-        while not over:
+        rank, size = self.ranks.rank, self.ranks.size
+        await self.on_compute_thread(lambda: self.sampler.begin(prompts[rank::size], sampling))
+        progress = SamplingProgress.GOES_ON
+        while progress is SamplingProgress.GOES_ON:  # as long as on any rank: all ranks load the same layers
             async with self._streaming(residency, generation):
-                over = await self.on_compute_thread(lambda: self.sampler.run(order))
+                own = await self.on_compute_thread(lambda: self.sampler.run(order))
+            progress = SamplingProgress(int((await self._of_ranks(torch.tensor([own.value]))).max()))
         await self.on_compute_thread(self.device.take_exposed)  # discard it: no step waited
-        return await self.on_compute_thread(self.sampler.completions)
+        if progress is SamplingProgress.NO_ROOM:
+            await self.on_compute_thread(self.sampler.abandon)
+            raise torch.OutOfMemoryError(f"no room for {len(prompts)} completions")
+        completions = await self.on_compute_thread(self.sampler.completions)
+        of_ranks = await self._of_ranks(packed(completions, -(-len(prompts) // size), sampling.max_new_tokens))
+        return unpacked(of_ranks, size, sampling.max_new_tokens)[: len(prompts)]
+
+    async def _of_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all ranks, 1-D and equally many, rank after rank."""
+        return await self.on_compute_thread(lambda: self.ranks.gather(self.device.upload(values)).cpu())
 
     async def read_from_disk(self, layer: int) -> torch.Tensor:
         """Return the working copy of a layer whose weights are on disk: 1-D, padded, on the host.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,14 @@ class Completion(NamedTuple):
     ended: bool
 
 
+class SamplingProgress(Enum):
+    """Says where a rank stands in a sampling. The largest value of all ranks is that of the sampling."""
+
+    OVER = 0
+    GOES_ON = 1
+    NO_ROOM = 2  # in device memory
+
+
 class Sampler:
     """Runs one `generate` at a time, a few tokens in each call of `run`. Compute thread only."""
 
@@ -69,26 +78,31 @@ class Sampler:
         self.current_phase = ""  # empty while nothing is sampled; read by other threads
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        """Prepare to sample a completion of each prompt. They are computed together, padded on the left."""
+        """Prepare to sample a completion of each prompt. They are computed together, padded on the left.
+
+        Without prompts nothing is computed.
+        """
+        self.abandon()  # one that was cut short by an error
+        self._draw = _Draw(prompts, sampling, self._device.torch_device)
+        if not prompts:
+            return
         longest = max(len(prompt.ids) for prompt in prompts)
         pad = sampling.ends[0] if sampling.ends else 0
         pads = [longest - len(prompt.ids) for prompt in prompts]
         ids = torch.tensor([[pad] * n + list(prompt.ids) for n, prompt in zip(pads, prompts, strict=True)])
         mask = torch.tensor([[0] * n + [1] * (longest - n) for n in pads])
-        self._abandon()  # one that was cut short by an error
-        self._draw = _Draw(prompts, sampling, self._device.torch_device)
         arguments: dict[str, Any] = {
             "attention_mask": self._device.upload(mask), "max_new_tokens": sampling.max_new_tokens,
             "pad_token_id": pad, "eos_token_id": list(sampling.ends) or None, "logits_processor": [self._draw],
         }  # fmt: skip
         self._pass = ForwardPass(self._model.generating(self._device.upload(ids), arguments))
 
-    def run(self, visits: Sequence[Visit]) -> bool:
-        """Make the visits, those of one forward or more. Return whether all completions are over.
+    def run(self, visits: Sequence[Visit]) -> SamplingProgress:
+        """Make the visits, those of one forward or more.
 
-        Once they are, the remaining visits compute nothing. Raises torch.OutOfMemoryError after the visits.
+        Once all completions are over, or there is no room for them, the remaining visits compute nothing.
         """
-        failed: torch.OutOfMemoryError | None = None
+        has_room = True
         with self._model.proxied.evaluating(), torch.no_grad():
             for visit in visits:
                 with self._streamer.layer(visit.index) as regions, self._model.weights.bound(regions):
@@ -96,22 +110,23 @@ class Sampler:
                         continue
                     try:
                         self._visit(visit.layer, self._pass)
-                    except torch.OutOfMemoryError as error:
-                        failed = error.with_traceback(None)
-                        self._abandon()
+                    except torch.OutOfMemoryError:
+                        has_room = False
+                        self.abandon()
         self.current_phase = ""
-        if failed is not None:
-            raise failed
-        return self._pass is None
+        if not has_room:
+            return SamplingProgress.NO_ROOM
+        return SamplingProgress.OVER if self._pass is None else SamplingProgress.GOES_ON
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Sample no further. Idempotent."""
         if self._pass is not None:
             self._pass.abandon()
         self._pass = None
 
     def completions(self) -> list[Completion]:
-        """Return the completions, in the order of their prompts, once all of them are over."""
-        return self._draw.completions()
+        """Return the completions, in the order of their prompts, once all of them are over; none without prompts."""
+        return self._draw.completions() if self._draw.count else []
 
     def _visit(self, layer: int, forward_pass: ForwardPass) -> None:
         self.current_phase = f"sampling, token {self._draw.count + 1}, {self._model.structure.layers[layer].name}"
@@ -131,6 +146,27 @@ class Sampler:
                 forward_pass.answer(result)
         if forward_pass.pending is None:
             self._pass = None
+
+
+def packed(completions: Sequence[Completion], num_rows: int, max_new_tokens: int) -> torch.Tensor:
+    """Return completions as numbers, FP64 1-D, which hold ids and log-probabilities exactly. Rows of 0 fill them up."""
+    rows = torch.zeros(num_rows, 2 + 2 * max_new_tokens, dtype=torch.float64)
+    for row, (ids, logprobs, ended) in zip(rows, completions, strict=False):
+        row[:2] = torch.tensor([len(ids), ended])
+        row[2 : 2 + len(ids)] = torch.tensor(ids)
+        row[2 + max_new_tokens :][: len(ids)] = torch.tensor(logprobs, dtype=torch.float64)
+    return rows.flatten()
+
+
+def unpacked(values: torch.Tensor, num_ranks: int, max_new_tokens: int) -> list[Completion]:
+    """Return the completions in what all ranks have `packed`: the first of each rank, then the second of each."""
+    rows = values.view(num_ranks, -1, 2 + 2 * max_new_tokens).transpose(0, 1).flatten(0, 1)
+    found = []
+    for row in rows:
+        length, ended = row[:2].long().tolist()
+        ids, logprobs = (part[:length] for part in row[2:].split(max_new_tokens))
+        found.append(Completion(ids.long().tolist(), logprobs.tolist(), bool(ended)))
+    return found
 
 
 class _Draw:

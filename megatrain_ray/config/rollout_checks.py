@@ -22,8 +22,6 @@ def rollout_disagreements(config: Settings) -> Iterator[str]:
         return
     if train.objective not in ("grpo", "sft"):  # of sft another line says so
         yield f"train.objective: {train.objective} does not learn from rewards, and data.kind is prompts; set grpo"
-    if config.hardware.num_gpus > 1:
-        yield f"train.rollouts: goes with one GPU so far, and hardware.num_gpus is {config.hardware.num_gpus}; set 1"
     if any(weight_of(source) is not None for source in listed(data.path)):
         yield "data.path: weights go with other kinds than prompts; give the files without weights"
     if rollouts.server is not None and config.hardware.num_hosts > 1:

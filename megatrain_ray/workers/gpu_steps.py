@@ -70,7 +70,7 @@ class GpuSteps:
         self._turn = asyncio.Condition()
         self._num_evaluated: dict[int, int] = {}  # {step after which the newest evaluation runs: its finished batches}
         self.waits_for = ""  # name of the batch that the data process is awaited for
-        self._most_rows = MOST_ROWS  # that are sampled together
+        self._most_rows = MOST_ROWS  # that each rank samples together
         self._reference: WeightSource | None = None  # opened when it is first needed
         self._next_batch: asyncio.Future[Batch] | None = None
         self._fetch_after(progress.step)
@@ -181,9 +181,9 @@ class GpuSteps:
         return replace(sums, total=found.loss.total.item(), total_weight=found.loss.divisor, metrics=metrics)
 
     async def sample(self, step: int, prompts: list[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """Return the completions of the first of the prompts, as many as the device has room for at once.
+        """Return the completions of the first of the prompts, as many as the devices have room for at once.
 
-        They are by the weights after the update of `step`. Raises torch.OutOfMemoryError if it has room for none.
+        They are by the weights after the update of `step`. Raises torch.OutOfMemoryError if one has room for none.
         """
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step)
@@ -198,14 +198,15 @@ class GpuSteps:
             return completions
 
     async def _sample(self, prompts: list[Prompt], sampling: SamplingParams, step: int) -> list[Completion]:
+        num_gpus = self._run_spec.plan.hosts.num_gpus
         while True:
-            chosen = prompts[: self._most_rows]
+            chosen = prompts[: self._most_rows * num_gpus]
             try:
                 return await self._engine.sample(chosen, sampling, step)
-            except torch.OutOfMemoryError:
-                if len(chosen) == 1:
+            except torch.OutOfMemoryError:  # of all ranks, if one has no room
+                if len(chosen) <= num_gpus:
                     raise
-                self._most_rows = len(chosen) // 2  # from now on: each try costs time
+                self._most_rows = -(-len(chosen) // num_gpus) // 2  # from now on: each try costs time
 
     async def score(self, step: int, answers: list[SampledAnswer]) -> Scores:
         """Return the log-probabilities of sampled answers that the objective needs, before the update after `step`."""

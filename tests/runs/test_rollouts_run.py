@@ -19,7 +19,7 @@ from tests.support.reference import load_model
 from tests.support.runs import assert_same_masters, cli, cli_here, config, losses, rows, write_config
 from tests.support.tiny import build_tiny
 
-STEPS, EVERY, GROUP, KEPT, HELD_OUT = 14, 2, 8, 3, 2
+STEPS, EVERY, GROUP, KEPT, HELD_OUT = 14, 2, 8, 3, 1  # two GPUs share one prompt
 REWARDS = """
 def share_of_e(prompts, completions, answer, completion_ids, **columns):
     assert all(prompt == f"say {right}" for prompt, right in zip(prompts, answer))
@@ -100,7 +100,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     assert found[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the first update has the sampler's probabilities"
     assert found[0]["kl"] == 0.0 < found[1]["kl"] < found[-1]["kl"], "the reference is the model before any update"
     assert done.stdout.count("sampled tokens/s") == STEPS // EVERY
-    assert f"{HELD_OUT} records held out" in done.stderr
+    assert f"{HELD_OUT} record held out" in done.stderr
     evaluations = evaluations_of(tmp_path / "whole")
     assert [*evaluations] == [0, 7, STEPS]
     for row in evaluations.values():
@@ -135,9 +135,17 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert_same_masters(tmp_path / "parts", tmp_path / "whole")
     assert evaluations.items() <= evaluations_of(tmp_path / "parts").items()
-    done = train(str(parts), f"run_dir={tmp_path / 'again'}", "train.steps=1", f"train.reference={tmp_path / 'whole'}")
+    two = ("train.steps=1", "hardware.num_gpus=2", "train.accumulate=1", f"train.reference={tmp_path / 'whole'}")
+    done = train(str(parts), f"run_dir={tmp_path / 'two'}", *two)
     assert done.returncode == 0, done.stderr
-    assert rows(tmp_path / "again")[0]["kl"] > 0.1, "the reference is the save of another run"
+    assert rows(tmp_path / "two")[0]["kl"] > 0.1, "the reference is the save of another run"
+    for own, alone in zip(
+        *(read(path / "rollouts" / "step_0.jsonl") for path in (tmp_path / "two", begun)), strict=True
+    ):
+        assert (own["completion_ids"], own["ended"]) == (alone["completion_ids"], alone["ended"])
+        for key in ("logprobs", "old_logprobs"):
+            assert own[key] == pytest.approx(alone[key], abs=1e-5)
+    assert evaluations_of(tmp_path / "two")[0] == evaluations[0]
     for name in ("step_8.jsonl", "step_12.jsonl"):
         assert (tmp_path / "parts" / "rollouts" / name).read_text() == (folder / name).read_text()
 
