@@ -155,8 +155,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
         # Has a default, since argparse would else call overrides required if CONFIG is missing.
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="as in train.lr=1e-4")
     export = commands.add_parser("export", help="write a save as a Hugging Face folder, adapters as one of peft's")
-    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    export.add_argument("out_dir", type=Path, metavar="OUT_DIR")
+    export.add_argument("run_dir", metavar="RUN_DIR", help="or the URL of its mirror (save_mirror)")
+    export.add_argument("out_dir", metavar="OUT_DIR", help="new or empty folder, or a URL (s3://bucket/model)")
     export.add_argument("--dtype", choices=("bf16", "fp32"), help="default: the working copy's")
     export.add_argument("--merge", action="store_true", help="of a run with lora: the model with its adapters added in")
     without = "leave out tensors and files of the model's folder that belong to no part of the trained model"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +61,7 @@ from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_model import check_model, read_leftovers, record_model
 from megatrain_ray.run.run_processes import await_end, wait_gone
+from megatrain_ray.run.save_mirror import SaveMirror, mirroring
 from megatrain_ray.run.train_output import TrainOutput
 
 log = logging.getLogger(__name__)
@@ -123,8 +124,7 @@ class Trainer:
         startup = self._startup or Startup()
         with ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts(saves=self.config.save_every is not None))
-            run = stack.enter_context(RunDir.open(self.config))
-            stack.enter_context(log_to(run.logs / "driver.log"))
+            run, mirror = stack.enter_context(_opened(self.config))
             await_end(run.path)
             manifest = run.newest_save()
             stack.enter_context(self._objects.written(run))
@@ -170,12 +170,13 @@ class Trainer:
             job = RunContext(
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup,
                 FailureBudget(run.config.max_failures), self._callbacks, self._at_end, logprobs.training, rollouts,
+                mirror,
             )  # fmt: skip
             if self._pass and held_out:
                 job = replace(job, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)
             with held(job.token_folders):
                 after.callback(run.clean_after_end)
-                _begin(run_spec, run, manifest, leftovers)
+                _begin(run_spec, run, manifest, leftovers, mirror)
                 with report_at_end(run.path):
                     return TrainOutput.of(run, *train(job, manifest, placement))
 
@@ -341,6 +342,13 @@ def _check_absolute(config: TrainConfig) -> None:
         )
 
 
+@contextmanager
+def _opened(config: TrainConfig) -> Iterator[tuple[RunDir, SaveMirror | None]]:
+    """Yield the directory of the run, with its log, and its mirror. Raises as RunDir.open and mirroring."""
+    with RunDir.open(config) as run, log_to(run.logs / "driver.log"), mirroring(run) as mirror:
+        yield run, mirror
+
+
 def _machine(config: TrainConfig, startup: Startup) -> Machine:
     """Return the machine. It is measured, if at all, before anything else of a start could disturb that."""
     hardware = config.hardware
@@ -384,8 +392,10 @@ def _describe(
             say(line)
 
 
-def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None, leftovers: Leftovers) -> None:
-    """Make the directory hold the run."""
+def _begin(
+    run_spec: RunSpec, run: RunDir, manifest: Manifest | None, leftovers: Leftovers, mirror: SaveMirror | None
+) -> None:
+    """Make the directory hold the run, and start its mirror."""
     run.claim()
     left = run.clean()
     first = read_leftovers(run.path) if run.has_begun else None
@@ -396,6 +406,8 @@ def _begin(run_spec: RunSpec, run: RunDir, manifest: Manifest | None, leftovers:
     run.keep_tokenizer()
     for path in left:
         log.info("deleted what a dead run left: %s", path)
+    if mirror:
+        mirror.start()
 
 
 def _report_formats(plan: Plan, manifest: Manifest | None) -> None:

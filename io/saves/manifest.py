@@ -206,10 +206,17 @@ def read_manifest(save_folder: Path) -> Manifest:
     path = save_folder / MANIFEST_NAME
     try:
         with explained("read", path):
-            text = _unsealed(regular_file(path).read_bytes())
-        values = parse_json(text)
+            sealed = regular_file(path).read_bytes()
     except UnreadableError as error:
         raise DamagedSaveError(f"{error}; without it there is no save") from None
+    return parse_manifest(sealed, path)
+
+
+def parse_manifest(sealed: bytes, path: Path | str) -> Manifest:
+    """Return the manifest that a file holds. `path`: of the file, for messages. Raises as read_manifest."""
+    try:
+        text = _unsealed(sealed)
+        values = parse_json(text)
     except ValueError as error:
         raise DamagedSaveError(f"{path} is damaged: {error}") from None
     version = values.get("version") if isinstance(values, dict) else None

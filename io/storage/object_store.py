@@ -5,7 +5,7 @@ Credentials are found by these libraries: in the environment, in their own files
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,8 +88,11 @@ class ObjectStore:
                 f"{self._shown(found.name)} changed while it was read: {size} of {found.nbytes} bytes"
             )
 
-    def upload(self, source: Path, name: str) -> None:
-        """Write the bytes of a local file into an object. Raises OSError if the file cannot be read."""
+    def upload(self, source: Path, name: str, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Write the bytes of a local file into an object. Raises OSError if the file cannot be read.
+
+        advance: is called with the bytes so far; what it raises ends the upload.
+        """
         with source.open("rb") as file, self._writing(name) as target:
             num_chunks = 0
             while chunk := file.read(CHUNK_BYTES):
@@ -98,6 +101,7 @@ class ObjectStore:
                     num_chunks += 1
                     if num_chunks % FLUSHED_CHUNKS == 0:
                         target.flush()
+                advance(file.tell())
 
     def write(self, name: str, data: bytes) -> None:
         """Write bytes into an object."""

@@ -14,7 +14,7 @@ from megatrain_ray.errors import ConfigError
 # Nothing is saved, evaluated or sent anywhere. The learning rate does not affect the time of a step.
 SETTINGS = (
     "train.epochs=null", "train.warmup_steps=0", "train.schedule=constant", "save_every=null", "save_keep_every=null",
-    "save_best=false", "eval_every=0", "eval_patience=null", "resume=false",
+    "save_best=false", "save_mirror=null", "eval_every=0", "eval_patience=null", "resume=false",
 )  # fmt: skip
 
 

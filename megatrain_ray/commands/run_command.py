@@ -80,16 +80,14 @@ def bench(options: Namespace) -> int:
 
 def export(options: Namespace) -> int:
     with spinner("exporting"):
-        from megatrain_ray.export.export import describe_export, export_run
-        from megatrain_ray.run.best_evaluation import is_no_better
-        from megatrain_ray.run.run_files import RunFiles
+        from megatrain_ray.export.remote_export import export_by_name
 
-        step = export_run(
+        report = export_by_name(
             options.run_dir, options.out_dir, options.dtype, merge=options.merge, step=options.step,
             extras=options.extras,
         )  # fmt: skip
-    print_lines(*describe_export(options.out_dir, step))
-    if is_no_better(RunFiles(options.run_dir.absolute()).evaluations()):
+    print_lines(*report.lines)
+    if report.is_no_better:
         show("warning: no evaluated save of the run is better than the model before training (megatrain inspect)")
     return 0
 

@@ -194,6 +194,8 @@ def _save_disagreements(config: Settings) -> Iterator[str]:
             yield f"eval_every is required with {key}: after how many updates the held-out data are evaluated"
     if config.save_best and config.save_every is None:
         yield "save_best: true needs saves, and save_every: null makes none; set save_every: 0 or more"
+    if config.save_mirror is not None and config.save_every is None:
+        yield "save_mirror: needs saves, and save_every: null makes none; set save_every: 0 or more"
     every, kept = config.save_every, config.save_keep_every
     if kept is not None and (not every or isinstance(every, str)):
         shown = "null" if every is None else every

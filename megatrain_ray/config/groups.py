@@ -28,6 +28,7 @@ from megatrain_ray.config.values import (
     Switch,
     TemplateArguments,
     Text,
+    Url,
     wandb_project,
 )  # fmt: skip
 
@@ -308,6 +309,9 @@ class Settings(Group):
     """Save after every evaluation's step too, and keep the save with the least held-out loss."""
     save_compress: SaveCompression = "none"
     """zstd: bf16 weights shrink by 1.46, FP32 state by about 1.2, at 0.5 to 1 GB/s a core."""
+    save_mirror: Url | None = None
+    """URL (s3://bucket/run): saves are copied there while training goes on, and a start in an empty run_dir goes on
+    from there. The disk needs room for one more save."""
     eval_every: StepsOrEpochs | None = None
     """N: evaluate held-out data before the first update, after every N and after the last; null: only before the first
     and after the last; 0: never."""

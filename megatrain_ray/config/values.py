@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from megatrain_ray.config.urls import without_secrets
+from megatrain_ray.config.urls import StoreUrl, without_secrets
 from megatrain_ray.units import format_ranges, parse_ranges, parse_size
 
 
@@ -164,6 +164,12 @@ def weight_of(source: str | WeightedPath | HubDataset) -> float | None:
     return None if isinstance(source, str) else source.weight
 
 
+def store_url(value: str) -> str:
+    """Return the text. Raises ValueError unless it is a URL, without a password or a key."""
+    StoreUrl.parse(value)
+    return without_secrets(value)
+
+
 def names_of_data(value: Any) -> Any:
     names = value if isinstance(value, (list, tuple)) else [value]
     if not names or not all(isinstance(name, str) and name for name in names):
@@ -276,6 +282,7 @@ StepsOrEpochs = Annotated[int | str, BeforeValidator(partial(steps_or_text, epoc
 StepsOrSeconds = Annotated[int | str, BeforeValidator(partial(steps_or_text, seconds_of, 1, SECONDS))]
 Sources = Annotated[str | tuple[Source, ...], BeforeValidator(sources_of_data)]
 Names = Annotated[str | tuple[str, ...], BeforeValidator(names_of_data)]
+Url = Annotated[str, AfterValidator(store_url)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(name_patterns)]
 TemplateArguments = Annotated[dict[str, Any], BeforeValidator(template_arguments)]
 Rewards = Annotated[tuple[Any, ...], BeforeValidator(reward_functions)]

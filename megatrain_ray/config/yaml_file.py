@@ -16,7 +16,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.read_file import regular_file
 
-SAVE_KEYS = ("save_every", "save_keep", "save_keep_every", "save_best", "save_compress")
+SAVE_KEYS = ("save_every", "save_keep", "save_keep_every", "save_best", "save_compress", "save_mirror")
 EVAL_KEYS = ("eval_every", "eval_patience", "data.eval_path", "data.eval_dataset")
 GROUPS = ("hardware", "spill", "log")
 LIMIT_KEYS = ("max_failures", "max_skipped", "train.rollouts.timeout_s", "train.rollouts.keep")

@@ -26,6 +26,7 @@ from megatrain_ray.model.sight_check import check_packing
 from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.rollouts.run_rollouts import RunRollouts
 from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.run.save_mirror import SaveMirror
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class RunContext:
         Path, ...
     ] = ()  # folders of a reference's log-probabilities, as many as of tokens; none: no reference
     rollouts: RunRollouts | None = None  # if the run answers its prompts itself
+    mirror: SaveMirror | None = None  # of the saves
     keep: Keep = lambda batches, index, loss: None  # of every evaluation
     left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
 

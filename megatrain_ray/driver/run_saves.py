@@ -60,7 +60,7 @@ def check_save_room(run_spec: RunSpec, saves: Path, step: int, run: str | None =
     kept_for_ever = _num_multiples(step, config.train.num_steps, every)
     together = min(
         num_saves_to_come(RunPolicy.of(config), step),
-        kept_for_ever + max(1, config.save_keep + config.save_best + 1 - num_there),
+        kept_for_ever + max(1, config.save_keep + config.save_best + (config.save_mirror is not None) + 1 - num_there),
     )
     what = "the save" if together == 1 else f"{together} saves"
     check_room(saves, together * bytes_of_one(run_spec.plan), what, ADVICE)
@@ -182,6 +182,8 @@ class RunSaves:
             timing = save.commit()
         self.step, self.num_applied, self.running = save.step, save.num_updates, None
         log.info("saved step %d: %s", save.step, timing)
+        if self._job.mirror:
+            self._job.mirror.saved(save.step)
         self._job.callbacks.saved(save.step)
         if save.held_up_s and completed < self._job.run_spec.config.train.num_steps:
             tell = log.info if self._has_reported_wait else say

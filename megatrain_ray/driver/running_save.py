@@ -19,7 +19,7 @@ from megatrain_ray.engine.weights.working_values import entries_of
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.saves import manifest as saved
 from megatrain_ray.io.saves.manifest import Manifest, PartManifest, SaveTiming
-from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, prepare_save, prune
+from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, list_saves, prepare_save, prune
 from megatrain_ray.planning.stop_deadline import STEPS_AHEAD
 from megatrain_ray.workers.messages import Progress
 
@@ -106,7 +106,8 @@ class RunningSave:
         )
         run = self._job.run
         commit_save(run.saves, self.step, self._manifest(parts, timing))
-        prune(run.saves, run.config.save_keep, run.token, run.saves_kept_for_ever)
+        being_mirrored = {mirror.uploading} if (mirror := self._job.mirror) else set()
+        prune(run.saves, run.config.save_keep, run.token, run.kept_for_ever(list_saves(run.saves)) | being_mirrored)
         return timing
 
     def _manifest(self, parts: tuple[PartManifest, ...], timing: SaveTiming) -> Manifest:

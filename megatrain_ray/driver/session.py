@@ -281,6 +281,8 @@ class Session:
         row, step = self._job.with_epoch(result.row), result.progress.step
         if self._sampling_summary:
             row["rollouts"] = self._sampling_summary
+        if self._job.mirror:
+            row["mirror_lag"] = self._job.mirror.lag(step)
         self._progress, self._last_row = result.progress, row
         if not row["skipped"]:
             self._last_applied = step

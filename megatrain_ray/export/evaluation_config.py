@@ -28,8 +28,8 @@ from megatrain_ray.run.run_files import RunFiles
 
 # Settings of the training that an evaluation has no use for, and those that it makes itself.
 OWN: Mapping[str, Any] = {
-    "save_every": None, "save_keep_every": None, "save_best": False, "eval_every": 1, "eval_patience": None,
-    "log": {"tensorboard": False, "prometheus": False},
+    "save_every": None, "save_keep_every": None, "save_best": False, "save_mirror": None, "eval_every": 1,
+    "eval_patience": None, "log": {"tensorboard": False, "prometheus": False},
 }  # fmt: skip
 OWN_TRAIN: Mapping[str, Any] = {
     "steps": 0, "epochs": None, "warmup_steps": 0, "groups": (), "optimizer": "adamw", "muon": {}, "moments": "fp32",

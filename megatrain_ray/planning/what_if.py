@@ -89,14 +89,17 @@ def run_lines(config: TrainConfig, plan: Plan, price_per_hour: float | None) -> 
         duration = format_duration(run.seconds)
         yield f"run       {run.steps} steps, {format_count(run.tokens)} tokens in {duration}, {speed}{price}"
     if run.saved_bytes_per_day is not None:
+        rate = f"{format_bytes(int(run.saved_bytes_per_day / DAY_S))}/s"
+        mirrored = f"; save_mirror keeps up if it takes {rate}" if config.save_mirror else ""
         yield (
             f"saves     one of {format_bytes(plan.save_bytes)} every {config.save_interval} steps: "
-            f"{_written(run.saved_bytes_per_day, run.seconds)}"
+            f"{_written(run.saved_bytes_per_day, run.seconds)}{mirrored}"
         )
     if run.stop_wait_s:
+        more = f", and {format_bytes(plan.save_bytes)} more for save_mirror" if config.save_mirror else ""
         yield (
             f"stop      up to {run.stop_wait_s} s from a signal to the end of the last save, at "
-            f"{TYPICAL_DISK_BYTES_PER_S / 1e9:.2g} GB/s: {VARIABLE}={run.stop_wait_s}"
+            f"{TYPICAL_DISK_BYTES_PER_S / 1e9:.2g} GB/s: {VARIABLE}={run.stop_wait_s}{more}"
         )
     if run.drive_days is not None:
         yield (

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from megatrain_ray.io.saves.save_folder import (
 )
 from megatrain_ray.io.tokens.rebuilt_tokenizer import write_whole
 from megatrain_ray.io.tokens.tokenizer import ADDITIONAL_TEMPLATES, tokenizer_files
-from megatrain_ray.run.best_evaluation import why_ended_early
+from megatrain_ray.run.best_evaluation import best_evaluation, why_ended_early
+from megatrain_ray.run.fetch_run import fetch_newer
 from megatrain_ray.run.run_files import (
     REPORT_NAME,
     RunFiles,
@@ -84,6 +85,8 @@ class RunDir(RunFiles):
             else:
                 _check_resume(files.path, earlier, config)
             _check_kinds(files)
+            if _has_fetched(files, config):
+                earlier = files.read_config()
             token = _token(files)
             if left := in_the_way(files.saves, token):
                 raise ConfigError(f"run_dir: {left[0]}; move it away, and start again")
@@ -115,12 +118,11 @@ class RunDir(RunFiles):
         aside = set_aside(self.saves, step)
         say(f"warning: {damage}; it is kept as {aside.name}, training goes on from the save of step {earlier[-1]}")
 
-    @property
-    def saves_kept_for_ever(self) -> set[int | None]:
-        """Return the steps of the saves that are kept however old they are."""
+    def kept_for_ever(self, steps: Collection[int]) -> set[int]:
+        """Return those of the saves of `steps` that are kept however old they are."""
         every = self.config.save_keep_every
-        kept: set[int | None] = {step for step in list_saves(self.saves) if every and step % every == 0}
-        return kept | ({self.best_save} if self.config.save_best else set())
+        best = best_evaluation(self.evaluations(), steps) if self.config.save_best else None
+        return {step for step in steps if (every and step % every == 0) or (best and step == best["step"])}
 
     def early_end(self, step: int) -> str | None:
         """Return why the run has ended early, going by the evaluations up to `step`; None if it has not."""
@@ -293,6 +295,12 @@ def _check_free(path: Path) -> None:
         )
 
 
+def _has_fetched(files: RunFiles, config: TrainConfig) -> bool:
+    """Fetch a newer save from the mirror, if there is one, and return whether there was. Raises as fetch_newer."""
+    url = config.save_mirror
+    return url is not None and fetch_newer(files, url, lambda earlier: _check_resume(url, earlier, config))
+
+
 def _check_kinds(files: RunFiles) -> None:
     """Raise ConfigError if something in a run directory is no folder that must be one, or is a folder and must not."""
     for folder in (files.saves, files.logs, files.path / "plans"):
@@ -313,7 +321,7 @@ def _token(files: RunFiles) -> str:
     return files.read_token() or saved or secrets.token_hex(16)
 
 
-def _check_resume(path: Path, earlier: TrainConfig, config: TrainConfig) -> None:
+def _check_resume(path: Path | str, earlier: TrainConfig, config: TrainConfig) -> None:
     if not config.resume:
         raise ConfigError(f"resume is false, but {path} holds a run; set resume: true, or choose another run_dir")
     if diff := resume_diff(earlier, config):

@@ -133,6 +133,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "lora": None,
         "save_keep_every": None,
         "save_best": False,
+        "save_mirror": None,
         "eval_every": None,
         "eval_patience": None,
         "max_failures": 3,

@@ -141,12 +141,15 @@ def test_the_whole_run_and_its_price(path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_run_of_less_than_a_day_is_told_what_it_writes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = (str(path), *LIMITS, "train.steps=200")
-    whole, saves, _ = shown(capsys, *short).splitlines()[-3:]
+    short = (str(path), *LIMITS, "train.steps=200", "save_mirror=s3://bucket/run")
+    whole, saves, stop = shown(capsys, *short).splitlines()[-3:]
     assert whole.endswith(" tokens/s")
     run = planned(capsys, *short, "--price", "1")["run"]
     written = round(run["saved_bytes_per_day"] * run["seconds"] / (24 * 3600))
-    assert saves.endswith(f" every 100 steps: {format_bytes(written)} written in all")
+    rate = f"{format_bytes(int(run['saved_bytes_per_day'] / (24 * 3600)))}/s"
+    mirrored = f"save_mirror keeps up if it takes {rate}"
+    assert saves.endswith(f" every 100 steps: {format_bytes(written)} written in all; {mirrored}")
+    assert stop.endswith(f", and {saves.split()[3]} {saves.split()[4]} more for save_mirror")
 
 
 def test_a_plan_for_a_card_by_its_name(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

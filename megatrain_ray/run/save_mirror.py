@@ -1,0 +1,254 @@
+"""Copies the saves of a run into an object store by a thread, while training goes on.
+
+The mirror has the files of the run's directory under the same names, and mirror.json, which says whose it is. A save is
+there once its manifest is, which is written last. So a kill at any moment leaves the saves that were there before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatrain_ray.config.urls import StoreUrl
+from megatrain_ray.console.logs import say
+from megatrain_ray.errors import CapacityError, ConfigError, MegatrainError
+from megatrain_ray.io.files.owned_folder import MARK_NAME
+from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.saves.mirrored_saves import commit_mirrored, delete_mirrored, mirrored_steps, upload_blobs
+from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
+from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError
+from megatrain_ray.read_file import parse_json
+from megatrain_ray.run.fetch_run import FILES, FOLDERS, OWNER_NAME, ROLLOUTS, is_mirrored, reading_mirror
+from megatrain_ray.run.run_dir import RunDir
+from megatrain_ray.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+# Seconds between the tries to write an object, each of which has the library's own retries: four minutes in all.
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+POLL_S = 0.2
+REPORT_S = 30.0  # seconds between two lines while the end of a run waits for the mirror
+
+
+class _StoppedError(Exception):
+    """Ends an upload because the run has ended at once."""
+
+
+class SaveMirror:
+    """Uploads the newest save of a run, then older ones that are kept, one at a time. Made by `mirroring`."""
+
+    def __init__(self, run: RunDir, store: ObjectStore) -> None:
+        """Look at what is in the mirror. Raises ConfigError if it is another run's, ObjectStoreError."""
+        self.url = store.url
+        self.uploading: int | None = None  # the step of a save that must not be deleted now
+        self._run, self._store = run, store
+        found = store.find()
+        self._there = set(mirrored_steps(found))
+        self._is_claimed = _check_owner(store, {item.name for item in found}, run.token)
+        self._sent_files: dict[Path, tuple[int, int]] = {}  # sizes and times of change
+        self._sent_bytes: dict[str, int] = {}  # of the blobs of the save that is being uploaded
+        self._total_bytes = 0
+        self._problem: str | None = None
+        self._reported: int | None = None  # the upload that was reported as late
+        self._wake, self._ending, self._stop = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="save mirror", daemon=True)
+
+    def start(self) -> None:
+        """Start to upload what is missing, once the run's directory holds the run. Raises ConfigError."""
+        if self._thread.ident is not None:
+            return
+        with reading_mirror():
+            self._claim()
+        self._wake.set()
+        self._thread.start()
+
+    def saved(self, step: int) -> None:
+        """Upload a new save as soon as the one under way is there."""
+        late = self.uploading
+        if late is not None and self._reported != late:
+            self._reported = late
+            say(f"save_mirror: the save of step {step} is made, and {self._progress()}: the mirror lags behind")
+        self._wake.set()
+
+    def lag(self, step: int) -> int:
+        """Return how many of the first `step` updates would be lost if this machine were."""
+        return step - max(self._there, default=0)
+
+    def finish(self) -> None:
+        """Wait until nothing is left to upload. Raises MegatrainError if it could not be uploaded."""
+        self._ending.set()
+        self._wake.set()
+        reported_s = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(POLL_S)
+            if time.monotonic() - reported_s > REPORT_S:
+                reported_s = time.monotonic()
+                say(f"waiting for save_mirror: {self._progress()}")
+        if self._problem:
+            raise MegatrainError(
+                f"save_mirror: the newest save is not in {self.url}: {self._problem}; {self._run.saves} has it, and "
+                "the same command uploads it"
+            )
+
+    def close(self) -> None:
+        """Stop an upload under way."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(REPORT_S)
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            is_last = self._ending.is_set()  # read before the saves: none is made after it is set
+            try:
+                self._upload_all()
+                self._problem = None
+            except _StoppedError:
+                return
+            except Exception as error:  # nothing but `finish` and the next save can answer it
+                self._problem = str(error)
+                expected = isinstance(error, (MegatrainError, OSError))
+                log.warning("save_mirror: %s", self._problem, exc_info=None if expected else error)
+                if not is_last:
+                    say(f"warning: save_mirror: {error}; the next save is tried again")
+            finally:
+                self.uploading = None
+            if is_last:
+                return
+
+    def _upload_all(self) -> None:
+        while (step := self._next()) is not None:
+            self.uploading = step
+            try:
+                self._upload(step)
+            except (OSError, MegatrainError):
+                if step in list_saves(self._run.saves):
+                    raise
+                log.info("the save of step %d was deleted before it was in the mirror", step)
+
+    def _next(self) -> int | None:
+        there = list_saves(self._run.saves)
+        wanted = {*there[-1:], *self._run.kept_for_ever(there)} - self._there
+        return max(wanted, default=None)
+
+    def _upload(self, step: int) -> None:
+        start_s = time.monotonic()
+        folder, manifest = save_folder(self._run.saves, step), load_manifest(self._run.saves, step)
+        self._sent_bytes, self._total_bytes = {}, sum(blob.nbytes for blob in manifest.blobs())
+        upload_blobs(self._store, folder, manifest, self._retried, self._advance)
+        for file in self._files():
+            self._upload_file(file)
+        self._retried(lambda: commit_mirrored(self._store, folder, step))
+        self._there.add(step)
+        self._prune(manifest)
+        seconds = time.monotonic() - start_s
+        rate = f"{format_bytes(round(self._total_bytes / seconds))}/s"
+        log.info("mirrored the save of step %d: %s in %.1f s, %s", step, format_bytes(self._total_bytes), seconds, rate)
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the files of the run's directory that go with a save."""
+        for pattern in (*FILES, *(f"{folder}/**/*" for folder in (*FOLDERS, ROLLOUTS))):
+            for file in sorted(self._run.path.glob(pattern)):
+                name = file.relative_to(self._run.path).as_posix()
+                if file.is_file() and file.name != MARK_NAME and is_mirrored(name):
+                    yield file
+
+    def _upload_file(self, file: Path) -> None:
+        stats = file.stat()
+        state = stats.st_size, stats.st_mtime_ns
+        if self._sent_files.get(file) != state:
+            name = file.relative_to(self._run.path).as_posix()
+            self._retried(lambda: self._store.upload(file, name))
+            self._sent_files[file] = state
+
+    def _prune(self, newest: Manifest) -> None:
+        """Delete the saves of the mirror that the run's directory would not keep."""
+        older = sorted(step for step in self._there if step <= newest.step)
+        kept = {*older[-self._run.config.save_keep :], *self._run.kept_for_ever(older)}
+        for step in (step for step in older if step not in kept):
+            self._retried(lambda step=step: delete_mirrored(self._store, step))  # type: ignore[misc]
+            self._there.discard(step)
+
+    def _retried(self, action: Callable[[], None]) -> None:
+        """Call the function until it succeeds. Raises ObjectStoreError after the last of a bounded number of tries."""
+        for pause_s in PAUSES_S:
+            try:
+                return action()
+            except ObjectStoreError as error:
+                log.warning("save_mirror: tried again in %.0f s: %s", pause_s, str(error))
+            if self._stop.wait(pause_s):
+                raise _StoppedError
+        return action()
+
+    def _advance(self, blob: str, num_bytes: int) -> None:
+        """Note how much of a blob is uploaded."""
+        if self._stop.is_set():
+            raise _StoppedError
+        self._sent_bytes[blob] = num_bytes
+
+    def _progress(self) -> str:
+        sent, total = sum(self._sent_bytes.copy().values()), self._total_bytes
+        return f"{sent / max(1, total):.0%} of the save of step {self.uploading} ({format_bytes(total)}) is uploaded"
+
+    def _claim(self) -> None:
+        """Write whose mirror it is, which also shows at once whether anything can be written there."""
+        if not self._is_claimed:
+            owner = {"made_by": "megatrain-ray", "run": self._run.token}
+            self._store.write(OWNER_NAME, json.dumps(owner).encode())
+            self._is_claimed = True
+
+
+@contextmanager
+def mirroring(run: RunDir) -> Iterator[SaveMirror | None]:
+    """Yield the mirror of a run, not started; None if it has none. At the end of the block wait for what is missing.
+
+    Raises ConfigError if the mirror cannot be read or is another run's, MegatrainError as `SaveMirror.finish`.
+    """
+    if run.config.save_mirror is None:
+        yield None
+        return
+    with reading_mirror():
+        mirror = SaveMirror(run, ObjectStore(StoreUrl.parse(run.config.save_mirror)))
+    try:
+        if run.holds_run and run.has_begun:
+            mirror.start()
+        yield mirror
+    except (ConfigError, CapacityError):  # of the start: it is tried again soon
+        raise
+    except Exception:
+        try:
+            mirror.finish()
+        except MegatrainError as late:
+            say(f"warning: {late}")
+        raise
+    else:
+        mirror.finish()
+    finally:
+        mirror.close()
+
+
+def _check_owner(store: ObjectStore, names: set[str], token: str) -> bool:
+    """Return whether a mirror is marked as this run's; an empty one is not. Raises ConfigError if it is not free."""
+    if OWNER_NAME not in names:
+        if names:
+            raise ConfigError(
+                f"save_mirror: {store.url} holds {min(names)}, and no mirror of a run; name another place"
+            )
+        return False
+    try:
+        owner = parse_json(store.read(OWNER_NAME))["run"]
+    except (ValueError, KeyError, TypeError):
+        owner = None
+    if owner != token:
+        raise ConfigError(
+            f"save_mirror: {store.url} is the mirror of another run; name another place, or to go on with that run, "
+            "an empty run_dir"
+        )
+    return True

@@ -1,0 +1,77 @@
+"""Whole runs whose saves are mirrored: killed between blobs and manifest, gone on with elsewhere, and exported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.support.in_process import Train
+from tests.support.object_server import CREDENTIALS, Bucket
+from tests.support.runs import ROOT, cli_here, command, config, losses, rows, write_config
+from tests.support.tiny import build_tiny
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_run_goes_on_from_its_mirror(tmp_path: Path, train: Train, objects: Bucket) -> None:
+    """Steps 1 to 4 are mirrored. The save of step 6 is uploaded by a process that is killed before its manifest.
+
+    So the mirror has the save of step 4, from which another directory goes on to the losses that the first one has.
+    """
+    changes: dict[str, Any] = {"save_every": 2, "save_keep": 1, "train__schedule": "constant"}
+    tree = config(tmp_path / "first", build_tiny(tmp_path / "model"), **changes)
+    path = str(write_config(tmp_path / "config.yaml", tree))
+    url = f"{objects.url}/runs/one"
+    mirrored, second = f"save_mirror={url}", f"run_dir={tmp_path / 'second'}"
+
+    done = train(path, "train.steps=4", mirrored)
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path / "first")[0]["mirror_lag"] == 1
+    assert train(path, "train.steps=6").returncode == 0
+
+    process = subprocess.Popen(
+        command("train", path, "train.steps=6", mirrored), cwd=ROOT, stderr=subprocess.PIPE, env=os.environ
+    )
+    objects.server.calls[r"PUT .*step_6/manifest\.json"] = lambda: os.kill(process.pid, signal.SIGKILL)
+    assert process.communicate(timeout=120)[1] is not None
+    assert process.returncode == -signal.SIGKILL
+    names = objects.names()
+    assert "runs/one/saves/step_6/part_0.m" in names
+    assert "runs/one/saves/step_4/manifest.json" in names
+
+    resumed = train(path, "train.steps=6", mirrored, second)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"fetching the save of step 4 (2.02 MiB) from {url}" in resumed.stderr
+    assert "resuming from the save of step 4" in resumed.stderr
+    assert losses(tmp_path / "second") == losses(tmp_path / "first")
+    saves = {name.split("/")[3] for name in objects.names() if "/saves/" in name}
+    assert saves == {"step_6"}
+
+    for where, out in ((url, "of_mirror"), (str(tmp_path / "second"), "of_run")):
+        exported = cli_here("export", where, str(tmp_path / out))
+        assert exported.returncode == 0, exported.stderr
+    assert written(tmp_path / "of_mirror") == written(tmp_path / "of_run")
+    fetched = [request for request in objects.server.requests if request.startswith("GET") and "/step_6/" in request]
+    assert not [request for request in fetched if request.endswith((".m", ".v"))]
+
+    uploaded = cli_here("export", str(tmp_path / "second"), f"{objects.url}/model")
+    assert uploaded.returncode == 0, uploaded.stderr
+    assert uploaded.stdout.startswith(f"exported the save of step 6 to {objects.url}/model: ")
+    of_store = {name.removeprefix("model/"): objects.get(name) for name in objects.names() if name.startswith("model/")}
+    assert of_store == written(tmp_path / "of_run")
+    again = cli_here("export", str(tmp_path / "second"), f"{objects.url}/model")
+    assert again.returncode == 2
+    assert f"OUT_DIR: {objects.url}/model holds config.json: nothing is overwritten" in again.stderr
+    missing = cli_here("export", f"{objects.url}/nothing", str(tmp_path / "no"))
+    assert missing.returncode == 2
+    assert f"{objects.url}/nothing is no mirror of a run: it holds no config.yaml" in missing.stderr
+
+    shutil.rmtree(tmp_path / "model")
+    everything = b"".join([*written(tmp_path).values(), *(objects.get(name) for name in objects.names())])
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode() not in everything
