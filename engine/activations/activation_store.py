@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -188,7 +189,9 @@ class ActivationStore:
             return
         self._release_in_transit()
         for entry in (*now, *coming):
-            self._offloaded[entry].reload()
+            settles = self._plan.settles and entry.kind is Activations.BOUNDARY
+            with self._device.settling() if settles else nullcontext():
+                self._offloaded[entry].reload()
         for entry in now:
             # From here on the device memory is freed with the tensors. The host memory may be reused by copies that are
             # ordered after the work submitted next.

@@ -66,11 +66,15 @@ class CudaDevice(Device):
         self._streams[Stage.COMPUTE] = torch.cuda.Stream()
         self._streams[Stage.ALL_GATHER] = torch.cuda.Stream(priority=-1)
         self._generator = torch.cuda.default_generators[self.torch_device.index]
+        self._settled = torch.cuda.MemPool()
         self._pinned: list[int] = []
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._traced: list[tuple[Span, torch.cuda.Event, torch.cuda.Event]] = []  # spans whose times are not known yet
         self._base = (torch.cuda.Event(enable_timing=True), 0)
         _set_numerics(deterministic, tf32)
+
+    def settling(self) -> AbstractContextManager[None]:
+        return torch.cuda.use_mem_pool(self._settled)
 
     def _copy(
         self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event], end_s: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -72,6 +72,15 @@ class Device(ABC):
         """Allocate a 1-D uint8 tensor on the device, 512-byte aligned. It lives as long as the caller keeps it."""
         self._reserved_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def settle(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor in memory for tensors that outlive a layer's work. Compute thread only."""
+        with self.settling():
+            return tensor.clone()
+
+    def settling(self) -> AbstractContextManager[None]:
+        """Return a context whose allocations lie apart from the temporary tensors of a layer's work."""
+        return nullcontext()
 
     def copy(self, stage: Stage, target: torch.Tensor, source: torch.Tensor, op: Op, after: Sequence[Event]) -> Event:
         """Submit a copy to a transfer stage, which begins after the events in `after`. Return the event of its end."""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatrain_ray.engine.layer_calls.layer_call import LayerCall, Outcome
+from megatrain_ray.engine.layer_calls.settle import Copy, settled
 from megatrain_ray.errors import MegatrainError
 
 
@@ -203,14 +204,19 @@ class ForwardPass:
             if gradient is not None:
                 self._gradients[edge] = gradient
 
-    def backward(self, call: LayerCall) -> list[torch.Tensor | None]:
+    def backward(self, call: LayerCall, settle: Copy | None = None) -> list[torch.Tensor | None]:
         """Run the backward of the last remaining call: send gradients to its inputs, return those of its parameters.
 
         `flush_glue` must have been called for it, and it must have a graph. Its arguments are released.
+
+        settle: copies the gradient of an input to where it may outlive the layer's work (settle.py); None: it stays.
         """
         ends = self._ends.pop(call.index)
         of_outputs = [self._gradients.pop(edge, None) for edge in ends.outputs]
-        gradients, of_parameters = call.backward(of_outputs, [self._gradients.get(edge) for edge in ends.inputs])
+        pending = [self._gradients.get(edge) for edge in ends.inputs]
+        gradients, of_parameters = call.backward(of_outputs, pending)
+        if settle:
+            gradients = settled(gradients, (*of_outputs, *pending), settle)
         self._put(ends.inputs, gradients)
         call.free()
         self.calls.remove(call)

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from megatrain_ray.engine.layer_calls.settle import Copy, settled
 from megatrain_ray.errors import MegatrainError
 
 Function = Callable[..., tuple[Any, dict[str, list[torch.Tensor]]]]
@@ -126,7 +127,13 @@ class LayerCall:
         return str(self._spec), tuple(_kind_of(value) for value in self.arguments)
 
     def forward(
-        self, function: Function, parameters: Sequence[torch.Tensor], saving: Saving | None, *, keeps: bool = True
+        self,
+        function: Function,
+        parameters: Sequence[torch.Tensor],
+        saving: Saving | None,
+        *,
+        keeps: bool = True,
+        settle: Copy | None = None,
     ) -> Outcome:
         """Run the layer. In the returned outcome, floating-point tensors are replaced by aliases that begin graphs.
 
@@ -134,12 +141,15 @@ class LayerCall:
         saving: context under which the graph is built and kept for the backward. With None only the arguments are kept,
             and nothing if nothing needs a gradient.
         keeps: False: drop the graph at the end, although there is one until then.
+        settle: copies an output to where it may outlive the layer's work (settle.py); None: outputs stay.
         """
         self.needs_gradient = bool(self.ports) or any(parameter.requires_grad for parameter in parameters)
         if not self.needs_gradient:
             return self._untraced(function)
         values, spec, graph = self._run(function, parameters, saving)
         self._graph = graph if keeps else None
+        if settle:
+            values = settled(values, self.arguments, settle)
         for i, value in enumerate(values):
             if is_floating(value):
                 values[i] = _BeginGraph.apply(ROOT, value.detach())  # type: ignore[no-untyped-call]

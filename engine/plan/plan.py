@@ -240,6 +240,15 @@ class Plan:
         return range(1, len(self.layers) - 1) if several else range(0)
 
     @property
+    def settles(self) -> bool:
+        """Return whether tensors that outlive a layer's work are copied out of its memory (settle.py).
+
+        A captured step always uses the same memory.
+        """
+        several = self.step.num_micro_batches > 1 and self.step.order is LoopOrder.LAYERS_OUTER
+        return several and not self.step.captured
+
+    @property
     def never_in_slab(self) -> frozenset[int]:
         """Return the layers that never need memory of the slab."""
         return frozenset() if self.gradients.sums is Tier.HOST else self.hbm_layers

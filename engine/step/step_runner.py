@@ -112,6 +112,7 @@ class StepRunner:
         self._step_loss = step_loss
         self._gradients = gradients
         self._ranks = ranks
+        self._settle = device.settle if plan.settles else None
         self._hooks = hooks  # called at each point of a step in this order
         self._layout = model.layout
         self._closed: set[str] = set()  # paths of modules whose graphs were seen to end at their arguments and weights
@@ -209,7 +210,7 @@ class StepRunner:
         while (call := forward_pass.pending) is not None and self._layer_of(call) == layer:
             with self._bound(call, "forward", layer, j, state.step) as (function, parameters):
                 saving, keeps = self._saving(call, layer, done.kept), self._keeps(call, layer)
-                outcome = call.forward(function, parameters, saving, keeps=keeps)
+                outcome = call.forward(function, parameters, saving, keeps=keeps, settle=self._settle)
             self._seed(state.step, j, layer, 1)
             with self._device.timed(Op("between layers", layer, j)), self._collecting(call, layer, done.between):
                 forward_pass.resume(outcome)
@@ -286,7 +287,7 @@ class StepRunner:
                 call.check_closed()
                 self._closed.add(call.path)
             with self._device.compute(Op("backward", layer, j)):
-                of_parameters = forward_pass.backward(call)
+                of_parameters = forward_pass.backward(call, self._settle)
             for segment, gradient in zip(self._model.segments[call.path], of_parameters, strict=True):
                 name = segment.tied_to or segment.name
                 gradients[name] = _add(gradients.get(name), gradient)

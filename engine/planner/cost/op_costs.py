@@ -148,9 +148,9 @@ class Prices:
     def _compute(self, name: str, layer: int) -> float:
         match name:
             case "forward" | "recompute" | "replay":
-                return self._forward(layer)
+                return self._forward(layer) + (self._settling(layer + 1) if name == "forward" else 0.0)
             case "backward":
-                return self._backward(layer)
+                return self._backward(layer) + self._settling(layer)
             case "loss" | "score":
                 return self._loss(layer) if name == "loss" else self._score(layer)
             case "update":
@@ -180,6 +180,12 @@ class Prices:
         summed = (1 + several) * sum_itemsize / (2 if layer in self._plan.paired_layers else 1)
         working_s = self._layer(layer, 2, BACKWARD_TRAFFIC, size * (2 * item + summed))
         return working_s + self._recomputed(layer) + self._in_chunks(layer)
+
+    def _settling(self, layer: int) -> float:
+        """Return the seconds in which what enters the layer, or its gradient, is copied (Plan.settles)."""
+        if not self._plan.settles or not 0 < layer < len(self._activations.boundary):
+            return 0.0
+        return 2 * self._activations.boundary[layer] / self._profile.device_bytes_per_s
 
     def _recomputed(self, layer: int) -> float:
         """Return the seconds of what the backward of a compiled layer recomputes."""

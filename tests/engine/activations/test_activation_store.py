@@ -54,7 +54,7 @@ def plan_of(layers: Sequence[LayerPlan], host_bytes: int = 0) -> Plan:
     replayed = frozenset(i - 1 for i, layer in enumerate(layers) if layer.boundary is None)
     until = [(i,) for i in range(len(layers))]
     facts = {"host_activation_bytes": host_bytes, "replayed_layers": replayed, "kept_until": until}
-    return cast(Plan, SimpleNamespace(layers=layers, **facts))
+    return cast(Plan, SimpleNamespace(layers=layers, settles=False, **facts))
 
 
 @pytest.fixture
