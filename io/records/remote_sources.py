@@ -24,7 +24,7 @@ from megatrain_ray.io.files.disk_errors import check_room, explained
 from megatrain_ray.io.records.file_formats import suffix_of
 from megatrain_ray.io.records.find_files import METADATA, unknown_format
 from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError, StoredObject
-from megatrain_ray.units import format_bytes
+from megatrain_ray.units import format_bytes, format_quantity
 
 DOWNLOADS_AT_ONCE = 8
 TRIES = 3  # of a file, each after the retries of the library itself
@@ -111,7 +111,7 @@ def _fetch(
         return
     num_bytes = sum(item.nbytes for item in missing)
     check_room(folder, num_bytes, f"a copy of {store.url}", ADVICE)
-    report(f"fetching {len(missing)} files ({format_bytes(num_bytes)}) of {store.url} into {folder}")
+    report(f"fetching {format_quantity(len(missing), 'file')} ({format_bytes(num_bytes)}) of {store.url} into {folder}")
     with explained("make", root):
         root.mkdir(0o700, parents=True, exist_ok=True)  # other users may not read the copies
     with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as threads:

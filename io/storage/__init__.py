@@ -1,1 +1,1 @@
-"""Stores blobs in memory or in files (by O_DIRECT or kvikio), optionally compressed, and measures transfers."""
+"""Stores blobs in memory, in files (by O_DIRECT or kvikio) or in object stores, and measures transfers."""

@@ -1,1 +1,1 @@
-"""Keeps the run directory: its files, lock, history and processes."""
+"""Keeps the run directory: its files, lock, history, processes and mirror."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megatrain_ray.config.urls import StoreUrl
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 # Seconds between the tries to write an object, each of which has the library's own retries: four minutes in all.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 POLL_S = 0.2
+SILENT_S = 3.0  # seconds after which the end of a run says that it waits
 REPORT_S = 30.0  # seconds between two lines while the end of a run waits for the mirror
 
 
@@ -83,7 +85,7 @@ class SaveMirror:
         """Wait until nothing is left to upload. Raises MegatrainError if it could not be uploaded."""
         self._ending.set()
         self._wake.set()
-        reported_s = time.monotonic()
+        reported_s = time.monotonic() - REPORT_S + SILENT_S
         while self._thread.is_alive():
             self._thread.join(POLL_S)
             if time.monotonic() - reported_s > REPORT_S:
@@ -109,6 +111,8 @@ class SaveMirror:
             is_last = self._ending.is_set()  # read before the saves: none is made after it is set
             try:
                 self._upload_all()
+                if is_last and self._there:  # rows of evaluations may be newer than the last save
+                    self._upload_files()
                 self._problem = None
             except _StoppedError:
                 return
@@ -143,8 +147,7 @@ class SaveMirror:
         folder, manifest = save_folder(self._run.saves, step), load_manifest(self._run.saves, step)
         self._sent_bytes, self._total_bytes = {}, sum(blob.nbytes for blob in manifest.blobs())
         upload_blobs(self._store, folder, manifest, self._retried, self._advance)
-        for file in self._files():
-            self._upload_file(file)
+        self._upload_files()
         self._retried(lambda: commit_mirrored(self._store, folder, step))
         self._there.add(step)
         self._prune(manifest)
@@ -152,28 +155,28 @@ class SaveMirror:
         rate = f"{format_bytes(round(self._total_bytes / seconds))}/s"
         log.info("mirrored the save of step %d: %s in %.1f s, %s", step, format_bytes(self._total_bytes), seconds, rate)
 
+    def _upload_files(self) -> None:
+        """Upload the files of the run's directory that go with a save, as far as they have changed."""
+        for file in self._files():
+            stats = file.stat()
+            state = stats.st_size, stats.st_mtime_ns
+            if self._sent_files.get(file) != state:
+                self._retried(partial(self._store.upload, file, file.relative_to(self._run.path).as_posix()))
+                self._sent_files[file] = state
+
     def _files(self) -> Iterator[Path]:
-        """Yield the files of the run's directory that go with a save."""
         for pattern in (*FILES, *(f"{folder}/**/*" for folder in (*FOLDERS, ROLLOUTS))):
             for file in sorted(self._run.path.glob(pattern)):
                 name = file.relative_to(self._run.path).as_posix()
                 if file.is_file() and file.name != MARK_NAME and is_mirrored(name):
                     yield file
 
-    def _upload_file(self, file: Path) -> None:
-        stats = file.stat()
-        state = stats.st_size, stats.st_mtime_ns
-        if self._sent_files.get(file) != state:
-            name = file.relative_to(self._run.path).as_posix()
-            self._retried(lambda: self._store.upload(file, name))
-            self._sent_files[file] = state
-
     def _prune(self, newest: Manifest) -> None:
         """Delete the saves of the mirror that the run's directory would not keep."""
         older = sorted(step for step in self._there if step <= newest.step)
         kept = {*older[-self._run.config.save_keep :], *self._run.kept_for_ever(older)}
         for step in (step for step in older if step not in kept):
-            self._retried(lambda step=step: delete_mirrored(self._store, step))  # type: ignore[misc]
+            self._retried(partial(delete_mirrored, self._store, step))
             self._there.discard(step)
 
     def _retried(self, action: Callable[[], None]) -> None:
@@ -194,6 +197,8 @@ class SaveMirror:
         self._sent_bytes[blob] = num_bytes
 
     def _progress(self) -> str:
+        if self.uploading is None:
+            return "the last rows are uploaded"
         sent, total = sum(self._sent_bytes.copy().values()), self._total_bytes
         return f"{sent / max(1, total):.0%} of the save of step {self.uploading} ({format_bytes(total)}) is uploaded"
 

@@ -76,6 +76,14 @@ def test_saves_go_into_the_mirror_and_out_of_it(objects: Bucket, tmp_path: Path)
         newest = moved.newest_save()
         assert newest
         assert newest.step == 6
+    # A start that was killed while it fetched has no config.yaml yet. Rows after the last save are in the mirror, too.
+    (tmp_path / "b" / "config.yaml").unlink()
+    objects.server.requests.clear()
+    with begun(tmp_path / "b", objects) as (moved, mirror):
+        assert moved.has_begun
+        moved.append(row(7))
+    assert not [request for request in objects.server.requests if "part_" in request]
+    assert len(objects.get("run/metrics.jsonl").splitlines()) == 2
     # So does a directory whose own saves are older.
     with RunDir.open(in_folder(tmp_path / "a", save_mirror=f"{objects.url}/run")) as run:
         assert list_saves(run.saves) == [2, 4, 6]
