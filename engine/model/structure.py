@@ -21,6 +21,7 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 
 ModelFactory = Callable[[torch.dtype], nn.Module]
 LARGE_ELEMENTS = 64 << 20  # 256 MiB in FP32
+DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 
 
 class LayerKind(Enum):
@@ -170,8 +171,12 @@ def kept_in_fp32(model: nn.Module, name: str) -> bool:
     return any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in patterns)
 
 
-class _LargeOnMeta(TorchFunctionMode):
-    """Makes large uninitialised tensors on the meta device: parameters, which would go there a moment later."""
+class _WithoutValues(TorchFunctionMode):
+    """Makes large uninitialised tensors on the meta device: parameters, which would go there a moment later.
+
+    Random values are not drawn for tensors on the meta device. torch traces such a draw in Python, which took most of
+    the time of building a model.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -181,6 +186,10 @@ class _LargeOnMeta(TorchFunctionMode):
             made = torch.empty(*args, **{**options, "device": "meta"})
             if made.numel() > LARGE_ELEMENTS:
                 return made
+        if getattr(func, "__name__", None) in DRAWS:  # of torch.nn.init, which name their tensor, and of tensors
+            drawn = options["tensor"] if "tensor" in options else args[0]
+            if drawn.is_meta:
+                return drawn
         return func(*args, **options)
 
 
@@ -189,7 +198,7 @@ def build_empty(factory: ModelFactory, dtype: torch.dtype) -> nn.Module:
 
     A parameter takes no more than 256 MiB meanwhile: a layer's experts in DeepSeek-V3 would take 45 GB.
     """
-    with init_empty_weights(include_buffers=False), _LargeOnMeta():
+    with init_empty_weights(include_buffers=False), _WithoutValues():
         model = factory(dtype)
     if tie := getattr(model, "tie_weights", None):
         tie()  # again: what was tied within the block became several parameters

@@ -128,6 +128,15 @@ def test_no_parameter_is_allocated_where_a_model_is_only_described() -> None:
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
 
 
+def test_no_value_is_drawn_for_a_model_that_is_only_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would trace each draw for a tensor without memory in Python, for longer than all else takes."""
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_, **__: pytest.fail(f"drawn: {tuple(tensor.shape)}"))
+    for shape in ({"model_type": "llama"}, {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 1}):
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 64}
+        build_empty(Architecture(shape | sizes), torch.float32)
+
+
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
 def test_what_a_model_computes_and_nobody_stores_is_that_of_from_pretrained(tmp_path: Path, model_type: str) -> None:
     """It is so in bf16 too, where both compute angles of 2048 positions in the type that is the default meanwhile."""
