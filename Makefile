@@ -20,10 +20,11 @@ types: $(READY)
 
 # Tests with Ray go one after the other: each starts as many processes as there are cores. They wait much, so the others
 # run beside them. These wait for disks and processes too: with two workers on two cores a third of the cores' time was
-# idle, so there is one more. Whole runs come first, since a long file at the end would leave workers idle.
+# idle, so there is one more. Processes that tests start read compiled modules, whatever the environment says.
+unit: export PYTHONDONTWRITEBYTECODE =
 unit: $(READY)
 	$(BIN)/python -m pytest -m ray $(CASES) >$(VENV)/tests_with_ray.log 2>&1 & with_ray=$$!; \
-	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile --no-loadscope-reorder $(CASES) tests/runs tests; \
+	$(BIN)/python -m pytest -m 'not ray' --numprocesses 3 --dist loadfile --no-loadscope-reorder $(CASES); \
 	status=$$?; wait $$with_ray || status=$$?; cat $(VENV)/tests_with_ray.log; exit $$status
 
 # Every case of every test, and the kill campaign (docs/testing.md says when).

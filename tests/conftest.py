@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,6 +32,7 @@ settings.register_profile("few", deadline=None, derandomize=True, max_examples=2
 settings.register_profile("many", deadline=None, derandomize=True, max_examples=200)
 settings.load_profile("few")
 
+WHOLE_RUNS = Path(__file__).with_name("runs")
 IN_PROCESS, WITH_RAY = "in process", "with Ray"  # cases of each test that has the fixture `actors`
 
 END_S = 30.0  # limit for a thread to end that has been told to
@@ -43,8 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what uses the tests' cluster as `ray`, since it starts as many processes as there are cores.
 
-    Leave out long tests.
+    Leave out long tests. Put whole runs first, since a long file at the end would leave workers idle.
     """
+    items.sort(key=lambda item: not item.path.is_relative_to(WHOLE_RUNS))
     for item in items:
         if uses_cluster(item):
             item.add_marker("ray")

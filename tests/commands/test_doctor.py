@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,11 @@ import pytest
 from megatrain_ray.commands.doctor import examine
 from megatrain_ray.commands.doctor_numa import Finding, Severity
 from megatrain_ray.engine.device.hardware_profile import HardwareProfile
+from megatrain_ray.engine.measure.measure_profile import measure
 from megatrain_ray.machine.machine import ram_bytes
+from megatrain_ray.profiling import measure_process, profiles
 from megatrain_ray.profiling.profiles import this_machine
+from tests.profiling.test_profiles import LITTLE
 from tests.support.machines import MEMORY_ONLY, Node, node_files
 from tests.support.runs import cli_here
 
@@ -35,11 +42,21 @@ def found(root: Path, topic: str) -> Finding:
     return next(finding for finding in examine(root, root) if finding.topic == topic)
 
 
+def measured_in_process(function: str, bound_s: float, *arguments: str) -> str:
+    """Take the place of a process that measures for ten seconds: measure less, in this one."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", ["-c", *arguments])
+        patch.setattr(measure_process, "measure", partial(measure, effort=LITTLE))
+        getattr(measure_process, function)()
+    return printed.getvalue()
+
+
 def test_this_machine_is_measured_and_examined_and_nothing_stays_behind(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(profiles, "_run", measured_in_process)
     disk = cache / "megatrain-ray" / "disks" / "0.json"  # of a folder that a run spilled to
     disk.parent.mkdir(parents=True)
     disk.write_text('{"version": 2, "folder": "/spill", "device": 1, "bytes_per_s": {}}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatrain_ray.engine.model.structure import LayerSpec, ModelStructure
 FOUND_LAYERS = 2
 
 
+@cache
 def qwen(
     num_layers: int, seq_len: int, *, hidden: int, heads: int, kv_heads: int, inner: int, vocab: int = 152064
 ) -> Any:

@@ -242,9 +242,9 @@ def test_where_layers_live_changes_no_bit(
     tmp_path: Path, make: Make, hbm_layers: frozenset[int], clip: float | None, precision: str, moments: str
 ) -> None:
     build_tiny(tmp_path, tied=True)
-    recipe = Recipe(4, precision=precision, moments=moments, micro_batch_size=2, clip=clip)
+    recipe = Recipe(3, precision=precision, moments=moments, micro_batch_size=2, clip=clip)
     ours, theirs = (
-        train_engine(tmp_path, tiny_batches(4), recipe, Mode(hbm_layers=layers), make_device=make)
+        train_engine(tmp_path, tiny_batches(3), recipe, Mode(hbm_layers=layers), make_device=make)
         for layers in (hbm_layers, frozenset())
     )
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
@@ -262,10 +262,10 @@ def test_where_gradients_wait_changes_no_bit(
 ) -> None:
     """In poison mode, a gradient that leaves beside the next forward keeps its memory until it has left."""
     build_tiny(tmp_path, num_layers=8)
-    recipe = Recipe(4, precision="bf16", micro_batch_size=micro_batch_size)
+    recipe = Recipe(3, precision="bf16", micro_batch_size=micro_batch_size)
     ours, theirs = (
         train_engine(
-            tmp_path, tiny_batches(4), recipe, Mode(order, gradients=tier, hbm_layers=hbm_layers), make_device=make
+            tmp_path, tiny_batches(3), recipe, Mode(order, gradients=tier, hbm_layers=hbm_layers), make_device=make
         )
         for tier in (Tier.HBM, Tier.HOST)
     )
@@ -283,10 +283,10 @@ def test_where_boundaries_wait_changes_no_bit(
 ) -> None:
     """Their memory is somebody else's between forward and backward."""
     build_tiny(tmp_path, num_layers=8)
-    recipe = Recipe(4, precision="bf16", micro_batch_size=micro_batch_size)
+    recipe = Recipe(3, precision="bf16", micro_batch_size=micro_batch_size)
     ours, theirs = (
         train_engine(
-            tmp_path, tiny_batches(4), recipe,
+            tmp_path, tiny_batches(3), recipe,
             Mode(LoopOrder.LAYERS_OUTER, activations, boundaries=tier, hbm_layers=frozenset({0, 2})),
             make_device=make,
         )
@@ -307,16 +307,16 @@ def test_where_what_is_kept_waits_changes_no_bit(
 ) -> None:
     """Its memory is somebody else's between forward and backward; with dropout, whose masks are kept."""
     build_tiny(tmp_path, num_layers=8, attention_dropout=0.1)
-    recipe = Recipe(4, precision=precision, micro_batch_size=2)
+    recipe = Recipe(3, precision=precision, micro_batch_size=2)
     ours, theirs = (
         train_engine(
-            tmp_path, tiny_batches(4), recipe,
+            tmp_path, tiny_batches(3), recipe,
             Mode(order, boundaries=tier, kept=tier, num_staying=num_staying, hbm_layers=frozenset({0, 2})),
             make_device=make,
         )
         for tier in (Tier.HOST, Tier.HBM)
     )  # fmt: skip
-    assert ours.count("kept") == 4 * 2 * 2 * (8 - num_staying)
+    assert ours.count("kept") == 3 * 2 * 2 * (8 - num_staying)
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name
@@ -331,10 +331,10 @@ def test_dividing_blocks_changes_no_bit(
 ) -> None:
     """Blocks may be divided with all that their parts hand on, and save between them, on the device or on the host."""
     build_tiny(tmp_path)
-    recipe = Recipe(4, precision=precision, micro_batch_size=2)
+    recipe = Recipe(3, precision=precision, micro_batch_size=2)
     ours, theirs = (
         train_engine(
-            tmp_path, tiny_batches(4), recipe, Mode(order, boundaries=tier, kept=tier, block_parts=n), make_device=make
+            tmp_path, tiny_batches(3), recipe, Mode(order, boundaries=tier, kept=tier, block_parts=n), make_device=make
         )
         for n in (8, 1)
     )
@@ -363,12 +363,12 @@ def test_dividing_experts_changes_no_bit(tmp_path: Path, make: Make, family: str
 def test_where_sums_wait_changes_no_bit(tmp_path: Path, make: Make, hbm_layers: frozenset[int]) -> None:
     """The engine is in poison mode; chunks of the loss add to the head's sum, wherever it is."""
     build_tiny(tmp_path, num_layers=8)
-    recipe = Recipe(4, precision="bf16", micro_batch_size=1, loss_chunk_tokens=24)
+    recipe = Recipe(3, precision="bf16", micro_batch_size=1, loss_chunk_tokens=24)
     ours, theirs = (
-        train_engine(tmp_path, tiny_batches(4), recipe, Mode(sums=tier, hbm_layers=hbm_layers), make_device=make)
+        train_engine(tmp_path, tiny_batches(3), recipe, Mode(sums=tier, hbm_layers=hbm_layers), make_device=make)
         for tier in (Tier.HOST, Tier.HBM)
     )
-    assert ours.count("fetch") == 4 * 3 * 10
+    assert ours.count("fetch") == 3 * 3 * 10
     assert (ours.losses, ours.grad_norms) == (theirs.losses, theirs.grad_norms)
     for name, master in theirs.masters.items():
         assert torch.equal(ours.masters[name], master), name

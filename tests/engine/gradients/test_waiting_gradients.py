@@ -26,7 +26,7 @@ from tests.support.tiny import build_tiny, tiny_batches
 
 pytestmark = pytest.mark.pairwise
 
-STEPS, BLOCKS = 4, 8
+STEPS, BLOCKS = 3, 8
 SOME = frozenset({0, 2})
 MODES = {
     "one micro-batch": (Mode(gradients=Tier.HBM, num_shards=2), 4),

@@ -43,7 +43,7 @@ from tests.support.reference import Recipe, Result, train_reference
 from tests.support.run_engine import MACHINE, EngineResult, Mode, folder_source, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
-STEPS = 4
+STEPS = 3
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 INNER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
 UNEVEN = 24  # tokens: of the 32 or more of a micro-batch below the last chunk has fewer

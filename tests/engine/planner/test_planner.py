@@ -204,7 +204,7 @@ def test_the_fastest_plan_that_fits_is_chosen() -> None:
     assert everything == (LoopOrder.LAYERS_OUTER, ActivationPolicy.KEEP, 5)
     total = make_plan(structure, activations, MACHINE, request).total_bytes(Tier.HBM)
     seen = [everything]
-    for hbm in range(total, 0, -(total - (1 << 30)) // 200 or -1):
+    for hbm in range(total, 0, -(total - (1 << 30)) // 50 or -1):
         try:
             choice = chosen(hbm)
         except CapacityError:

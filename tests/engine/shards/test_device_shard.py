@@ -18,7 +18,7 @@ from tests.support.reference import Own, Recipe, train_reference
 from tests.support.run_engine import EngineResult, Mode, folder_source, plan_for, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
-STEPS = 4
+STEPS = 3
 SOME, ALL = frozenset({0, 2}), frozenset(range(5))
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3)
 

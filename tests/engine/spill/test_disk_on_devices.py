@@ -16,7 +16,7 @@ from tests.support.reference import Recipe
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
-STEPS = 4
+STEPS = 3
 EVERY, BLOCKS = frozenset(range(7)), frozenset(range(1, 6))
 WEIGHTS = Mode(num_shards=2, stored=EVERY, spilled=EVERY, on_disk=BLOCKS)
 ACTIVATIONS = Mode(boundaries=Tier.HOST, kept=Tier.HOST, to_disk=EVERY)

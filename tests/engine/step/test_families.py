@@ -16,7 +16,7 @@ from tests.support.family_models import build_family, family_batches
 from tests.support.reference import Recipe, Result, train_reference
 from tests.support.run_engine import EngineResult, Mode, train_engine
 
-STEPS = 5
+STEPS = 3
 # The other way to run a step: recomputed, cut, sharded, with what enters layers on the host where nobody else reads it.
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2, num_fragments=3, boundaries=Tier.HOST)
 

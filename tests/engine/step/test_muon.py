@@ -24,7 +24,7 @@ from tests.support.reference import MuonRecipe, Own, Recipe, Result, train_refer
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches
 
-STEPS = 4
+STEPS = 3
 KEEP, RECOMPUTE = ActivationPolicy.KEEP, ActivationPolicy.RECOMPUTE
 OUTER, LAYERS = LoopOrder.MICRO_BATCHES_OUTER, LoopOrder.LAYERS_OUTER
 RECIPE = Recipe(STEPS, muon=MuonRecipe())

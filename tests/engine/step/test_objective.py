@@ -19,7 +19,7 @@ from tests.support.reference import Recipe, train_reference
 from tests.support.run_engine import Mode, train_engine
 from tests.support.tiny import build_tiny, tiny_batches, weigh
 
-STEPS = 6
+STEPS = 3
 LAYERS = Mode(LoopOrder.LAYERS_OUTER, ActivationPolicy.RECOMPUTE, num_shards=2)
 # Weight of the z-loss, label smoothing, and whether tokens have loss weights.
 TERMS = [(0.02, 0.0, False), (0.0, 0.1, True), (0.02, 0.1, True)]
