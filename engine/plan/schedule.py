@@ -29,6 +29,9 @@ class Phase(Enum):
 
 WITH_GRADIENT = (Phase.HEAD, Phase.BACKWARD)
 
+# Tokens of a row that are sampled while weights stream without a pause. Those after the last end compute nothing.
+FORWARDS_AT_ONCE = 8
+
 
 @dataclass(frozen=True)
 class Visit:

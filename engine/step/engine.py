@@ -32,7 +32,7 @@ from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.residency import FragmentId, Residency, residency_of
-from megatrain_ray.engine.plan.schedule import LoopOrder, Visit, forward_visits
+from megatrain_ray.engine.plan.schedule import FORWARDS_AT_ONCE, LoopOrder, Visit, forward_visits
 from megatrain_ray.engine.step.captured_step import CapturedStep
 from megatrain_ray.engine.step.evaluator import Evaluator
 from megatrain_ray.engine.step.reference_weights import ReferenceWeights
@@ -55,9 +55,6 @@ from megatrain_ray.spans import Row
 from megatrain_ray.virtual_clock import Stage
 
 T = TypeVar("T")
-
-# Tokens of a row that are sampled while weights stream without a pause. Those after the last end compute nothing.
-FORWARDS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.engine.weights_stream.layer_streamer import LayerStreamer
 from megatrain_ray.virtual_clock import Op
 
+MOST_ROWS = 512  # that a rank samples together; more are halved less often than a GPU has room for them
 DRAWN_ROWS = 64  # whose probabilities exist in FP64 at the same time
 
 

@@ -27,9 +27,10 @@ from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.planning.run_spec import planning_problem
+from megatrain_ray.planning.sampling_outlook import sampling_lines
 from megatrain_ray.planning.what_if import Alternative, alternatives, print_alternatives, run_lines, run_of
 from megatrain_ray.rollouts.reward_process import check_rewards
-from megatrain_ray.units import format_bytes, format_quantity
+from megatrain_ray.units import format_bytes
 
 
 def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_hour: float | None) -> None:
@@ -57,7 +58,7 @@ def show_plan(config: TrainConfig, *, as_json: bool, what_if: bool, price_per_ho
             *run_lines(config, plan, price_per_hour),
             *few_steps(epochs, config.train.steps),
             *reference_line(config),
-            *_sampling_line(config),
+            *sampling_lines(config, question),
         )
     if found and not as_json:
         print_lines("")
@@ -90,16 +91,6 @@ def reference_line(config: TrainConfig) -> Iterator[str]:
     time = describe_pass(plan, question.scores_s, [count.num_rows for count in counts])
     role = "teacher" if distills else "reference"
     yield f"{role:<9} {', '.join(memory_of_limits(plan))}; {values} in the cache; {time}"
-
-
-def _sampling_line(config: TrainConfig) -> Iterator[str]:
-    """Yield a line that says what of a run that samples its answers the plan does not count."""
-    if rollouts := config.train.rollouts:
-        where = f"by {rollouts.server.url}" if rollouts.server else "in the memory that is free"
-        yield (
-            f"sampling  not counted: before every {format_quantity(rollouts.steps, 'step')} answers of up to "
-            f"{rollouts.max_new_tokens} tokens, {where}; metrics have sampling_s"
-        )
 
 
 def _known_counts(config: TrainConfig) -> Iterator[DataCounts]:

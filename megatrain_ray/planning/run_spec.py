@@ -23,7 +23,12 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.planner.request import Machine, ObjectiveBytes, Request, SpillSpace
 from megatrain_ray.engine.planner.search.infeasible import lacks_device_memory
-from megatrain_ray.engine.planner.search.make_plan import plan_with_compression, predict_plan, predict_scores
+from megatrain_ray.engine.planner.search.make_plan import (
+    plan_with_compression,
+    predict_plan,
+    predict_sampled_token,
+    predict_scores,
+)
 from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.io.tokens.teacher_files import RecordSize
@@ -108,6 +113,11 @@ class PlanningProblem:
     def scores_s(self) -> float:
         """Return the predicted seconds of the log-probabilities of a batch. Raises CapacityError as `plan`."""
         return predict_scores(self.plan(), self.structure, self.activations, self.machine, self.request)
+
+    @property
+    def sampled_token_s(self) -> float:
+        """Return the predicted seconds of a token of all completions that are sampled together. Raises as `plan`."""
+        return predict_sampled_token(self.plan(), self.structure, self.activations, self.machine, self.request)
 
     @property
     def fits(self) -> bool:

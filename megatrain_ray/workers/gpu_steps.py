@@ -23,7 +23,7 @@ from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.objectives.reward_objective import RewardObjective
 from megatrain_ray.engine.optimizer.adamw import UpdateParams
 from megatrain_ray.engine.step.engine import Engine
-from megatrain_ray.engine.step.sampler import Completion, Prompt, SamplingParams
+from megatrain_ray.engine.step.sampler import MOST_ROWS, Completion, Prompt, SamplingParams
 from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import DeadlineError
@@ -36,8 +36,6 @@ from megatrain_ray.spans import RecordedSpans, Row, traced_steps
 from megatrain_ray.workers.messages import HeldOutLoss, Progress, StepResult
 from megatrain_ray.workers.open_device import memory_explained
 from megatrain_ray.workers.server_sampler import ServerSampler
-
-MOST_ROWS = 512  # of a batch that is sampled; more are halved less often than a GPU has room for them
 
 Scores = dict[str, list[list[float]]]  # by key of records: log-probabilities of each answer's tokens
 FetchBatch = Callable[[int], Awaitable[Batch]]  # returns the batch of a step, or a held-out batch by its number

@@ -89,8 +89,10 @@ def assert_logprobs(model: Path, records: list[dict[str, Any]], *, is_first: boo
 
 def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: Path, train: Train) -> None:
     whole = prepare(tmp_path, "whole")
-    sampling = f"sampling  not counted: before every {EVERY} steps answers of up to 8 tokens"
-    assert sampling in cli_here("plan", str(whole)).stdout
+    planned = cli_here("plan", str(whole)).stdout
+    # Of an answer 132 tokens × 2 × 3 layers × 2 heads × 16 values × 4 B, and 257 logits; of the reference a block.
+    assert "sampling  32 answers at once, 3.16 MiB for cache and logits; predicted 0.00" in planned
+    assert f"for 32 answers of 8 tokens every {EVERY} steps\nreference 184.00 KiB of RAM and as much" in planned
     done = train(str(whole))
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path / "whole")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,9 +12,9 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.plan_shards import read_bytes
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.plan.residency import residency_of
-from megatrain_ray.engine.plan.schedule import LoopOrder, forward_visits
+from megatrain_ray.engine.plan.schedule import FORWARDS_AT_ONCE, LoopOrder, Visit, forward_visits
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.op_costs import Prices
+from megatrain_ray.engine.planner.cost.op_costs import LAUNCHES, Prices
 from megatrain_ray.engine.planner.cost.simulate_step import SimulatedStep, Simulation
 from megatrain_ray.virtual_clock import Op, Stage
 
@@ -62,6 +62,25 @@ def predict_evaluation(plan: Plan, basis: CostBasis, activations: ActivationByte
     prices, count, head = Prices(plan, basis, activations), plan.step.num_micro_batches, len(plan.layers) - 1
     forward_s = sum(prices.of_layer("forward", layer) for layer in range(head + 1))
     order = forward_visits(len(plan.layers), count, plan.step.order)
+    return max(count * (forward_s + prices.of_layer("score", head)), _loading_s(plan, basis, prices, order))
+
+
+def predict_token(plan: Plan, basis: CostBasis, activations: ActivationBytes) -> float:
+    """Predict the seconds of one token of all completions that are sampled together, after their prompts.
+
+    It is the time of loads, of reading all weights in device memory, or of launches, whatever is the longest.
+
+    activations: bytes for a micro-batch of the plan.
+    """
+    prices, order = Prices(plan, basis, activations), LoopOrder.MICRO_BATCHES_OUTER
+    loading_s = _loading_s(plan, basis, prices, forward_visits(len(plan.layers), FORWARDS_AT_ONCE, order))
+    read_s = basis.layout.size * plan.precision.working_dtype.itemsize / basis.profile.device_bytes_per_s
+    launches_s = sum(LAUNCHES * (1 + len(work.products)) for work in basis.work) * basis.profile.launch_s
+    return max(loading_s / FORWARDS_AT_ONCE, read_s, launches_s)
+
+
+def _loading_s(plan: Plan, basis: CostBasis, prices: Prices, order: Sequence[Visit]) -> float:
+    """Return the seconds of all uploads in these visits, or of reads from disk if they take longer."""
     loaded = [load.fragment for load in residency_of(order, basis.structure, basis.layout, plan).loads]
     itemsize, upload_s = plan.precision.working_dtype.itemsize, 0.0
     for fragment in loaded:
@@ -70,7 +89,7 @@ def predict_evaluation(plan: Plan, basis: CostBasis, activations: ActivationByte
             op = Op("load", fragment.layer, fragment=fragment.index, num_bytes=size * itemsize)
             upload_s += prices(Stage.H2D, op)
     disk_s = read_bytes(plan, basis.layout, loaded) / basis.disk_bytes_per_s
-    return max(count * (forward_s + prices.of_layer("score", head)), upload_s, disk_s)
+    return max(upload_s, disk_s)
 
 
 def _steady(plan: Plan, basis: CostBasis, prices: Prices) -> SimulatedStep:

@@ -14,7 +14,7 @@ from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.plan.prediction import Prediction
 from megatrain_ray.engine.plan.spill_layout import BLOCK_BYTES
 from megatrain_ray.engine.planner.cost.cost_basis import CostBasis
-from megatrain_ray.engine.planner.cost.predict_step import predict, predict_evaluation
+from megatrain_ray.engine.planner.cost.predict_step import predict, predict_evaluation, predict_token
 from megatrain_ray.engine.planner.memory.plan_builder import with_uploads
 from megatrain_ray.engine.planner.request import Machine, Request
 from megatrain_ray.engine.planner.search.infeasible import infeasibility_error
@@ -101,6 +101,14 @@ def predict_scores(
     """Predict the seconds of the log-probabilities of a batch. The arguments are those of predict_plan."""
     basis = basis_of(structure, machine, request)
     return predict_evaluation(plan, basis, activations_of(plan, activations, request))
+
+
+def predict_sampled_token(
+    plan: Plan, structure: ModelStructure, activations: ActivationBytes, machine: Machine, request: Request
+) -> float:
+    """Predict the seconds of a token of all completions together. The arguments are those of predict_plan."""
+    basis = basis_of(structure, machine, request)
+    return predict_token(plan, basis, activations_of(plan, activations, request))
 
 
 def activations_of(plan: Plan, activations: ActivationBytes, request: Request) -> ActivationBytes:
