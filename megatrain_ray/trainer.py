@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.config.urls import is_url
 from megatrain_ray.config.yaml_file import set_keys
 from megatrain_ray.console.interrupts import Interrupts
 from megatrain_ray.console.logs import log_to, say, show
@@ -38,8 +39,9 @@ from megatrain_ray.engine.planner.report import less_precise
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, naming_reference, pass_config
-from megatrain_ray.export.export import SaveChoice, export_run, exported, load_exported
+from megatrain_ray.export.export import SaveChoice, exported, load_exported
 from megatrain_ray.export.online_reference import open_reference
+from megatrain_ray.export.remote_export import export_by_name
 from megatrain_ray.export.teacher import find_teacher
 from megatrain_ray.io.batching.data_counts import num_records
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
@@ -183,8 +185,8 @@ class Trainer:
     def save_model(
         self, output_dir: Path | str, dtype: Literal["bf16", "fp32"] | None = None, *, merge: bool = False,
         step: SaveChoice = None, extras: bool = True,
-    ) -> Path:  # fmt: skip
-        """Write a save as a Hugging Face folder, and return the folder.
+    ) -> Path | str:  # fmt: skip
+        """Write a save as a Hugging Face folder, and return the folder, which may be a URL.
 
         With `lora` this is a folder of peft's, or with `merge` the model with its adapters added in.
 
@@ -192,11 +194,12 @@ class Trainer:
             `load_best_model_at_end` the best.
         extras: keep what the model's folder holds beyond the model, as it was.
 
-        Raises as export_run does.
+        Raises as export_by_name does.
         """
         chosen = self._chosen(step)
-        export_run(Path(self.config.run_dir), Path(output_dir), dtype, merge=merge, step=chosen, extras=extras)
-        return Path(output_dir)
+        run, out = self.config.run_dir, str(output_dir)
+        export_by_name(run, out, dtype, merge=merge, step=chosen, extras=extras)
+        return out if is_url(out) else Path(out)
 
     def load_model(self, dtype: Literal["bf16", "fp32"] | None = None, *, step: SaveChoice = None) -> Any:
         """Return the model of a save as a PreTrainedModel on the CPU, with its adapters added in.

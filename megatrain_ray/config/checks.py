@@ -16,6 +16,7 @@ from megatrain_ray.config.objective_checks import objective_disagreements
 from megatrain_ray.config.other_tools import key_for, other_names, reason_for
 from megatrain_ray.config.rollout_checks import rollout_disagreements
 from megatrain_ray.config.train_groups import OptimizationConfig
+from megatrain_ray.config.urls import is_url
 from megatrain_ray.units import format_ranges, parse_ranges
 
 # Keys of `data` that are valid for some kinds of data only, and these kinds.
@@ -184,6 +185,12 @@ def _missing_paths(config: Settings) -> Iterator[str]:
     if data.eval_fraction is not None and (data.eval_path is not None or data.eval_dataset is not None):
         other = "eval_dataset" if data.eval_path is None else "eval_path"
         yield f"data.eval_fraction: {data.eval_fraction:g} and data.{other} are both set; keep one of the two"
+    for key, path, more in (
+        ("run_dir", config.run_dir, "; save_mirror copies its saves to a URL"),
+        ("spill.path", config.spill.path, ""),
+    ):
+        if path is not None and is_url(path):
+            yield f"{key}: it is a URL; name a folder of this machine{more}"
     if config.spill.limit is not None and config.spill.path is None:
         yield f"spill.path is required with spill.limit: {config.spill.limit}: a folder on the disk that it is of"
 

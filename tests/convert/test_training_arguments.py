@@ -82,7 +82,7 @@ def test_the_best_save_is_taken_if_the_arguments_load_it_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[object] = []
-    monkeypatch.setattr(trainer, "export_run", lambda *_, step, **__: taken.append(step))
+    monkeypatch.setattr(trainer, "export_by_name", lambda *_, step, **__: taken.append(step))
     for best in (True, False):
         args = arguments(tmp_path, load_best_model_at_end=best, eval_strategy="epoch", save_strategy="epoch")
         made = Trainer("model", args, overrides={"data.seq_len": 9}, train_dataset=RECORDS, eval_dataset=RECORDS)

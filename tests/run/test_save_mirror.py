@@ -17,6 +17,7 @@ from megatrain_ray.run.save_mirror import SaveMirror, mirroring
 from tests.support.object_server import Bucket, Fault
 from tests.support.run_folders import in_folder, refusal, row
 from tests.support.saves import make_state, read_save, write_save
+from tests.support.settings import config
 
 STATES = {step: make_state("bf16", step) for step in (2, 4, 6)}
 BLOBS = {f"part_{part}.{kind}" for part in (0, 1) for kind in ("working", "residual", "m", "v")}
@@ -54,9 +55,11 @@ def test_saves_go_into_the_mirror_and_out_of_it(objects: Bucket, tmp_path: Path)
     with begun(tmp_path / "a", objects, save_keep=2, save_keep_every=2, save_every=2) as (run, mirror):
         write_save(run.saves, 4, STATES[4], token=run.token)
         mirror.saved(4)
+    objects.server.requests.clear()
     with begun(tmp_path / "a", objects, save_keep=1) as (run, mirror):
         write_save(run.saves, 6, STATES[6], token=run.token)
         mirror.saved(6)
+    assert not [request for request in objects.server.requests if request.startswith("GET") and "config" in request]
     assert mirror.lag(7) == 1
     assert saves_of(objects) == {6: {"manifest.json", *BLOBS}}, "2 and 4 as save_keep says"
     puts = [request.split(" ")[1].split("?")[0] for request in objects.server.requests if request.startswith("PUT")]
@@ -185,5 +188,7 @@ def test_places_that_are_not_this_runs_are_refused(objects: Bucket, tmp_path: Pa
         mirroring(run),
     ):
         pytest.fail("mirrored")
+    with pytest.raises(ConfigError, match="run_dir: it is a URL; name a folder of this machine; save_mirror copies"):
+        config(run_dir="s3://bucket/run")
     with pytest.raises(ConfigError, match="save_mirror: expected a URL such as s3://BUCKET/PATH, got 'folder'"):
         in_folder(tmp_path / "c", save_mirror="folder")

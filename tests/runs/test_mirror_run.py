@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatrain_ray.run.save_mirror import SaveMirror
 from tests.support.in_process import Train
 from tests.support.object_server import CREDENTIALS, Bucket
 from tests.support.runs import ROOT, cli_here, command, config, losses, rows, write_config
@@ -19,10 +24,13 @@ def written(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_a_run_goes_on_from_its_mirror(tmp_path: Path, train: Train, objects: Bucket) -> None:
-    """Steps 1 to 4 are mirrored. The save of step 6 is uploaded by a process that is killed before its manifest.
+def test_a_run_goes_on_from_its_mirror(
+    tmp_path: Path, train: Train, objects: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 1 to 4 are mirrored; the save of step 2 is still on its way when training is over.
 
-    So the mirror has the save of step 4, from which another directory goes on to the losses that the first one has.
+    The save of step 6 is uploaded by a process that is killed before its manifest. So the mirror has the save of step
+    4, from which another directory goes on to the losses that the first one has.
     """
     changes: dict[str, Any] = {"save_every": 2, "save_keep": 1, "train__schedule": "constant"}
     tree = config(tmp_path / "first", build_tiny(tmp_path / "model"), **changes)
@@ -30,9 +38,15 @@ def test_a_run_goes_on_from_its_mirror(tmp_path: Path, train: Train, objects: Bu
     url = f"{objects.url}/runs/one"
     mirrored, second = f"save_mirror={url}", f"run_dir={tmp_path / 'second'}"
 
+    trained, saved = threading.Event(), SaveMirror.saved
+    monkeypatch.setattr(SaveMirror, "saved", lambda self, step: (saved(self, step), step == 4 and trained.set()))
+    objects.server.calls["PUT .*step_2/part_0.m"] = lambda: trained.wait(60)
     done = train(path, "train.steps=4", mirrored)
     assert done.returncode == 0, done.stderr
-    assert rows(tmp_path / "first")[0]["mirror_lag"] == 1
+    assert [row["mirror_lag"] for row in rows(tmp_path / "first")] == [1, 2, 3, 4], "no step waits for the mirror"
+    assert "save_mirror: the save of step 4 is made, and " in done.stderr
+    puts = [request for request in objects.server.requests if request.startswith("PUT") and "manifest.json" in request]
+    assert [re.findall(r"step_\d", name) for name in puts] == [["step_2"], ["step_4"]], "save_keep: 1 waits for uploads"
     assert train(path, "train.steps=6").returncode == 0
 
     process = subprocess.Popen(

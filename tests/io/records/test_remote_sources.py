@@ -37,6 +37,9 @@ def test_a_copy_means_what_the_url_means(objects: Bucket, tmp_path: Path) -> Non
         assert found(objects.url + path, root) == expected, path
     fetched = [request for request in objects.server.requests if request.startswith("GET") and "png" in request]
     assert fetched == []
+    objects.put(**{"chats/dataset_info.json": b"{}", "chats/data/a.jsonl": LINE})
+    info = Path(local_copy(f"{objects.url}/chats/dataset_info.json", tmp_path, print))
+    assert (info.read_bytes(), (info.parent / "data" / "a.jsonl").read_bytes()) == (b"{}", LINE)
     with pytest.raises(ConfigError, match=r"image\.png is of no known format \(\.png\)"):
         found(f"{objects.url}/a b/image.png", tmp_path)
     for url in (
