@@ -23,7 +23,7 @@ from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError,
 
 FOLDER = "saves"
 MANIFEST = re.compile(rf"{FOLDER}/step_(0|[1-9]\d*)/{re.escape(MANIFEST_NAME)}")
-BLOBS_AT_ONCE = 4  # each of them with up to 64 MiB in memory while it is uploaded
+BLOBS_AT_ONCE = 4  # about 110 MiB of memory each while they are uploaded
 
 
 def mirrored_steps(found: Iterable[StoredObject]) -> list[int]:

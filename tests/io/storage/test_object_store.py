@@ -1,0 +1,55 @@
+"""What every library behind a URL must do: Arrow's own file systems and adapters of fsspec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain_ray.config.urls import StoreUrl
+from megatrain_ray.io.storage.object_store import CHUNK_BYTES, ObjectStore, ObjectStoreError
+from tests.support.object_server import Bucket, Fault
+
+SIZES = {"empty": 0, "a/one": 1, "a/b c/larger.gz": CHUNK_BYTES + 1}
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file", "memory"])
+def test_objects_are_written_found_read_and_deleted(scheme: str, objects: Bucket, tmp_path: Path) -> None:
+    places = {"s3": f"{objects.url}/x", "file": f"file://{tmp_path}/new/x", "memory": "memory://bucket/x"}
+    store = ObjectStore(StoreUrl.parse(places[scheme]))
+    assert store.find() == []
+    assert store.stat("a/one") is None
+    source, back, seen = tmp_path / "source", tmp_path / "back", list[int]()
+    for name, size in SIZES.items():
+        source.write_bytes(bytes(range(251)) * (size // 251 + 1) if size else b"")
+        with source.open("r+b") as file:
+            file.truncate(size)
+        store.upload(source, name, seen.append)
+        found = store.stat(name)
+        assert found
+        assert found.nbytes == size
+        store.download(found, back)
+        assert back.read_bytes() == source.read_bytes()
+    assert seen == [1, CHUNK_BYTES, CHUNK_BYTES + 1]
+    assert {item.name: item.nbytes for item in store.find()} == SIZES
+    (itself,) = ObjectStore(StoreUrl.parse(f"{places[scheme]}/a/one")).find()
+    assert (itself.name, itself.nbytes) == ("", 1)
+    stale = store.stat("a/one")
+    store.write("a/one", b"xy")
+    assert store.read("a/one") == b"xy"
+    assert stale
+    with pytest.raises(ObjectStoreError, match="a/one changed while it was read: 2 of 1 bytes"):
+        store.download(stale, back)
+    for _ in range(2):  # an answer may have been lost
+        store.delete("a/one")
+        store.delete_folder("a/b c")
+    assert [item.name for item in store.find()] == ["empty"]
+
+
+def test_what_a_library_raises_names_the_object(objects: Bucket) -> None:
+    store = ObjectStore(StoreUrl.parse(f"{objects.url}/x"))
+    objects.server.faults["PUT .*x/y"] = [Fault.DENIED]
+    with pytest.raises(ObjectStoreError, match=rf"cannot write {objects.url}/x/y: .*403"):
+        store.write("y", b"content")
+    with pytest.raises(ObjectStoreError, match=rf"cannot read {objects.url}/x/y: "):
+        store.read("y")
