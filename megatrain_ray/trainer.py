@@ -24,6 +24,7 @@ from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.hub_sources import fix_commits
+from megatrain_ray.data.image_features import find_features
 from megatrain_ray.data.python_objects import Objects, with_held_out
 from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe_template, other_tokenizer
 from megatrain_ray.driver.attempts import train
@@ -46,6 +47,7 @@ from megatrain_ray.export.teacher import find_teacher
 from megatrain_ray.io.batching.data_counts import num_records
 from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.io.files.scratch_folder import scratch_folder
+from megatrain_ray.io.images.feature_files import NO_FEATURES, FeatureFolders
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.token_files import is_weighted
@@ -53,6 +55,7 @@ from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.model.positions import check_length, written_positions
+from megatrain_ray.model.vision_tower import check_images
 from megatrain_ray.planning.plan_diff import report_change
 from megatrain_ray.planning.run_spec import RunSpec, prepare
 from megatrain_ray.profiling.profiles import measured
@@ -134,7 +137,7 @@ class Trainer:
                 return output
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
-            check_length(run.config.data, written_positions(source.config))
+            _check_model(run.config, source)
             if self._pass:
                 data = self._pass.data
             else:
@@ -148,6 +151,7 @@ class Trainer:
             logprobs = LogprobFolders() if self._pass else self._reference(run, data, startup, teacher)
             rollouts = stack.enter_context(open_rollouts(run.config, run.path, data.training, data.held_out, source))
             machine = _machine(run.config, startup)
+            features = self._features(run, source, data, machine, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
                 run_spec = self._prepare(run.config, machine, source)
@@ -156,11 +160,10 @@ class Trainer:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
             _report_formats(run_spec.plan, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
-            weighted = any(map(is_weighted, data.training))
             run_spec = replace(
-                run_spec, weighted=weighted, keeps_logprobs=self._pass is not None, teacher=teacher,
-                reference=stack.enter_context(open_reference(run.config, run_spec)),
-                weights_folder=rollouts.weights_folder if rollouts else None,
+                run_spec, weighted=any(map(is_weighted, data.training)), keeps_logprobs=self._pass is not None,
+                teacher=teacher, reference=stack.enter_context(open_reference(run.config, run_spec)),
+                weights_folder=rollouts.weights_folder if rollouts else None, features=features,
             )  # fmt: skip
             if manifest is not None:
                 run.report_resume(manifest)
@@ -251,6 +254,17 @@ class Trainer:
         with naming_reference(config.train) if reference else nullcontext():
             return compute_logprobs(reference, config, data, run.path, note=note, teacher=teacher, startup=startup)
 
+    def _features(
+        self, run: RunDir, source: ModelSource, data: DataTokens, machine: Machine, startup: Startup
+    ) -> FeatureFolders:
+        """Return the features of the images in the data; none if there are no images. Raises as find_features."""
+        if not run.config.data.images:
+            return NO_FEATURES
+        held_out = tuple(self._pass.writers) if self._pass else data.held_out or ()
+        identity, folders = identity_of(None, run.config), (*data.training, *held_out)
+        found = find_features(run.config, source, identity, folders, machine.device, run.path, startup)
+        return FeatureFolders(*(tuple(found[folder] for folder in part) for part in (data.training, held_out)))
+
     def _prepare(self, config: TrainConfig, machine: Machine, source: ModelSource) -> RunSpec:
         return prepare(config, machine, source)
 
@@ -335,6 +349,12 @@ def tokenize_all(
     config = decide_marks(fix_commits(config), vocab_size)
     check_there(config)
     return config, read_data(config, vocab_size, run_dir, startup)
+
+
+def _check_model(config: TrainConfig, source: ModelSource) -> None:
+    """Raise ConfigError, before the data are read, if they do not go with the model."""
+    check_length(config.data, written_positions(source.config))
+    check_images(config.data, source)
 
 
 def _check_absolute(config: TrainConfig) -> None:

@@ -19,7 +19,7 @@ FOUNDATION = (
 )  # fmt: skip
 IO = (
     "io.files", "io.words", "io.storage", "io.arenas", "io.saves", "io.checkpoints", "io.records", "io.tokens",
-    "io.chat", "io.rollouts", "io.batching",
+    "io.images", "io.chat", "io.rollouts", "io.batching",
 )  # fmt: skip
 ENGINE = (
     # What the optimizer computes knows elements and no models.

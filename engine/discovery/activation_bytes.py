@@ -16,6 +16,7 @@ class ActivationBytes:
     boundary: tuple[int, ...]  # tensors that enter the layer and require a gradient
     kept: tuple[int, ...]  # what a kept graph saves beyond the layer's inputs and weights
     masks: int = 0  # attention masks, which all layers share
+    images: int = 0  # features of images, if all tokens are those of images
     # What each layer keeps when it is compiled; None for a layer that is not. Empty if it was not asked for.
     compiled: tuple[CompileTrial | None, ...] = ()
     private: tuple[bool, ...] = ()  # whether only the layer reads its inputs, from its forward to its backward
@@ -46,6 +47,7 @@ class ActivationBytes:
         compiled = tuple(trial and trial.times(count) for trial in self.compiled)
         chunked = self.chunked and self.chunked.times(count)
         counted = replace(self, boundary=boundary, kept=kept, between=between, masks=count * self.masks)
+        counted = replace(counted, images=count * self.images)
         return replace(counted, compiled=compiled, chunked=chunked)
 
     def above(self, lowest: int, other: ActivationBytes) -> ActivationBytes:

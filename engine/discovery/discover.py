@@ -19,6 +19,7 @@ from megatrain_ray.engine.discovery.outside_reads import check_outside_reads
 from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
+from megatrain_ray.engine.model.images import FEATURES, GivenImages, answer_features, bytes_per_token, everywhere
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules, with_muon
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.errors import ConfigError
@@ -48,6 +49,7 @@ def discover(
     compiled: bool = False,
     chunked: bool = False,
     block_parts: int = 1,
+    images: bool = False,
     trials: Trials | None = None,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Discover a model's structure and the bytes of its activations.
@@ -58,6 +60,7 @@ def discover(
     compiled: whether to measure compiled layers, too.
     chunked: whether to measure layers whose MLPs are computed in chunks, too.
     block_parts: largest number of parts into which a block is divided. Parts are neither compiled nor chunked.
+    images: whether rows hold images. Then all tokens of the trial are those of images, which takes most memory.
     trials: earlier trial forwards of this model and these rules; what runs now is added.
 
     Raises ConfigError for a model whose layers are not each called once in order, or that cannot run, and for `rules`
@@ -66,9 +69,11 @@ def discover(
     trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
 
     def run(*, all_trained: bool) -> TracedModel:
-        key = dtype, batch, attention, packed, all_trained
+        key = dtype, batch, attention, packed, images, all_trained
         if key not in trials:
-            trials[key] = _run(factory, dtype, rules, batch, attention, packed=packed, all_trained=all_trained)
+            trials[key] = _run(
+                factory, dtype, rules, batch, attention, packed=packed, images=images, all_trained=all_trained
+            )
         return trials[key]
 
     with (tried := run(all_trained=True)).mode, Answers():
@@ -77,6 +82,8 @@ def discover(
         structure = finder.structure()
         structure = with_muon(structure, model) if rules.muon else structure
         activations = activation_bytes_of(model, trial, structure, attention, batch)
+    if images:
+        activations = replace(activations, images=bytes_per_token(model, dtype) * micro_batch_size * seq_len)
     if finder.readers:
         check_outside_reads(factory, structure, finder.readers)
     if structure.has_frozen:
@@ -94,7 +101,7 @@ def discover(
 
 def _run(
     factory: ModelFactory, dtype: torch.dtype, rules: ParameterRules, batch: tuple[int, int], attention: Attention,
-    *, packed: bool, all_trained: bool,
+    *, packed: bool, images: bool, all_trained: bool,
 ) -> TracedModel:  # fmt: skip
     with FakeTensorMode() as mode, Answers():
         with _conversions():
@@ -106,9 +113,13 @@ def _run(
             parameter.requires_grad_(trained)
         model.train()
         ids = torch.zeros(batch, dtype=torch.int64)
+        positions = torch.zeros_like(ids) if packed else None
         try:
-            with imagined_masks(model, attention, packed=packed):
-                trial = run_trial(model, ids, torch.zeros_like(ids) if packed else None)
+            with (
+                imagined_masks(model, attention, packed=packed),
+                _imagined_images(model, ids, positions, images) as given,
+            ):
+                trial = run_trial(model, ids, positions, given)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             hint = "; with data.packing: false it is given no positions" if packed else ""
@@ -116,6 +127,24 @@ def _run(
                 f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
             ) from error
     return TracedModel(mode, model, groups, trial)
+
+
+@contextmanager
+def _imagined_images(
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor | None, wanted: bool
+) -> Iterator[GivenImages | None]:
+    """Yield images everywhere, whose features the model gets within the block; None if they are not `wanted`."""
+    if not wanted:
+        yield None
+        return
+    base = getattr(model, str(model.base_model_prefix))
+    answer_features(base)
+    given = everywhere(base, ids, positions, next(model.parameters()).dtype)
+    token = FEATURES.set(given.features)
+    try:
+        yield given
+    finally:
+        FEATURES.reset(token)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatrain_ray.engine.layer_calls.layer_call import CallArguments, Key, leaves_behind
 from megatrain_ray.engine.model.attention import attention_width, packed_arguments, without_cache
+from megatrain_ray.engine.model.images import GivenImages
 from megatrain_ray.engine.model.output_recorder import UNNEEDED
 
 # Largest tensor whose true values are followed. Larger ones are not positions but intermediates of masks; for a long
@@ -69,10 +70,13 @@ class Trial:
         return storages_of(tensors_in(vars(self.first[path].output)))
 
 
-def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Trial:
+def run_trial(
+    model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor | None = None, images: GivenImages | None = None
+) -> Trial:
     """Run `model` in training mode on [B, T] ids, and return the record of the forward.
 
     positions: position ids of the same shape, or None.
+    images: what the base model gets for images; it has positions of its own.
 
     Build the model and call this under a FakeTensorMode and Answers. Afterwards the model's modules have no hooks.
     """
@@ -82,7 +86,8 @@ def run_trial(model: nn.Module, input_ids: torch.Tensor, positions: torch.Tensor
         module.register_forward_hook(recorder.leave)
     saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
     with saving, recorder, _MaskWatch(recorder):
-        output = model(input_ids=input_ids, **without_cache(model), **packed_arguments(model, positions))
+        given = images.arguments if images else packed_arguments(model, positions)
+        output = model(input_ids=input_ids, **without_cache(model), **given)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     # A loss may be computed from side outputs that a base model returns.
     bases = [c.output for c in recorder.trial.calls if hasattr(c.output, "last_hidden_state")]

@@ -23,6 +23,15 @@ from megatrain_ray.engine.model.attention import (
     without_cache,
     without_pads,
 )
+from megatrain_ray.engine.model.images import (
+    FEATURES,
+    OF_IMAGES,
+    GivenImages,
+    answer_features,
+    arguments_of,
+    everywhere,
+    uploaded,
+)
 from megatrain_ray.engine.model.micro_batch import MicroBatch
 from megatrain_ray.engine.model.output_recorder import Recorder
 from megatrain_ray.engine.model.structure import ModelStructure
@@ -50,6 +59,7 @@ class ProxiedModel:
         self._model = model
         self.attention = AttentionSwitch(model)
         answer_packed()
+        answer_features(self._base)
         # A Transformers model reports the dtype and device of its first parameter as its own.
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
         for module in {model, *self._base.modules()}:
@@ -57,16 +67,20 @@ class ProxiedModel:
                 module._parameters = {"_anchor": nn.Parameter(anchor, requires_grad=False), **module._parameters}
 
     def forward_of(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
-        """Return the forward of a micro-batch, for a ForwardPass. Its token ids are uploaded to the device at once."""
-        input_ids = upload(micro_batch.input_ids)
-        positions = None if micro_batch.positions is None else upload(micro_batch.positions)
+        """Return the forward of a micro-batch, for a ForwardPass. Its token ids are uploaded to the device at once.
+
+        Features of images are uploaded when the forward begins.
+        """
+        input_ids, positions = upload(micro_batch.input_ids), micro_batch.positions
         if pads_make_it_long(self._model):
-            positions = without_pads(positions, upload(micro_batch.targets))
-        packed = micro_batch.is_packed
+            positions = without_pads(positions, micro_batch.targets)
+        packed, images = micro_batch.is_packed, micro_batch.images
+        given = arguments_of(self._base, micro_batch.input_ids, positions, images) if images else {}
+        positions = None if positions is None else upload(positions)
 
         def forward() -> Any:
             PACKED.set(packed)  # for this forward only: each greenlet has its own context
-            return self.forward(input_ids, positions)
+            return self.forward(input_ids, positions, uploaded(given, images, upload) if images else None)
 
         return forward
 
@@ -83,15 +97,29 @@ class ProxiedModel:
             for module, training in before.items():
                 module.training = training
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor | None = None, images: GivenImages | None = None
+    ) -> Any:
         """Return the base model's output for [B, T] ids. To be run by a ForwardPass.
 
         positions: [B, T], by which the model keeps the documents of a row apart if it can (model/sight_check.py).
+        images: has positions of its own.
         """
-        given = without_cache(self._base) | packed_arguments(self._model, positions)
-        output = self._base(input_ids=input_ids, **given)
+        FEATURES.set(images.features if images else None)
+        arguments = images.arguments if images else packed_arguments(self._model, positions)
+        output = self._base(input_ids=input_ids, **without_cache(self._base), **arguments)
+        for name in OF_IMAGES if images else ():
+            if name in output:
+                output[name] = None
         self._stub.kind = type(output)
         return output
+
+    def forward_of_images(
+        self, input_ids: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype
+    ) -> Callable[[], Any]:
+        """Return a forward in which every token is one of an image. The arguments are those of `everywhere`."""
+        ids = torch.full_like(input_ids, self._base.config.image_token_id)  # type: ignore[union-attr, arg-type]
+        return partial(self.forward, ids, positions, everywhere(self._base, ids, positions, dtype))
 
     def generate(self, input_ids: torch.Tensor, head: str, **arguments: Any) -> Any:
         """Run Transformers' `generate`. To be run by a ForwardPass.

@@ -11,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from megatrain_ray.engine.model.chunked_loss import Targets
+from megatrain_ray.engine.model.images import ImageFeatures
 from megatrain_ray.engine.objectives.distillation import TopLogprobs
 from megatrain_ray.engine.objectives.logprob_objective import Documents
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
+from megatrain_ray.io.tokens.image_files import PlacedImage
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class MicroBatch:
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `Batch.columns`
     tells_documents: bool = False  # whether the objective asks for documents
     teacher: TopLogprobs | None = None  # `Batch.teacher`
+    images: tuple[ImageFeatures, ...] = ()  # of its rows, in the order of their tokens
 
     @property
     def is_packed(self) -> bool:
@@ -66,7 +69,17 @@ def micro_batches_of(batch: Batch, size: int) -> tuple[MicroBatch, ...]:
     teacher: Iterable[TopLogprobs | None] = repeat(None)
     if batch.teacher is not None:
         teacher = map(TopLogprobs, *(_split(array, size) for array in batch.teacher))
-    return tuple(map(MicroBatch, *parts, columns, repeat(batch.num_documents is not None), teacher))
+    images: list[list[ImageFeatures]] = [[] for _ in range(num_parts)]
+    for image in batch.images:
+        images[image.row // size].append(_features(image))
+    tells = repeat(batch.num_documents is not None)
+    return tuple(map(MicroBatch, *parts, columns, tells, teacher, map(tuple, images)))
+
+
+def _features(image: PlacedImage) -> ImageFeatures:
+    features = torch.from_numpy(image.features)  # it is read from disk when it is uploaded
+    grid = None if image.grid is None else torch.asarray(image.grid, copy=True)
+    return ImageFeatures(features.view(torch.bfloat16) if features.dtype == torch.uint16 else features, grid)
 
 
 def _split(array: NDArray[Any], size: int) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ class WarmUpShapes:
     trains: bool = True  # whether there is a step at all
     teacher: TopTokens | None = None  # what is known of a teacher's predictions
     row_parts: int = 1  # rows that each row of the plan is divided into
+    images: bool = False  # whether some of their rows hold images
 
 
 class WarmUp:
@@ -65,16 +67,20 @@ class WarmUp:
         if packed:
             kinds.append((plan.compute.packed_attention, index % (plan.step.seq_len // 2 + 1)))  # two documents a row
         with warnings.catch_warnings(action="ignore"):  # compilers warn about what they do with a model
-            for attention, positions in kinds:
+            for (attention, positions), images in product(kinds, (False, True) if coming.images else (False,)):
                 self._proxied.attention.set(attention)
+                ids = torch.zeros_like(index)
+                forward: Callable[[], Any] = partial(self._proxied.forward, ids, positions)
+                if images:
+                    forward = self._proxied.forward_of_images(ids, positions, plan.precision.working_dtype)
                 if coming.trains:
-                    self._train(torch.zeros_like(index), positions, coming)
+                    self._train(ids, forward, coming)
                 if coming.evaluates and compiled:
-                    self._evaluate(torch.zeros_like(index), positions)
+                    self._evaluate(forward)
 
-    def _train(self, ids: torch.Tensor, positions: torch.Tensor | None, coming: WarmUpShapes) -> None:
+    def _train(self, ids: torch.Tensor, forward: Callable[[], Any], coming: WarmUpShapes) -> None:
         results: dict[object, Any] = {}  # by kind of call: a call like an earlier one is not run again
-        forward_pass = ForwardPass(lambda: self._proxied.forward(ids, positions))
+        forward_pass = ForwardPass(forward)
         forward_pass.start()
         while (call := forward_pass.pending) is not None:
             kind = self._model.graph_of(call.path), call.kind
@@ -92,9 +98,9 @@ class WarmUp:
         self._loss(forward_pass.final_hidden, targets, coming.objective)
         forward_pass.free()
 
-    def _evaluate(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+    def _evaluate(self, forward: Callable[[], Any]) -> None:
         results: dict[object, Any] = {}
-        forward_pass = ForwardPass(lambda: self._proxied.forward(ids, positions))
+        forward_pass = ForwardPass(forward)
         with self._proxied.evaluating(), torch.no_grad():
             forward_pass.start()
             while (call := forward_pass.pending) is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.io.batching.windows import Rows, Windows
+from megatrain_ray.io.tokens.image_files import IMAGE, PlacedImage
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, IGNORED, WEIGHT_TYPE
 
 MARGINS = "margins"
@@ -58,6 +59,9 @@ class Batch:
     row_parts: int = 1  # rows for each window: 2 if both answers of a preference have rows of their own
     # With LABELS: as many rows, with the prompt of each document and an answer to another one.
     mismatched: Batch | None = None
+    # [batch, seq_len], 1 + the number of the image that an input is part of, 0 if of none; None: there are no images
+    image_numbers: NDArray[np.int64] | None = None
+    images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
 
     @property
     def counts(self) -> BatchCounts | None:
@@ -127,8 +131,11 @@ def assemble(rows: Rows, kind: BatchKind = BatchKind()) -> Batch:  # noqa: B008,
     margins = np.where(begins, loss_weights[:, :-1], WEIGHT_TYPE.type(0))
     is_packed = (real[:, 1:] & (positions[:, 1:] == 0)).any()
     of_targets = {
-        name: np.where(supervised, numbers[:, 1:, i], WEIGHT_TYPE.type(0)) for i, name in enumerate(kind.columns)
+        name: np.where(supervised, numbers[:, 1:, i], WEIGHT_TYPE.type(0))
+        for i, name in enumerate(kind.columns)
+        if name != IMAGE
     }
+    has_images = IMAGE in kind.columns
     reference = logprobs[:, 1:].copy()
     reference[~supervised] = np.zeros((), reference.dtype)
     of_teacher = reference.dtype.names is not None
@@ -147,6 +154,7 @@ def assemble(rows: Rows, kind: BatchKind = BatchKind()) -> Batch:  # noqa: B008,
         num_documents=num_documents if kind.documents_per_record else None,
         rewards=numbers[:, :-1, kind.columns.index(ADVANTAGE)][begins] if ADVANTAGE in kind.columns else None,
         row_parts=kind.row_parts,
+        image_numbers=numbers[:, :-1, kind.columns.index(IMAGE)].astype(np.int64) if has_images else None,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.tokens.image_files import IMAGE
 from megatrain_ray.io.tokens.mapped_file import values_at
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, Corpus, LossWeights
 
@@ -49,6 +50,7 @@ class SpanWindows:
     documents_per_record, labelled: as for `cut`. Windows of labelled answers come with one more: window i + num_windows
         holds the mismatched ones.
     row_parts: number of rows that `assemble` divides a window into. Each span is in a part of its own if there are two.
+    first_image: number of the corpus's first image among those of all sources.
     """
 
     corpus: Corpus
@@ -61,6 +63,7 @@ class SpanWindows:
     documents_per_record: int = 0
     row_parts: int = 1
     labelled: bool = False
+    first_image: int = 0
 
     @staticmethod
     def of_documents(corpus: Corpus, seq_len: int, *, whole: bool = False) -> SpanWindows:
@@ -157,8 +160,15 @@ class SpanWindows:
             documents,
             (real if weights is None else np.where(real, values_at(weights, at), 0)).astype(WEIGHT_TYPE),
             _logprobs_at(places, self.logprobs),
-            _columns_at(places, self.corpus.columns),
+            self._columns(places),
         )
+
+    def _columns(self, places: NDArray[np.int64]) -> Columns:
+        columns = _columns_at(places, self.corpus.columns)
+        if self.first_image:
+            of_images = columns[..., list(self.corpus.columns).index(IMAGE)]
+            of_images[of_images > 0] += self.first_image
+        return columns
 
     def _spread(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return places and documents of the windows' tokens."""

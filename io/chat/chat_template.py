@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.images.image_parts import IMAGE
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import (
     ADDITIONAL_TEMPLATES,
@@ -71,10 +72,12 @@ class ChatTemplate:
     tool_use: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)  # bos_token and the like, and data.chat_template_args
     is_own: bool = False  # whether it is from the tokenizer's folder
+    in_parts: bool = False  # whether it gets texts as lists of parts, with an image in place of each IMAGE
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the texts that it renders, as data for JSON."""
-        return {"template": [self.source, self.tool_use, dict(self.variables)]}
+        parts = ["parts"] if self.in_parts else []
+        return {"template": [self.source, self.tool_use, dict(self.variables), *parts]}
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, prompt: bool = False) -> str:
         """Return the rendered text. Raises TemplateRefusalError if it refuses the messages.
@@ -102,7 +105,7 @@ class ChatTemplate:
         try:
             with time_limit(RENDER_S):
                 texts, places = render_jinja_template(
-                    conversations=[list(messages)],
+                    conversations=[list(map(_in_parts, messages) if self.in_parts else messages)],
                     tools=list(tools) or None,
                     chat_template=_with_fixed_date(self._source(tools)),
                     return_assistant_tokens_mask=marked,
@@ -119,6 +122,16 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             raise TemplateRefusalError(f"the chat template ({self.name}) refuses it: {error}") from None
         return texts[0], places[0] if marked else []
+
+
+def _in_parts(message: Message) -> Message:
+    """Return a message with its content as a list of parts. One without content stays so."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    first, *others = ([{"type": "text", "text": text}] if text else [] for text in content.split(IMAGE))
+    parts: list[dict[str, str]] = [*first, *(part for other in others for part in ({"type": "image"}, *other))]
+    return {**message, "content": parts or [{"type": "text", "text": ""}]}
 
 
 def load_chat_template(

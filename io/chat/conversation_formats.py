@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from megatrain_ray.io.chat.messages import THOUGHT_KEYS, new_message, parse_tools, text_of
+from megatrain_ray.io.images.image_parts import LIST_KEYS, UNREAD
 from megatrain_ray.io.records.read_records import RecordError, as_mapping, missing_key
 
 ChatFormat = Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion"]
@@ -237,6 +238,8 @@ def learnable_fields(record: Any) -> Mapping[str, Any]:
     """Return the fields of a record. Raises RecordError for those that say what a conversation cannot."""
     fields = as_mapping(record)
     if refused := [key for key in REFUSED_KEYS if fields.get(key) not in (None, [], "")]:
+        if refused[0] in LIST_KEYS:
+            raise RecordError(f"{refused[0]}: {UNREAD}")
         raise RecordError(f"{refused[0]}: cannot be learned from; remove the key")
     if labelled := [key for key in LABEL_KEYS if isinstance(fields.get(key), bool)]:
         raise RecordError(

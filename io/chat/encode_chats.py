@@ -22,6 +22,9 @@ from megatrain_ray.io.chat.conversation_formats import (
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, read_margin, read_pair, with_mismatched
+from megatrain_ray.io.images.image_parts import IMAGE, without_images
+from megatrain_ray.io.images.image_processor import ImageProcessor
+from megatrain_ray.io.images.replaced_images import ReplacedText
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
 from megatrain_ray.io.records.file_formats import ARROW, PARQUET, suffix_of
 from megatrain_ray.io.records.process_map import map_in_order
@@ -36,6 +39,8 @@ from megatrain_ray.io.records.read_records import (
     read_records,
 )
 from megatrain_ray.io.records.record_location import RecordLocation
+from megatrain_ray.io.tokens.image_files import IMAGE as IMAGE_COLUMN
+from megatrain_ray.io.tokens.image_files import StoredImage
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, LossWeights, TokenArray, TokenBlock
 from megatrain_ray.io.tokens.tokenizer import END_NAME, ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -53,6 +58,7 @@ class ChatRecipe:
     negative.
 
     halves: whether each sequence of a preference has half of seq_len instead, without what the other one leaves.
+    processor: of the images that chats hold; None: they hold none.
     """
 
     sources: tuple[ChatSource, ...]
@@ -66,13 +72,17 @@ class ChatRecipe:
     learn: Learn = "all"  # answers of a conversation that are learned
     learn_reasoning: bool = True  # whether thoughts are
     halves: bool = False
+    processor: ImageProcessor | None = None
 
     has_weights: ClassVar[bool] = True
-    columns: ClassVar[tuple[str, ...]] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(source.file for source in self.sources)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return () if self.processor is None else (IMAGE_COLUMN,)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -88,6 +98,7 @@ class ChatRecipe:
             **({"halves": True} if self.halves else {}),
             "turns": True,  # are checked for what a template leaves out; an earlier release did not
             **({"margins": True} if any(isinstance(source.layout, PairLayout) for source in self.sources) else {}),
+            **(self.processor.settings() if self.processor else {}),
             **({"nulls": False} if any(suffix_of(file) in (PARQUET, ARROW) for file in self.files) else {}),
         }
 
@@ -97,9 +108,10 @@ class ChatRecipe:
         Raises ConfigError as `tallied` and for a file that cannot be read, MegatrainError if a process dies.
         """
         assert tokenizer is not None
-        encoder = ChatEncoder(tokenizer, self.template, learn_reasoning=self.learn_reasoning)
+        encoder = ChatEncoder(tokenizer, self.template, learn_reasoning=self.learn_reasoning, processor=self.processor)
         layouts = [source.layout for source in self.sources]
-        work = RecordEncoder(encoder, layouts, self.seq_len, self.truncation, self.learn, self.halves)
+        folders = [file.parent for file in self.files] if self.processor else None
+        work = RecordEncoder(encoder, layouts, self.seq_len, self.truncation, self.learn, self.halves, folders)
         with closing(map_in_order(work, self._numbered(), self.num_processes)) as records:
             yield from tallied(self._mismatched(records) if self.is_unpaired else records, tally)
 
@@ -145,27 +157,61 @@ class EncodedChat(NamedTuple):
 
     answer_ends: None for a record of ids, which does not tell its answers apart.
     notes: as in MarkedText.
+    columns, images: as of a TokenBlock.
     """
 
     ids: TokenArray  # [num_tokens]
     loss_weights: LossWeights  # [num_tokens]
     answer_ends: NDArray[np.int64] | None = None  # [num_answers]
     notes: Notes = ()
+    columns: Columns | None = None  # [num_columns, num_tokens]
+    images: tuple[StoredImage, ...] = ()
+
+    @property
+    def whole(self) -> KeptSequence:
+        return KeptSequence(self.ids, self.loss_weights, self.columns, images=self.images)
 
 
 class ChatEncoder:
     """Encodes a conversation as ids and loss weights, which is the expensive part of reading chats. Holds no state."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, learn_reasoning: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, *, learn_reasoning: bool = True,
+        processor: ImageProcessor | None = None,
+    ) -> None:  # fmt: skip
+        """Create the encoder. `processor`: of images; None: conversations hold none."""
         self._tokenizer = with_ends_of(template, tokenizer)
         self._marker = TurnMarker(template, learn_reasoning=learn_reasoning)
+        self._processor = processor
 
-    def encode(self, conversation: Conversation) -> list[EncodedChat]:
+    def encode(self, conversation: Conversation, images: Sequence[StoredImage] = ()) -> list[EncodedChat]:
         """Return the sequences of a conversation: one, or several if the template rewrites earlier turns.
 
-        Raises RecordError if the template refuses the conversation.
+        images: of its turns, in order.
+
+        Raises RecordError if the template refuses the conversation, or the processor an image.
         """
-        return [self._encode(marked) for marked in self._marker.mark(conversation)]
+        texts = self._marker.mark(conversation)
+        if self._processor is None:
+            return [self._encode(marked) for marked in texts]
+        if texts:
+            last = max(i for i, _ in conversation.answers)
+            num_asked = sum((m.get("content") or "").count(IMAGE) for m in conversation.messages[:last])
+            if (written := texts[-1].text.count(self._processor.placeholder)) != num_asked:
+                raise RecordError(
+                    f"the chat template writes {self._processor.placeholder} {written} times for {num_asked} images; "
+                    "take that text out of the turns, or set data.chat_template to one that writes images"
+                )
+        return [self._with_images(marked, images, self._processor) for marked in texts]
+
+    def _with_images(self, marked: MarkedText, images: Sequence[StoredImage], processor: ImageProcessor) -> EncodedChat:
+        replaced = ReplacedText.of(marked.text, images, processor, self._tokenizer)
+        spans = tuple(
+            span._replace(start=replaced.moved(span.start), end=replaced.moved(span.end)) for span in marked.spans
+        )
+        ends = tuple(map(replaced.moved, marked.ends))
+        chat = self._encode(MarkedText(replaced.text, spans, ends, marked.notes))
+        return chat._replace(columns=replaced.column(chat.ids), images=tuple(images))
 
     def _encode(self, marked: MarkedText) -> EncodedChat:
         ids, starts, ends = self._tokenizer.encode_placed(check_unicode(marked.text, "the conversation"))
@@ -192,7 +238,7 @@ def with_ends_of(template: ChatTemplate, tokenizer: Tokenizer) -> Tokenizer:
 class KeptSequence(NamedTuple):
     """Holds what is kept of a sequence.
 
-    columns: further numbers of its tokens, as of a TokenBlock.
+    columns, images: as of a TokenBlock.
     is_mismatched: whether it is not learned, but compared with (preferences.with_mismatched).
     """
 
@@ -200,10 +246,11 @@ class KeptSequence(NamedTuple):
     loss_weights: LossWeights  # [num_tokens]
     columns: Columns | None = None  # [num_columns, num_tokens]
     is_mismatched: bool = False
+    images: tuple[StoredImage, ...] = ()
 
     def first(self, num_tokens: int) -> KeptSequence:
         columns = None if self.columns is None else self.columns[:, :num_tokens]
-        return KeptSequence(self.ids[:num_tokens], self.loss_weights[:num_tokens], columns)
+        return self._replace(ids=self.ids[:num_tokens], loss_weights=self.loss_weights[:num_tokens], columns=columns)
 
 
 class EncodedRecord(NamedTuple):
@@ -225,7 +272,7 @@ class EncodedRecord(NamedTuple):
         """Return what is kept of the sequences of a record, of at most `max_tokens` each, and add to its outcomes."""
         cuts = [_kept_length(chat, max_tokens, truncation) for chat in chats]
         cut = zip(chats, cuts, strict=True)
-        kept = [KeptSequence(*chat[:2]).first(length) for chat, (length, _) in cut if length]
+        kept = [chat.whole.first(length) for chat, (length, _) in cut if length]
         longest = max((chat.ids.size for chat in chats), default=0)
         return EncodedRecord(kept, [*outcomes, *(outcome for _, outcome in cuts if outcome)], longest=longest)
 
@@ -254,7 +301,7 @@ class EncodedRecord(NamedTuple):
         elif lacks or is_cut:
             dropped = RecordOutcome.NOTHING_LABELLED if lacks else RecordOutcome.TOO_LONG
             found.append(dropped if lacks or loses or truncation == "drop" else RecordOutcome.CUT)
-        kept = [KeptSequence(*chat[:2]).first(length) for chat, length in zip(pair, cuts, strict=True)]
+        kept = [chat.whole.first(length) for chat, length in zip(pair, cuts, strict=True)]
         return EncodedRecord([] if set(found) & set(DROPPED) else kept, found, longest=longest + 1)
 
 
@@ -282,6 +329,7 @@ class RecordEncoder:
     truncation: Truncation
     learn: Learn = "all"
     halves: bool = False
+    folders: Sequence[Path] | None = None  # where paths of images start, by layout; None: records hold no images
 
     def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
         number, record = numbered
@@ -289,7 +337,10 @@ class RecordEncoder:
         if isinstance(layout, PairLayout):
             return self._pair(record, layout)
         is_good = True
+        images: Sequence[StoredImage] = ()
         try:
+            if self.folders is not None:
+                record, images = without_images(record, self.folders[number])
             if isinstance(layout, UnpairedLayout):
                 conversation, is_good = layout.read(record)
                 chats = self._only(self.encoder.encode(conversation), "the answer")
@@ -297,7 +348,7 @@ class RecordEncoder:
                 conversation = read_conversation(record, layout)
                 if self.learn == "last":
                     conversation = conversation.with_last_only()
-                chats = self.encoder.encode(conversation)
+                chats = self.encoder.encode(_checked(conversation), images)
         except RecordError as error:
             return EncodedRecord([], [], str(error))
         outcomes = []
@@ -333,6 +384,14 @@ class RecordEncoder:
         return chats
 
 
+def _checked(conversation: Conversation) -> Conversation:
+    """Return the conversation. Raises RecordError if an answer holds an image."""
+    for index in conversation.assistant_turns:
+        if IMAGE in (conversation.messages[index].get("content") or ""):
+            raise RecordError(f"turn {index + 1} (assistant): an answer holds an image, which no model here writes")
+    return conversation
+
+
 def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: RecordTally) -> Iterator[TokenBlock]:
     """Yield the sequences of the records and count what became of these.
 
@@ -347,5 +406,5 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
             tally.note(outcome, location)
         for kept in record.kept:
             tally.count_sequence(kept.loss_weights, is_mismatched=kept.is_mismatched)
-            yield TokenBlock(kept.ids, True, location, kept.loss_weights, kept.columns)
+            yield TokenBlock(kept.ids, True, location, kept.loss_weights, kept.columns, kept.images)
     tally.check_learned()

@@ -36,6 +36,7 @@ from megatrain_ray.io.chat.messages import (
 )
 from megatrain_ray.io.chat.template_ending import QUESTION, Surroundings, find_surroundings
 from megatrain_ray.io.chat.template_variants import in_any_variant
+from megatrain_ray.io.images.image_parts import IMAGE
 from megatrain_ray.io.records.read_records import RecordError, RecordOutcome
 
 MANY_ANSWERS = 32  # of a conversation that is rendered in windows, if its template allows that
@@ -117,7 +118,7 @@ class TurnMarker:
             if (found := written.find(squeeze(message["content"]), place)) >= 0:
                 place = found
                 continue
-            if is_written(message["content"], written):
+            if all(is_written(part, written) for part in message["content"].split(IMAGE)):
                 continue
             if self._is_left_out(conversation, index):
                 raise _leaves_out(self._template, f"this turn of {message['role']}", index)

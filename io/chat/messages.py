@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from megatrain_ray.io.images.image_parts import PART_TYPES, UNREAD
 from megatrain_ray.io.records.read_records import RecordError
 
 Message = Mapping[str, Any]
@@ -34,6 +35,8 @@ def text_of(content: Any, where: str) -> str:
         return content
     if isinstance(content, list) and all(map(_is_text, content)):
         return "".join(part["text"] for part in content)
+    if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") in PART_TYPES for p in content):
+        raise RecordError(f"{where}: holds an image, {UNREAD}")
     raise RecordError(f"{where}: expected a text or a list of text parts, got {content!r:.60}")
 
 

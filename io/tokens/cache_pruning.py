@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_ray.io.files.atomic_file import POLL_S
+from megatrain_ray.io.files.file_identity import file_identity
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, remove_owned, why_not_owned
-from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, file_identity
+from megatrain_ray.io.tokens.token_files import META_NAME, VERSION
 from megatrain_ray.read_file import parse_json
 
 UNUSED_DAYS = 30

@@ -27,7 +27,7 @@ from megatrain_ray.io.tokens.teacher_files import (
     open_records,
     write_records,
 )
-from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum
+from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum, image_checksum
 from megatrain_ray.read_file import parse_json
 
 LOGPROBS_NAME = "logprobs.bin"
@@ -203,7 +203,13 @@ def logprob_provenance(tokens: Path, settings: Mapping[str, Any], files: list[An
         deleted.
     """
     made_of = json.loads((tokens / META_NAME).read_text(encoding="utf-8"))["provenance"]["files"]
-    return {"version": VERSION, "files": [*made_of, *files], "tokens": tokens.name, **settings}
+    return {
+        "version": VERSION,
+        "files": [*made_of, *files],
+        "tokens": tokens.name,
+        **image_checksum(tokens),
+        **settings,
+    }
 
 
 def read_logprob_meta(folder: Path) -> LogprobMeta | None:

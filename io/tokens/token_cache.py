@@ -20,6 +20,7 @@ import numpy as np
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.atomic_file import STALL_S, wait_for_lock
 from megatrain_ray.io.files.disk_errors import explained
+from megatrain_ray.io.files.file_identity import file_identity
 from megatrain_ray.io.files.owned_folder import FolderKind, NotOwnedError, is_free, remove_owned
 from megatrain_ray.io.files.partial_folder import complete_or_absent, partial_of, remove_abandoned
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
@@ -32,7 +33,6 @@ from megatrain_ray.io.tokens.token_files import (
     TokenBlock,
     TokenMeta,
     TokenWriter,
-    file_identity,
     id_bytes,
     is_whole,
 )
@@ -278,4 +278,6 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
         longest=tally.longest,
         num_dropped=tally.num_dropped,
         columns=recipe.columns,
+        num_images=writer.images.num_images if writer.images else 0,
+        image_bytes=writer.images.num_bytes if writer.images else 0,
     )

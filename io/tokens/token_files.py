@@ -15,6 +15,15 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.records.record_location import RecordLocation
+from megatrain_ray.io.tokens.image_files import (
+    END_TYPE,
+    ENDS_NAME,
+    IMAGE,
+    IMAGES_NAME,
+    ImageWriter,
+    StoredImage,
+    named_files_are_same,
+)
 from megatrain_ray.io.tokens.mapped_file import map_file
 from megatrain_ray.read_file import parse_json
 
@@ -50,6 +59,7 @@ class TokenBlock(NamedTuple):
     location: of the record or file, and about how far in the file the block ends.
     loss_weights: how much each token counts in the loss, 0 if the model need not generate it; None: each counts 1.
     columns: further numbers of each token, in the order of the recipe's columns; None: there are no columns.
+    images: those that the column `image` counts from 1.
     """
 
     ids: TokenArray  # [num_tokens]
@@ -57,6 +67,7 @@ class TokenBlock(NamedTuple):
     location: RecordLocation
     loss_weights: LossWeights | None = None  # [num_tokens]
     columns: Columns | None = None  # [num_columns, num_tokens]
+    images: Sequence[StoredImage] = ()
 
 
 def column_file(name: str) -> str:
@@ -104,6 +115,8 @@ class TokenWriter(ExitStack):
             for name in (TOKENS_NAME, LENGTHS_NAME, *([MASK_NAME] if has_weights else []))
         )
         self._columns = [self.enter_context((folder / column_file(name)).open("w+b")) for name in columns]
+        self._image_row = columns.index(IMAGE) if IMAGE in columns else -1
+        self.images = self.enter_context(ImageWriter(folder)) if IMAGE in columns else None
         self._weight_type: np.dtype[Any] = MASK_TYPE
         self.itemsize = itemsize
         self._vocab_size = vocab_size
@@ -120,6 +133,10 @@ class TokenWriter(ExitStack):
         if block.ids.size and (highest := int(block.ids.max())) > self.highest_id:
             check_id(highest, str(block.location), self._vocab_size)
             self.highest_id, self.highest_file = highest, str(block.location.file)
+        if self.images is not None and block.columns is not None:
+            numbers = self.images.numbered(block.columns[self._image_row], block.images)
+            block.columns[self._image_row] = numbers
+            block = block._replace(images=())  # they are written
         self._blocks.append(block)
         self._num_buffered += block.ids.size + EMPTY_TOKENS
         if self._num_buffered >= CHUNK_TOKENS:
@@ -129,7 +146,9 @@ class TokenWriter(ExitStack):
         """Flush the buffered blocks and add lengths and loss weights to the checksums. Raises OSError."""
         if self._blocks:
             self._write()
-        for file in (self._lengths, *self._weights, *self._columns):
+        if self.images is not None:
+            self.images.finish()
+        for file in (self._lengths, *self._weights, *self._columns, *(self.images.files if self.images else ())):
             file.seek(0)
             while data := file.read(READ_BYTES):
                 self.crc32 = {itemsize: zlib.crc32(data, crc) for itemsize, crc in self.crc32.items()}
@@ -191,6 +210,7 @@ class TokenMeta:
     num_cut, num_dropped: those that were too long for a row, and those of which nothing is used.
     longest: tokens of the longest sequence before it was cut; 0: not known.
     columns: names of further numbers of each token, each of which has a file.
+    num_images, image_bytes: distinct images of the sequences, and the size of all.
     """
 
     itemsize: int
@@ -211,6 +231,8 @@ class TokenMeta:
     num_dropped: int = 0
     longest: int = 0
     columns: tuple[str, ...] = ()
+    num_images: int = 0
+    image_bytes: int = 0
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""
@@ -219,7 +241,8 @@ class TokenMeta:
             return sizes
         name, kind = self.weights_file
         columns = {column_file(column): self.num_tokens * WEIGHT_TYPE.itemsize for column in self.columns}
-        return {**sizes, name: self.num_tokens * kind.itemsize, **columns}
+        images = {IMAGES_NAME: self.image_bytes, ENDS_NAME: self.num_images * END_TYPE.itemsize}
+        return {**sizes, name: self.num_tokens * kind.itemsize, **columns, **(images if IMAGE in self.columns else {})}
 
     @property
     def weights_file(self) -> tuple[str, np.dtype[Any]]:
@@ -247,11 +270,23 @@ def is_weighted(folder: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether the folder holds what was written, byte for byte. Reads and checksums all of it."""
+    """Return whether the folder holds what was written, byte for byte, and of the same images as now.
+
+    Reads and checksums all of it.
+    """
     meta = read_meta(folder)
-    if meta is None:
+    if meta is None or not named_files_are_same(folder):
         return False
     return checksum(folder / name for name in meta.sizes()) == meta.crc32[meta.itemsize]
+
+
+def image_checksum(folder: Path) -> dict[str, Any]:
+    """Return what tells the images in a folder of tokens apart, as data for JSON; nothing if it holds none.
+
+    A folder keeps its name if an image file changes that a record names.
+    """
+    meta = read_meta(folder)
+    return {"image checksum": meta.crc32} if meta is not None and meta.num_images else {}
 
 
 def checksum(files: Iterable[Path]) -> int:
@@ -331,10 +366,3 @@ def open_corpus(name: str, folder: Path, vocab_size: int) -> Corpus:
         loss_weights=map_file(folder / weights_name, weight_type, meta.num_tokens) if has_weights else None,
         columns={name: map_file(folder / column_file(name), WEIGHT_TYPE, meta.num_tokens) for name in meta.columns},
     )
-
-
-def file_identity(file: Path) -> list[Any]:
-    """Return path, size and modification time of a file, by which it is recognised later. Raises OSError."""
-    real = file.resolve()
-    stats = real.stat()
-    return [str(real), stats.st_size, stats.st_mtime_ns]

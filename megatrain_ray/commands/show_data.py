@@ -23,12 +23,14 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
 from megatrain_ray.io.batching.windows import SpanWindows, Windows
 from megatrain_ray.io.files.scratch_folder import scratch_folder
+from megatrain_ray.io.tokens.image_files import IMAGE
 from megatrain_ray.io.tokens.token_files import ADVANTAGE, Corpus, TokenArray, read_meta
 from megatrain_ray.io.tokens.tokenizer import Tokenizer, load_tokenizer
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.model.positions import check_length
+from megatrain_ray.model.vision_tower import check_images
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.units import format_quantity
+from megatrain_ray.units import format_bytes, format_quantity
 
 LEARNED_STYLE = "bold green"
 OPEN, CLOSE = "«", "»"  # around what is learned, where there are no colours
@@ -49,6 +51,7 @@ def show_data(config: TrainConfig) -> None:
         source = read_model(config.model)
         vocab_size, num_positions = source.setting("vocab_size"), source.num_positions
     check_length(config.data, num_positions)
+    check_images(config.data, source)
     with scratch_folder("data") as folder:  # used only if the machine has no token cache
         opened = [_open(config.data, config.tokenizer, vocab_size, folder)]
         if (held_out := config.data.held_out) is not None:
@@ -94,13 +97,21 @@ def _show_records(config: TrainConfig, sources: Sequence[Windows], vocab_size: i
         learned += _rewarded(corpus, part)
         where = f" of {corpus.name}" if len(corpora) > 1 else ""
         show(f"── {name}{where}: {ids.size} tokens{learned} ──")
-        console.print(_rendered(tokenizer, ids, np.abs(weights), has_colours=has_colours))
+        kept, counts = _without_repeats(corpus, part)
+        console.print(_rendered(tokenizer, ids[kept], np.abs(weights)[kept], counts, has_colours=has_colours))
         show("")
     if any(corpus.loss_weights is not None for corpus in corpora):
         show(f"learned   {'green and bold text' if has_colours else f'what stands between {OPEN} and {CLOSE}'}")
     if config.data.has_chats:
         for line in describe_template(config.data, config.tokenizer, vocab_size):
             show(line)
+
+
+def _without_repeats(corpus: Corpus, part: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens of a document of which one stands for all of an image, and how many each stands for."""
+    own = np.asarray(corpus.columns[IMAGE][part] if IMAGE in corpus.columns else np.zeros(part.stop - part.start))
+    kept = np.flatnonzero(np.append(True, (own[1:] == 0) | (own[1:] != own[:-1])))
+    return kept, np.diff(np.append(kept, own.size))
 
 
 def _rewarded(corpus: Corpus, part: slice) -> str:
@@ -158,8 +169,13 @@ def _weights(corpus: Corpus, part: slice) -> NDArray[Any]:
     return weights
 
 
-def _rendered(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any], *, has_colours: bool) -> Text:
-    """Return the text of a document, what is learned marked, with its middle left out if it is long."""
+def _rendered(
+    tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any], counts: NDArray[np.int64], *, has_colours: bool
+) -> Text:
+    """Return the text of a document, what is learned marked, with its middle left out if it is long.
+
+    counts: how many equal tokens each stands for.
+    """
     text = Text()
     everywhere = bool((weights == 1).all())
     if ids.size <= 2 * MOST_TOKENS:
@@ -169,7 +185,7 @@ def _rendered(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any
     for number, part in enumerate(parts):
         if number:
             text.append(f"\n[… {part.start - parts[0].stop} tokens …]\n", "dim")
-        for run, weight in _runs(tokenizer, ids[part], weights[part]):
+        for run, weight in _runs(tokenizer, ids[part], weights[part], counts[part]):
             if weight == 0 or everywhere:
                 text.append(run)
                 continue
@@ -181,9 +197,12 @@ def _rendered(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any
     return text
 
 
-def _runs(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any]) -> Iterator[tuple[str, float]]:
-    """Yield the text of each run of tokens of one weight, with that weight."""
-    ends = [*(np.flatnonzero(weights[1:] != weights[:-1]) + 1).tolist(), ids.size]
+def _runs(
+    tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any], counts: NDArray[np.int64]
+) -> Iterator[tuple[str, float]]:
+    """Yield the text of each run of tokens of one weight, with that weight. `counts`: as for _rendered."""
+    differs = (weights[1:] != weights[:-1]) | (counts[1:] != 1) | (counts[:-1] != 1)
+    ends = [*(np.flatnonzero(differs) + 1).tolist(), ids.size]
     start, before = 0, ""
     for end in ends:
         if tokenizer is None:
@@ -192,7 +211,8 @@ def _runs(tokenizer: Tokenizer | None, ids: TokenArray, weights: NDArray[Any]) -
             # Decoded from the start: some decoders treat a first blank as their own.
             whole = tokenizer.decode(ids[:end])
             piece = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(ids[start:end])
-            yield escaped(piece, keep="\n"), float(weights[start])
+            times = f" × {counts[start]}" if counts[start] > 1 else ""
+            yield escaped(piece, keep="\n") + times, float(weights[start])
             before = whole
         start = end
 
@@ -237,6 +257,8 @@ def _records(
         more = "".join(f", {count} {what} ones skipped" for count, what in skipped if count)
         yield f"{format_quantity(meta.num_documents, 'text')}, {meta.num_tokens} tokens{more}"
         yield from (f"  {place}" for place in meta.places)
+    if meta.num_images:
+        yield f"{format_quantity(meta.num_images, 'image')}, {format_bytes(meta.image_bytes)}; equal ones count once"
     corpus = windows.corpus
     if windows.labelled and corpus.loss_weights is not None:
         firsts = np.cumsum([0, *corpus.document_lengths[:-1]])

@@ -32,6 +32,7 @@ KINDS_OF_KEY = {
     "chat_format": ("sft", "pairs", "unpaired", "prompts"),
     "chat_template": ("sft", "pairs", "unpaired", "rollouts", "prompts"),
     "chat_template_args": ("sft", "pairs", "unpaired", "rollouts", "prompts"),
+    "images": ("sft",),
     "learn": ("sft",),
     "learn_reasoning": ("sft", "pairs", "unpaired"),
     "truncation": ("sft", "tokens", "pairs", "unpaired", "rollouts"),
@@ -80,6 +81,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _kind_disagreements(config.data)
     yield from objective_disagreements(config)
     yield from rollout_disagreements(config)
+    yield from _image_disagreements(config)
     yield from _batch_disagreements(config)
 
 
@@ -237,6 +239,19 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
         yield "data.add_eos: the chat template decides how an answer ends, but with data.tokenizer: bytes; leave it out"
     if data.add_eos and data.kind == "pretrain" and data.packing:
         yield "data.add_eos: data.packing joins texts by the eos token already; leave the key out, or pack nothing"
+
+
+def _image_disagreements(config: Settings) -> Iterator[str]:
+    if not config.data.images:
+        return
+    if config.train.objective == "distill":
+        yield "data.images: true goes with train.objective: sft so far; leave one of the two out"
+    if config.hardware.num_hosts > 1:
+        yield "data.images: every GPU worker reads the features of images from one disk; set hardware.num_hosts: 1"
+    if config.hardware.cuda_graphs is True:
+        yield "data.images: rows differ in their images, so hardware.cuda_graphs: true cannot be; set it to auto"
+    if config.data.tokenizer == "bytes":
+        yield "data.images: the tokenizer bytes has no token for images; set data.tokenizer to the model's folder"
 
 
 def _batch_disagreements(config: Settings) -> Iterator[str]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.batching.mixture import MixedStream
 from megatrain_ray.io.batching.windows import SpanWindows, Windows, cut
 from megatrain_ray.io.tokens.logprob_files import open_logprobs
-from megatrain_ray.io.tokens.token_files import open_corpus
+from megatrain_ray.io.tokens.token_files import open_corpus, read_meta
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
 REMEMBERED_STEPS = 1024  # positions kept: more than the steps that are made while a save is written
@@ -146,7 +147,8 @@ class PassData(HeldOutData):
 
     def windows(self) -> list[Windows]:
         named = zip(self.names, self.tokens, strict=True)
-        return [cut_for_pass(self.data, name, folder, self.vocab_size) for name, folder in named]
+        windows = [cut_for_pass(self.data, name, folder, self.vocab_size) for name, folder in named]
+        return numbered(windows, self.tokens)
 
 
 @contextmanager
@@ -168,16 +170,26 @@ def open_windows(
     logprobs: a folder of each source with log-probabilities of a reference; none if there is no reference.
     whole: as for `cut`.
 
-    Raises ConfigError as open_corpus, open_logprobs and cut.
+    Images are numbered over all sources. Raises ConfigError as open_corpus, open_logprobs and cut.
     """
     sources = sources_of(data)
     named = zip(sources, tokens, strict=True)
-    windows = [cut_source(data, name, folder, vocab_size, whole=whole) for name, folder in named]
+    windows = numbered([cut_source(data, name, folder, vocab_size, whole=whole) for name, folder in named], tokens)
     if not logprobs:
         return windows
     return [
         replace(source, logprobs=open_logprobs(name, folder, source.num_places))
         for name, folder, source in zip(sources, logprobs, windows, strict=True)
+    ]
+
+
+def numbered(sources: list[Windows], tokens: Sequence[Path]) -> list[Windows]:
+    """Return the windows of several sources with their images numbered over all of them."""
+    counts = (meta.num_images if (meta := read_meta(folder)) else 0 for folder in tokens)
+    firsts = accumulate(counts, initial=0)
+    return [
+        replace(windows, first_image=first) if isinstance(windows, SpanWindows) else windows
+        for windows, first in zip(sources, firsts, strict=False)
     ]
 
 

@@ -27,6 +27,7 @@ from megatrain_ray.io.chat.find_chats import ChatSource, find_chats
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.disk_errors import DiskError, explained
+from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
 from megatrain_ray.io.records.find_files import describe_folders, find_files
@@ -214,7 +215,13 @@ def _end_of_bytes(data: DataConfig, vocab_size: int) -> str:
 
 def template_of(data: DataConfig, tokenizer: str) -> ChatTemplate:
     """Return the chat template of the data. Raises ConfigError as load_chat_template."""
-    return load_chat_template(tokenizer, data.chat_template, data.chat_template_args, ends_bytes=bool(data.add_eos))
+    template = load_chat_template(tokenizer, data.chat_template, data.chat_template_args, ends_bytes=bool(data.add_eos))
+    return replace(template, in_parts=True) if data.images else template
+
+
+def image_processor(tokenizer: str) -> ImageProcessor:
+    """Return the processor of images in a tokenizer's folder."""
+    return ImageProcessor(tokenizer_folder(tokenizer))
 
 
 def _find(data: DataConfig, *, may_fetch: bool = True) -> set[Path]:
@@ -256,6 +263,7 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
     return ChatRecipe(
         chats, tokenizer, template, data.truncation, data.seq_len, data.bad_records, num_processes, choice, data.learn,
         data.learn_reasoning, halves=data.in_pairs and not data.packing,
+        processor=image_processor(tokenizer) if data.images else None,
     )  # fmt: skip
 
 

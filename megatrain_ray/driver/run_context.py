@@ -61,7 +61,8 @@ class RunContext:
     def token_folders(self) -> tuple[Path, ...]:
         """Return the folders of all tokens and log-probabilities, held-out ones included."""
         held_out = (*self.held_out.tokens, *self.held_out.logprobs) if self.held_out else ()
-        return (*self.tokens, *self.logprobs, *held_out)
+        features = self.run_spec.features
+        return (*self.tokens, *self.logprobs, *held_out, *features.training, *features.held_out)
 
 
 class DataTokens(NamedTuple):

@@ -19,10 +19,10 @@ from megatrain_ray.driver.logprob_pass import ModelIdentity
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import SaveChoice, choose_save, exported
+from megatrain_ray.io.files.file_identity import file_identity
 from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.saves.manifest import MANIFEST_NAME
 from megatrain_ray.io.saves.save_folder import save_folder
-from megatrain_ray.io.tokens.token_files import file_identity
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
 

@@ -80,7 +80,10 @@ def discover_with_attention(
     shape = Precision(config.train.precision).working_dtype, size, seq_len
     tokens = size * seq_len * (number if config.train.split_is_free else 1)  # upper bound for a micro-batch
     chunked = may_chunk(tokens, seq_len, has_disk=config.spill.path is not None)
-    find = partial(_find, source, shape, rules_of(config), trials, chunked=chunked, block_parts=block_parts)
+    find = partial(
+        _find, source, shape, rules_of(config), trials, chunked=chunked, block_parts=block_parts,
+        images=config.data.images,
+    )  # fmt: skip
     sdpa, flex = Attention.SDPA, Attention.FLEX
     if not _may_use_flex(config, source, device):
         return Discovery(*find(packed=packed, compiled=compiled), sdpa, sdpa)
@@ -104,10 +107,11 @@ def _find(
     packed: bool = False,
     compiled: bool = False,
     chunked: bool = False,
+    images: bool = False,
     block_parts: int = 1,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Run `discover`, taking the trials of compiled layers from the cache if it has them."""
-    how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked}
+    how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked, "images": images}
     if not compiled or block_parts > 1:
         return discover(source.factory, *shape, rules, **how, block_parts=block_parts, trials=trials)
     cache = TrialCache(source, {"shape": shape, "rules": rules, **how})

@@ -30,6 +30,7 @@ from megatrain_ray.engine.planner.search.make_plan import (
     predict_scores,
 )
 from megatrain_ray.errors import CapacityError, ConfigError
+from megatrain_ray.io.images.feature_files import NO_FEATURES, FeatureFolders
 from megatrain_ray.io.storage.disk_io import DiskWay
 from megatrain_ray.io.tokens.teacher_files import RecordSize
 from megatrain_ray.machine.machine import machine_of
@@ -38,6 +39,7 @@ from megatrain_ray.model.flop_count import active_experts, windows
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import checked, read_model
 from megatrain_ray.model.positions import check_length
+from megatrain_ray.model.vision_tower import check_images
 from megatrain_ray.profiling.profiles import check_profile, with_profile
 from megatrain_ray.profiling.spill_disk import with_spill
 
@@ -57,6 +59,7 @@ class RunSpec:
     scores_s: predicted seconds of the log-probabilities of a batch; None if there are steps.
     reference: provides the weights of a reference that answers are compared with in the run; None: there is none.
     weights_folder: absolute; where a server that samples finds weights. None: there is no server.
+    features: of the images that batches have.
     """
 
     config: TrainConfig
@@ -69,6 +72,7 @@ class RunSpec:
     scores_s: float | None = None
     reference: ModelSource | None = None
     weights_folder: Path | None = None
+    features: FeatureFolders = NO_FEATURES
 
     @property
     def is_aliased(self) -> bool:
@@ -200,6 +204,7 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
     source = checked(source).with_lora(config.lora)
     source = replace(source, fp8=config.train.compute == "fp8")
     check_length(config.data, source.num_positions)
+    check_images(config.data, source)
     return source
 
 
@@ -318,10 +323,11 @@ def _captured(config: TrainConfig) -> bool | None:
     """Return whether a step is captured as one CUDA graph; None if the plan decides.
 
     With several GPUs it is not, unless the setting is true: exchanges between GPUs are not part of a captured step. Nor
-    is it with pairs, of which rows hold different numbers, or with a teacher, whose predictions no capture reads.
+    is it with pairs or images, of which rows hold different numbers, or with a teacher, whose predictions no capture
+    reads.
     """
     setting = config.hardware.cuda_graphs
-    may_be = config.hardware.num_gpus == 1 and config.train.objective == "sft"
+    may_be = config.hardware.num_gpus == 1 and config.train.objective == "sft" and not config.data.images
     return setting if setting != "auto" else None if may_be else False
 
 

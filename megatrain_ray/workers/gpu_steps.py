@@ -28,6 +28,7 @@ from megatrain_ray.engine.step.step_runner import StepInput
 from megatrain_ray.engine.weights.weight_source import WeightSource
 from megatrain_ray.errors import DeadlineError
 from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.images.feature_files import FeatureReader
 from megatrain_ray.io.tokens.token_files import OLD_LOGPROBS
 from megatrain_ray.metrics.step_rows import StepRows
 from megatrain_ray.planning.run_spec import RunSpec
@@ -69,6 +70,8 @@ class GpuSteps:
         self._num_evaluated: dict[int, int] = {}  # {step after which the newest evaluation runs: its finished batches}
         self.waits_for = ""  # name of the batch that the data process is awaited for
         self._most_rows = MOST_ROWS  # that each rank samples together
+        self._features = FeatureReader(run_spec.features.training)
+        self._held_out_features = FeatureReader(run_spec.features.held_out)
         self._reference: WeightSource | None = None  # opened when it is first needed
         self._next_batch: asyncio.Future[Batch] | None = None
         self._fetch_after(progress.step)
@@ -101,6 +104,7 @@ class GpuSteps:
             self._rows.start_clock()
         start = time.perf_counter()
         batch = await self._take_batch(self._next_batch or self._fetch_batch(step), f"batch of step {step}")
+        batch = self._with_images(batch, self._features)
         data_s = time.perf_counter() - start
         train = self._run_spec.config.train
         self._fetch_after(step)
@@ -126,6 +130,14 @@ class GpuSteps:
         count = len(everything) // self._run_spec.plan.hosts.num_gpus
         return everything[self._rank * count : (self._rank + 1) * count]
 
+    def _with_images(self, batch: Batch, features: FeatureReader) -> Batch:
+        """Return the batch with the features of the images in the rows of this rank. Raises DiskError."""
+        if batch.image_numbers is None:
+            return batch
+        count = len(batch.image_numbers) // self._run_spec.plan.hosts.num_gpus
+        rows = range(self._rank * count, (self._rank + 1) * count)
+        return replace(batch, images=features.of(batch.image_numbers, rows))
+
     async def _trace(self, on: bool) -> None:
         """Begin or end the recording of spans, between two steps."""
         device = self._engine.device
@@ -148,6 +160,7 @@ class GpuSteps:
         async with self._turn:
             await self._turn.wait_for(lambda: self._progress.step == step and self._num_evaluated.get(step, 0) == index)
             batch = await self._take_batch(fetching, f"held-out batch {index}")
+            batch = self._with_images(batch, self._held_out_features)
             with memory_explained(self._run_spec.plan, f"evaluating after step {step}"):
                 loss = await self._held_out_loss(batch, step)
             self._engine.device.timeline.clear()

@@ -169,6 +169,7 @@ class GpuWorker:
                 evaluates=config.evaluates or config.data.is_labelled,  # whose KL is of a forward
                 trains=config.train.num_steps > 0,
                 teacher=self._run_spec.teacher,
+                images=config.data.images,
             )
             await self._engine.run_warm_up(shapes)
 

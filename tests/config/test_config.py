@@ -41,6 +41,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "chat_format": "auto",
             "chat_template": None,
             "chat_template_args": {},
+            "images": False,
             "learn": "all",
             "learn_reasoning": True,
             "truncation": "turn",

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- made by python -m tests.support.configuration_reference -->\n
 MORE = {
     "model.attention": "data.md", "data.kind": "data.md", "data.path": "data.md", "data.dataset": "sft_data.md",
     "data.eval_path": "data.md#held-out-data", "data.eval_fraction": "data.md#held-out-data",
-    "data.chat_format": "sft_data.md", "data.chat_template": "sft_data.md",
+    "data.images": "images.md", "data.chat_format": "sft_data.md", "data.chat_template": "sft_data.md",
     "data.truncation": "sft_data.md", "data.packing": "data.md", "train.trainable": "freezing.md",
     "train.freeze": "freezing.md", "train.groups": "freezing.md", "train.optimizer": "muon.md",
     "train.compute": "less_precise.md", "train.moments": "less_precise.md", "lora": "lora.md",

@@ -239,7 +239,7 @@ def _gradients(  # noqa: C901
     sums: Named = {}
     inputs = batch.input_ids.to(recipe.device).split(recipe.micro_batch_size)
     targets = _weighted_targets(batch, len(inputs), recipe)
-    packed = _positions(batch.positions, len(inputs), recipe)
+    packed = getattr(batch, "pictured", None) or _positions(batch.positions, len(inputs), recipe)
     real = [None] * len(inputs) if batch.real is None else batch.real.to(recipe.device).split(recipe.micro_batch_size)
     by_reference = [None] * len(inputs)
     if batch.reference_logprobs is not None:

@@ -139,6 +139,9 @@ def activation_rows(
             f"head gradient, tied ones{f'; {format_bytes(in_fp8)} of FP8 copies' if in_fp8 else ''}",
         ),
     }
+    if activations.images:
+        formula = f"{live} micro-batches × {format_bytes(activations.images)}, if all tokens are those of images"
+        rows["features of images"] = live * activations.images, formula
     if objective.per_token:
         num_tokens = plan.step.num_micro_batches * plan.step.micro_batch_size * plan.step.seq_len
         formula = f"{num_tokens} tokens of a step × {objective.per_token}"

@@ -81,7 +81,10 @@ def test_texts_without_a_prompt_part_before_the_blank_where_they_differ() -> Non
             {"prompt": "Q", "chosen": "A", "rejected": [{"role": "assistant", "content": "B", "weight": 0.5}]},
             "rejected: weights other than 0 and 1",
         ),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "image": "x"}, "image: cannot be learned from"),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": "B", "image": "x"},
+            "image: read with data.kind: sft",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(record: Any, problem: str) -> None:

@@ -54,19 +54,19 @@ def test_groups_are_named_or_of_prompts_in_a_row() -> None:
 def test_what_is_learned_of_an_answer() -> None:
     """All sampled tokens with their end mark are, those without a log-probability too; results of tools are not."""
     record = IDS | {"logprobs": [-1, None, -0.5], "mask": [1, 0, 1], "reward": 2.0}
-    ((ids, learned, columns),) = encoder()((record, 0.25)).kept
+    ((ids, learned, columns, *_),) = encoder()((record, 0.25)).kept
     assert columns is not None
     assert (ids.tolist(), learned.tolist()) == ([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])
     assert columns[0].tolist() == [2.0, 0, 0.25, 0.25, 0.25]  # the reward in place of the first token's advantage
     assert np.array_equal(columns[1], [0, 0, -1, np.nan, -0.5], equal_nan=True)
-    ((_, _, columns),) = encoder()((IDS | {"advantage": [1, 2, 3.5]}, 0.0)).kept
+    ((_, _, columns, *_),) = encoder()((IDS | {"advantage": [1, 2, 3.5]}, 0.0)).kept
     assert columns is not None
     assert columns[0, 2:].tolist() == [1, 2, 3.5] and np.isnan(columns[0, 0]) and np.isnan(columns[1, 2:]).all()
 
 
 def test_texts_get_the_end_mark_of_the_template_unless_they_were_cut_off() -> None:
     def learned_of(**record: Any) -> list[int]:
-        ((ids, learned, _),) = encoder()((record, 0.0)).kept
+        ((ids, learned, *_),) = encoder()((record, 0.0)).kept
         return list(ids[learned != 0].tolist())
 
     asked = {"prompt": [{"role": "user", "content": "Hi"}], "reward": 0}

@@ -1,0 +1,114 @@
+"""Turns images into what a model takes, by the model's own processor in Transformers."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.records.read_records import RecordError
+from megatrain_ray.io.tokens.tokenizer import read_settings
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+SETTINGS_NAME = "tokenizer_config.json"
+TEXT_OUTPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Processes images one by one, so that what an image becomes does not depend on others. Picklable.
+
+    folder: of the model, with its processor's files.
+    """
+
+    folder: Path
+
+    def settings(self) -> dict[str, Any]:
+        """Return what processes images, as data for JSON: the files are the tokenizer's. Raises ConfigError."""
+        processor = load_processor(self.folder)
+        return {"images": [type(processor).__name__, type(processor.image_processor).__name__]}
+
+    @property
+    def image_token_id(self) -> int:
+        """Return the id of the tokens that an image becomes."""
+        processor = load_processor(self.folder)
+        # Gemma 3's processor itself names the token that a template writes, which becomes these and others.
+        return int(getattr(processor.tokenizer, "image_token_id", None) or processor.image_token_id)
+
+    @property
+    def placeholder(self) -> str:
+        """Return the text that a chat template writes for an image."""
+        return str(load_processor(self.folder).image_token)
+
+    def text_of(self, content: bytes) -> str:
+        """Return the text that replaces the placeholder of an image. Raises RecordError if it is no whole image."""
+        (found,) = self._processed(content, return_text_replacement_offsets=True)["text_replacement_offsets"]
+        return str(found[0]["replacement"])
+
+    def inputs_of(self, content: bytes) -> dict[str, Any]:
+        """Return the tensors that the model's vision tower takes of an image. Raises RecordError."""
+        found = self._processed(content, return_tensors="pt")
+        return {name: value for name, value in found.items() if name not in TEXT_OUTPUTS}
+
+    def _processed(self, content: bytes, **wanted: Any) -> Any:
+        processor, image = load_processor(self.folder), _opened(content)
+        try:
+            return processor(images=[image], text=[processor.image_token], **wanted)
+        except Exception as error:  # it may raise anything: Qwen's raises ValueError for a very long image
+            raise RecordError(f"the model's processor refuses it: {error}") from None
+
+
+def _opened(content: bytes) -> Any:
+    """Return a whole image in RGB, turned as its camera says, as Transformers loads it. Raises RecordError."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    try:
+        with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+            image = Image.open(io.BytesIO(content))
+            image.load()
+            return load_image(image)
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise RecordError(f"{str(error).partition(',')[0]}; make it smaller") from None
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and others
+        reason = "it is of no known format" if "cannot identify" in str(error) else error
+        raise RecordError(f"it cannot be decoded: {reason}") from None
+
+
+@cache
+def load_processor(folder: Path) -> Any:
+    """Return the model's own processor, without its part for videos, which needs torchvision. Raises ConfigError."""
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        raise ConfigError(
+            f"data.images: {folder} has none of {', '.join(PROCESSOR_FILES)}, which say how the model takes images; "
+            "set data.tokenizer to the model's whole folder"
+        )
+    from transformers import ProcessorMixin
+
+    if not hasattr(ProcessorMixin, "replace_image_token"):
+        raise ConfigError("data.images: Transformers 5.17 or later is needed; update it, or leave the key out")
+    try:
+        whole = _class_of(folder)
+        kind: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(_attributes)})
+        return kind.from_pretrained(folder)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"data.images: cannot load the processor in {folder}: {reason}") from None
+
+
+def _class_of(folder: Path) -> Any:
+    """Return the class of a folder's processor: the one that its settings name, else that of the model's type."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    named = [read_settings(folder / name).get("processor_class") for name in (*PROCESSOR_FILES, SETTINGS_NAME)]
+    found = next((kind for name in named if name and (kind := getattr(transformers, name, None))), None)
+    return found or PROCESSOR_MAPPING[type(transformers.AutoConfig.from_pretrained(folder))]
+
+
+def _attributes(kind: Any) -> list[str]:
+    return [name for name in super(kind, kind).get_attributes() if name != "video_processor"]

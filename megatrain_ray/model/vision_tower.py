@@ -1,0 +1,72 @@
+"""Loads the vision tower of a model, without its language model, and computes the features of images by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.engine.layout.split_master import to_working
+from megatrain_ray.engine.model.images import VISION_FAMILIES, ImageFeatures, has_three_axes, num_entries
+from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.model.model_source import ModelSource
+
+LANGUAGE_MODEL = "language_model"  # of a base model; its other children turn images into features
+
+
+def check_images(data: DataConfig, source: ModelSource) -> None:
+    """Raise ConfigError if the data hold images that a model cannot be trained with."""
+    kind = source.config.get("model_type")
+    if data.images and kind not in VISION_FAMILIES:
+        raise ConfigError(
+            f"data.images: a {kind} model is not trained with images so far; those of {', '.join(VISION_FAMILIES)} "
+            "are. Without the key it trains on the text of chats"
+        )
+
+
+class VisionTower:
+    """Computes features as the model does in its own forward, for one image at a time."""
+
+    def __init__(self, source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
+        """Load the tower's weights in the working type. Raises ConfigError if they cannot be read."""
+        # LoRA pairs and divided experts are of the language model.
+        model: Any = build_empty(source.architecture, dtype)
+        prefix = model.base_model_prefix
+        self._base = getattr(model, prefix)
+        self._device = device
+        weights = source.base_weights()
+        for name, child in self._base.named_children():
+            if name != LANGUAGE_MODEL:
+                _fill(child, f"{prefix}.{name}", weights)
+                child.to(device)
+        self._base.eval()
+        self.num_entries, self.has_grids = num_entries(model.config), has_three_axes(self._base)
+        self.width: int = model.config.get_text_config().hidden_size
+        self.image_token_id: int = model.config.image_token_id
+
+    def features(self, inputs: dict[str, torch.Tensor]) -> ImageFeatures:
+        """Return the features of an image, in host memory. `inputs`: of the model's own processor."""
+        given = {name: value.to(self._device) for name, value in inputs.items()}
+        with torch.inference_mode():
+            output = self._base.get_image_features(**given, return_dict=True)
+        found = [output.pooler_output, *(output.deepstack_features if self.num_entries > 1 else ())]
+        features = torch.stack([_flat(part) for part in found]).cpu()
+        return ImageFeatures(features, inputs["image_grid_thw"][0] if self.has_grids else None)
+
+
+def _flat(part: Any) -> torch.Tensor:
+    """Return features as [num_tokens, width]: of a tensor with further dimensions, or of several tensors."""
+    tensors = [part] if isinstance(part, torch.Tensor) else part
+    return torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
+
+
+def _fill(module: nn.Module, path: str, weights: Any) -> None:
+    """Give the parameters of a module on the meta device their values, each in its own type."""
+    for name, parameter in list(module.named_parameters()):
+        values = weights.read(f"{path}.{name}", 0, parameter.numel()).view(parameter.shape)
+        owner = module.get_submodule(name.rpartition(".")[0])
+        working = to_working(values) if parameter.dtype == torch.bfloat16 else values.clone()
+        owner._parameters[name.rpartition(".")[2]] = nn.Parameter(working, requires_grad=False)

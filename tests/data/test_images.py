@@ -1,0 +1,124 @@
+"""Chats with images: what the model's own processor and tower make of them, and steps that equal plain Transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain_ray.config.groups import ModelConfig
+from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.startup import Startup
+from megatrain_ray.data import image_features
+from megatrain_ray.data.data_worker import DataWorker
+from megatrain_ray.data.image_features import find_features
+from megatrain_ray.data.tokenize_data import tokenize
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.export.evaluation_config import identity_of
+from megatrain_ray.io.batching.batch import Batch
+from megatrain_ray.io.images.feature_files import FEATURES_NAME, FeatureReader
+from megatrain_ray.model.open_model import open_model
+from tests.support.pictures import NUM_IDS, PROCESSORS, PlainChats, build_pictured, chats, one_by_one, write_picture
+from tests.support.reference import Recipe, train_reference
+from tests.support.run_engine import EngineResult, Mode, train_engine
+from tests.support.runs import config
+from tests.support.type_sweep import LAYERS
+
+SEQ_LEN, STEPS = 100, 3
+RECIPE = Recipe(steps=STEPS, micro_batch_size=1)
+TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+class Data:
+    """Makes the batches of a run on chats with images."""
+
+    def __init__(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Use the model in `folder`, and a cache of its own. The tower runs in this process, which has torch."""
+        self.num_passes = 0
+        monkeypatch.setattr(image_features, "in_own_process", self._in_this_process)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        self.records, self._file, self._folder = chats(tmp_path), tmp_path / "chats.jsonl", folder
+        self._file.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+
+    def _in_this_process(self, _: str, function: Any, *args: Any) -> Any:
+        self.num_passes += 1
+        return function(*args)
+
+    def features(self) -> tuple[TrainConfig, tuple[Path, ...], dict[Path, Path]]:
+        tree = config(self._file.parent / "run", self._folder, data__kind="sft", data__path=str(self._file))
+        tree["data"] |= {"seq_len": SEQ_LEN, "tokenizer": str(self._folder), "images": True}
+        settings = TrainConfig.model_validate(tree)
+        tokens = tokenize(settings.data, settings.tokenizer, NUM_IDS, self._file.parent, reports=False)
+        source, identity = open_model(ModelConfig(path=str(self._folder))), identity_of(None, settings)
+        found = find_features(settings, source, identity, tokens, "cpu", self._file.parent, Startup())
+        return settings, tokens, found
+
+    def batches(self) -> list[Batch]:
+        settings, tokens, features = self.features()
+        worker, reader = DataWorker(settings.data, tokens, NUM_IDS, 4, 0, None), FeatureReader(list(features.values()))
+        batches = (worker.batch(step) for step in range(1, STEPS + 1))
+        return [replace(b, images=reader.of(required(b.image_numbers), range(4))) for b in batches]
+
+
+@pytest.mark.parametrize(("name", "mode"), zip(PROCESSORS, [Mode(), LAYERS, LAYERS, Mode(), LAYERS], strict=True))
+def test_steps_with_images_equal_plain_transformers(
+    name: str, mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows hold several chats without, with one and with several images of several sizes. Ids are the processor's."""
+    data = Data(build_pictured(name, tmp_path / "model"), tmp_path, monkeypatch)
+    batches, plain = data.batches(), PlainChats.of(tmp_path / "model", data.records, tmp_path)
+    monkeypatch.setattr(type(plain.model.model), "get_image_features", one_by_one(plain.model.model))
+    given = [SimpleNamespace(**tensors(batch), pictured=plain.arguments(batch)) for batch in batches]
+    assert any(len(arguments["position_ids"].flatten().unique()) > 1 for arguments in given[0].pictured)
+    theirs = train_reference(tmp_path / "model", given, RECIPE, frozen=TOWERS)
+    ours = train_engine(tmp_path / "model", batches, RECIPE, mode)
+    assert ours.losses == theirs.losses
+    for key, master in theirs.masters.items():
+        assert torch.equal(ours.masters[key].flatten(), master.flatten()), key
+
+
+def tensors(batch: Batch) -> dict[str, Any]:
+    return {k: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for k, v in vars(batch).items()}
+
+
+def test_features_are_computed_once_and_follow_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Data(build_pictured("Qwen2.5-VL", tmp_path / "model"), tmp_path, monkeypatch)
+    before = data.batches()
+    _, _, (folder, *_) = (*data.features()[:2], list(data.features()[2].values()))
+    assert data.num_passes == 1  # found again twice
+    assert sum(len(batch.images) for batch in before) > 3  # distinct ones, in the one folder
+    with (folder / FEATURES_NAME).open("r+b") as file:
+        file.write(b"damage")
+    data.features()
+    assert data.num_passes == 2
+
+    write_picture(tmp_path, 0, changed_pixel=True)
+    after = data.batches()
+    assert data.num_passes == 3
+    assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(before, after, strict=True))
+    first, second = (train_engine(tmp_path / "model", batches, RECIPE, Mode()) for batches in (before, after))
+    assert differ(first, second)
+
+
+def required(numbers: Any) -> Any:
+    assert numbers is not None
+    return numbers
+
+
+def differ(first: EngineResult, second: EngineResult) -> bool:
+    return first.losses[0] != second.losses[0]
+
+
+def test_a_folder_without_a_processor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build_pictured("LLaVA", tmp_path / "model")
+    data = Data(folder, tmp_path, monkeypatch)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match=r"data\.images: .*/model has none of preprocessor_config\.json"):
+        data.features()

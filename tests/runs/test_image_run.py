@@ -1,0 +1,68 @@
+"""A run on chats with images through the command line: shown, trained, resumed, evaluated and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain_ray.io.images.image_processor import ImageProcessor
+from tests.support.in_process import Train
+from tests.support.pictures import build_pictured, chats, encoded, picture
+from tests.support.reference import load_model
+from tests.support.runs import cli_here, config, losses, write_config
+
+
+def test_a_run_learns_from_images_and_keeps_the_tower(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, run_dir, data = build_pictured("Qwen2.5-VL", tmp_path / "model"), tmp_path / "run", tmp_path / "chats.jsonl"
+    records = [*chats(tmp_path), {"messages": [], "images": ["none.png"]}]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tree = config(run_dir, folder, train__steps=3, save_every=1, eval_every=3, train__batch_size=2)
+    tree["data"] = {"kind": "sft", "path": str(data), "images": True, "seq_len": 100, "eval_path": str(data)}
+    path = str(write_config(tmp_path / "run.yaml", tree))
+
+    stopped = cli_here("train", path)
+    assert stopped.returncode == 2
+    assert f"{data}, line 9: it lists 1 images, and its turns have places for 0" in stopped.stderr
+    skipping = ("data.bad_records=skip", "hardware.cuda_graphs=auto")
+    shown = cli_here("data", path, *skipping)
+    assert "<|vision_start|><|image_pad|> × 4<|vision_end|>Question 0?" in shown.stdout
+    assert "3 images" in shown.stdout and "1 bad, skipped" in shown.stdout
+
+    done = train(path, *skipping)
+    assert done.returncode == 0, done.stderr
+    assert "features of 3 images: 11 tokens in " in done.stderr
+    before = losses(run_dir)
+    for step in (2, 3):
+        shutil.rmtree(run_dir / "saves" / f"step_{step}", ignore_errors=True)
+    again = train(path, *skipping)
+    assert again.returncode == 0 and "features of 3" not in again.stderr
+    assert losses(run_dir) == before
+
+    assert cli_here("export", str(run_dir), str(tmp_path / "out")).returncode == 0
+    ours, theirs = (dict(load_model(place, torch.float32).named_parameters()) for place in (folder, tmp_path / "out"))
+    same = {name for name, parameter in ours.items() if torch.equal(parameter, theirs[name])}
+    assert {name for name in ours if name.startswith("model.visual.")} == same
+    processor = ImageProcessor(tmp_path / "out")
+    assert processor.text_of(encoded(picture(56, 56, 0))) == "<|image_pad|>" * 4
+
+
+def test_models_and_settings_without_images_are_refused(tmp_path: Path) -> None:
+    folder = build_pictured("Qwen2.5-VL", tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chats(tmp_path)[0]) + "\n")
+    tree = config(tmp_path / "run", folder, data__images=True, data__kind="sft")
+    tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "tokenizer": str(folder)}
+    path = str(write_config(tmp_path / "run.yaml", tree))
+    assert "data.images: goes with data.kind: sft, and" in cli_here("plan", path, "data.kind=pretrain").stderr
+    assert "no token for images" in cli_here("plan", path, "data.tokenizer=bytes").stderr
+    settings = json.loads((folder / "config.json").read_text())["text_config"] | {"model_type": "llama"}
+    (tmp_path / "llama.json").write_text(json.dumps(settings))
+    other = cli_here("plan", path, "model.path=null", f"model.config={tmp_path / 'llama.json'}")
+    assert other.returncode == 2
+    assert "data.images: a llama model is not trained with images so far; those of gemma3, llava" in other.stderr
