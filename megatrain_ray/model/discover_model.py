@@ -154,7 +154,7 @@ def _may_use_flex(config: TrainConfig, source: ModelSource, device: str) -> bool
     setting = config.model.attention
     if setting == "sdpa" or (setting == "auto" and device != "cuda"):
         return False
-    problem = flex_problem(build_empty(source.factory, torch.float32))
+    problem = flex_problem(build_empty(source.factory, torch.float32), config.data.seq_len)
     if device != "cuda":
         problem = "it computes gradients on a GPU only"
     if problem is not None and setting == "flex":

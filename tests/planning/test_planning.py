@@ -81,22 +81,34 @@ def test_rows_that_are_too_long_are_refused_before_any_process_starts(
 
 
 @pytest.mark.parametrize(
-    ("device", "packing", "num_trials"),
-    [("cpu", False, 1), ("cpu", True, 1), ("cuda", False, 1), ("cuda", True, 2)],
+    ("device", "packing", "seq_len", "num_trials"),
+    [
+        ("cpu", False, 128, 1),
+        ("cpu", True, 128, 1),
+        ("cuda", False, 128, 1),
+        ("cuda", True, 128, 2),
+        ("cuda", True, 127, 1),
+    ],
 )
 def test_a_model_is_tried_as_often_as_its_attention_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, packing: bool, num_trials: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, packing: bool, seq_len: int, num_trials: int
 ) -> None:
     """A second trial is made only where rows of one document and rows of several have different attention.
 
-    Rows of one document have flex attention where their masks would be whole ones; rows of several have it always. A
-    trial of 180 layers takes 3 s.
+    Rows of one document have flex attention where their masks would be whole ones; rows of several have it always, if
+    they are long enough for its kernels. A trial of 180 layers takes 3 s.
     """
     trials = []
     monkeypatch.setattr(
         discover_model, "discover", lambda *args, **kwargs: trials.append(kwargs) or discover(*args, **kwargs)
     )
-    tree = config(tmp_path, LLAMA | {"head_dim": 16}, data__packing=packing, hardware__compile=False)
+    tree = config(
+        tmp_path,
+        LLAMA | {"head_dim": 16, "max_position_embeddings": 128},
+        data__packing=packing,
+        data__seq_len=seq_len,
+        hardware__compile=False,
+    )
     machine = replace(MACHINE, device=device, hbm_bytes=None if device == "cpu" else 8 << 30)
     plan = prepare(TrainConfig.model_validate(tree).resolve(), machine).plan
     assert len(trials) == num_trials
