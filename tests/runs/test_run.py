@@ -168,19 +168,23 @@ def test_ctrl_c_while_the_driver_plans_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 def test_interrupt_save_resume_and_nothing_left_behind(tmp_path: Path, ray_address: str) -> None:
-    """A new process goes on, on another cluster with other save settings; the reference in the end."""
-    tree = config(tmp_path / "run", build_tiny(tmp_path / "model"), train__steps=STEPS, hardware__num_shards=2)
+    """A new process goes on, on another cluster with other save settings and fewer steps; the reference in the end."""
+    model = build_tiny(tmp_path / "model")
+    tree = config(tmp_path / "run", model, train__steps=STEPS, train__schedule="constant", hardware__num_shards=2)
     path = write_config(tmp_path / "config.yaml", tree)
     assert "the same command resumes" in interrupt(path, tmp_path / "run")
+    steps = len(rows(tmp_path / "run")) + 4
+    tree = {**tree, "train": {**tree["train"], "steps": steps}}
+    path = write_config(path, tree)
     done = cli_here("train", str(path), "save_every=100", "save_keep=1", "hardware.num_shards=3")
     assert done.returncode == 0, done.stderr
-    assert len(rows(tmp_path / "run")) == STEPS
+    assert len(rows(tmp_path / "run")) == steps
     assert (tmp_path / "run" / "report.html").exists()
-    assert [p.name for p in (tmp_path / "run" / "saves").iterdir()] == [f"step_{STEPS}"]
+    assert [p.name for p in (tmp_path / "run" / "saves").iterdir()] == [f"step_{steps}"]
     assert_equals_reference(tmp_path / "run", tree, tmp_path / "out")
     again = cli_here("train", str(path))
     assert again.returncode == 0
-    assert f"already at step {STEPS}" in again.stdout
+    assert f"already at step {steps}" in again.stdout
 
 
 def test_ten_steps_are_four_and_six(tmp_path: Path, train: Train) -> None:
