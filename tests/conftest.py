@@ -25,7 +25,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # Read by OpenMP when torch is imported, here and in the processes of runs: threads that share cores wait without
 # spinning. A run of ten steps took 0.55 CPU seconds so, 6.0 otherwise.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Read by torch's compiler: kernels without vectors. To see which vectors there are it would compile and run ten programs.
+# Read by the compiler of torch: no vectors in kernels. To see which there are it would compile and run ten programs.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
