@@ -12,6 +12,7 @@ import torch
 
 from megatrain_ray.accounting.work_counters import WorkColumns
 from megatrain_ray.config.groups import SaveCompression
+from megatrain_ray.data.rollout_stream import compared_logprobs
 from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.engine.device.rank_group import RankGroup
 from megatrain_ray.engine.host.gradient_slab import held_slab_bytes
@@ -166,7 +167,8 @@ class GpuWorker:
                 packed=config.data.packing,
                 row_parts=2 if config.data.in_pairs and not config.data.packing else 1,
                 weighted=self._run_spec.weighted,
-                evaluates=config.evaluates or config.data.is_labelled,  # whose KL is of a forward
+                # KTO's KL is of a forward, and so are log-probabilities of a run's own answers.
+                evaluates=config.evaluates or config.data.is_labelled or bool(compared_logprobs(config.train)),
                 trains=config.train.num_steps > 0,
                 teacher=self._run_spec.teacher,
                 images=config.data.images,

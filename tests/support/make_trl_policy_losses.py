@@ -1,5 +1,7 @@
 """Prints losses and gradient norms by GRPOTrainer._compute_loss of TRL, which tests/engine/step/test_policy.py has.
 
+Of some it prints the losses of ten updates with the same rollouts, in which ratios leave 1.
+
 Run as a module, in an environment that has trl 1.16.0 and datasets as well, which no test needs.
 """
 
@@ -30,6 +32,9 @@ CASES = {
     "sequence_truncate": Policy(loss_type="grpo", correction="sequence_truncate", correction_max=1.2),
     "sequence_mask": Policy(level="sequence", loss_type="grpo", correction="sequence_mask", correction_max=2.0),
 }  # fmt: skip
+
+
+TEN_STEPS = ("dapo", "grpo", "dr_grpo", "GSPO", "GSPO and KL")
 
 
 class Trainer(GRPOTrainer):
@@ -109,6 +114,27 @@ def main() -> None:
             loss.backward()
             norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
             print(f"    {policy!r}: ({loss.item():.7f}, {norm.item():.7f}),  # {name}")
+        for name in TEN_STEPS:
+            model = load_model(build_tiny(Path(folder) / "model"), torch.float32).train()
+            losses = ten_steps(
+                Trainer(CASES[name].loss_type, CASES[name]), model, inputs_of(rollouts, reference, CASES[name])
+            )
+            print(f"    {CASES[name]!r}: ({', '.join(f'{loss:.7f}' for loss in losses)}),  # {name}")
+
+
+def ten_steps(trainer: Trainer, model: Any, inputs: dict[str, Any]) -> list[float]:
+    """Return the losses before each of ten updates by AdamW, with gradients clipped to a norm of 1."""
+    trainer.model = model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = trainer._compute_loss(model, inputs)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 if __name__ == "__main__":

@@ -32,6 +32,30 @@ BY_TRL = {
     Policy(level="sequence", loss_type="grpo", correction="sequence_mask", correction_max=2.0): (-0.0969164, 1.0092310),
 }  # fmt: skip
 
+# The losses of ten updates with these rollouts at a learning rate of 1e-4, by the same.
+TEN_BY_TRL = {
+    Policy(): (
+        0.5128902, 0.4165950, 0.3338546, 0.2653820, 0.2102828,
+        0.1643438, 0.1271210, 0.0968456, 0.0702865, 0.0497944,
+    ),
+    Policy(loss_type="grpo", beta=0.2): (
+        0.3232687, 0.2548054, 0.1958611, 0.1455297, 0.1033699,
+        0.0699252, 0.0408075, 0.0181812, -0.0009335, -0.0169613,
+    ),
+    Policy(0.1, 0.3, 0.1, "token", "dr_grpo", 16): (
+        0.1303202, 0.1043353, 0.0831169, 0.0658714, 0.0516851,
+        0.0405756, 0.0327936, 0.0259748, 0.0203646, 0.0164967,
+    ),
+    Policy(0.05, 0.02, 0.0, "sequence", "grpo"): (
+        0.2259998, 0.1784460, 0.1385387, 0.1019342, 0.0706707,
+        0.0455983, 0.0289387, 0.0213364, 0.0208425, 0.0202963,
+    ),
+    Policy(0.05, 0.02, 0.2, "sequence", "dapo"): (
+        0.4546255, 0.3798846, 0.3182785, 0.2627961, 0.2141256,
+        0.1736686, 0.1498185, 0.1418872, 0.1374368, 0.1336087,
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("policy", BY_TRL, ids=lambda policy: f"{policy.loss_type} {policy.level} {policy.correction}")
 def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, policy: Policy) -> None:
@@ -42,6 +66,17 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, policy: Policy) -
     recipe = Recipe(1, policy=policy, micro_batch_size=1, loss_chunk_tokens=16)
     ours = train_engine(tmp_path, batches, recipe, Mode())
     assert (ours.losses[0], ours.grad_norms[0]) == pytest.approx(BY_TRL[policy], rel=3e-6)
+
+
+@pytest.mark.parametrize("policy", TEN_BY_TRL, ids=lambda policy: f"{policy.loss_type} {policy.level} {policy.beta}")
+def test_ten_updates_with_the_same_rollouts_go_as_with_trl(tmp_path: Path, policy: Policy) -> None:
+    """Ratios leave 1 and are clipped."""
+    build_tiny(tmp_path)
+    batches = referenced(tmp_path / "reference", rollout_batches(list(random_rollouts(12)), 1, packing=True))
+    recipe = Recipe(10, policy=policy, lr=1e-4, schedule="constant", weight_decay=0.0, micro_batch_size=1)
+    ours = train_engine(tmp_path, batches * 10, recipe, Mode())
+    assert ours.losses == pytest.approx(TEN_BY_TRL[policy], rel=1e-4, abs=1e-6)
+    assert ours.reports[-1].metrics["clipped_low"] + ours.reports[-1].metrics["clipped_high"] > 0.1
 
 
 @pytest.mark.parametrize(
