@@ -28,6 +28,16 @@ with cluster(num_cpus=1, num_gpus=0):
     print("up", flush=True)
     sys.stdin.read()
 """
+# A tracker's service is started while a cluster is up, and outlives it.
+WITH_A_CHILD = """
+import subprocess, psutil
+from megatrain_ray.crew.ray_cluster import cluster
+with cluster(num_cpus=1, num_gpus=0):
+    child = subprocess.Popen(["sleep", "60"])
+left = psutil.Process().children(recursive=True)
+assert [p.pid for p in left] == [child.pid], left
+child.kill()
+"""
 
 
 @pytest.fixture
@@ -147,7 +157,10 @@ def test_no_other_user_can_enter_a_session(killed_driver: tuple[Path, list[psuti
 def test_a_killed_drivers_session_goes_once_rays_processes_have_ended(
     killed_driver: tuple[Path, list[psutil.Process]],
 ) -> None:
-    """Only the session goes: a benchmark runs in a folder of its own beside it, and a user has one of such a name."""
+    """Only the session goes: a benchmark runs in a folder of its own beside it, and a user has one of such a name.
+
+    The clusters that delete it start together, and end without ending other children of their drivers.
+    """
     folder, processes = killed_driver
     with tempfile.TemporaryDirectory(prefix="megatrain-bench-", dir="/tmp") as bench:
         users = aged(Path(bench) / "run")
@@ -157,8 +170,7 @@ def test_a_killed_drivers_session_goes_once_rays_processes_have_ended(
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         assert psutil.wait_procs(processes, timeout=END_S)[1] == []
-        code = "from megatrain_ray.crew.ray_cluster import cluster\nwith cluster(num_cpus=1, num_gpus=0): pass"
-        starts = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+        starts = [subprocess.Popen([sys.executable, "-c", WITH_A_CHILD]) for _ in range(2)]
         assert [start.wait() for start in starts] == [0, 0]
         assert not folder.exists()
         assert (users / "file").read_text() == "precious"
@@ -188,18 +200,3 @@ def test_a_process_one_of_whose_threads_is_left_lives() -> None:
         assert cluster_module._lives(process)
         child.communicate(b"\n")
     assert not cluster_module._lives(process)
-
-
-@pytest.mark.ray
-def test_a_cluster_that_ends_leaves_other_children_alone() -> None:
-    """A tracker's service is started while the cluster is up, and outlives it."""
-    code = """
-import subprocess, psutil
-from megatrain_ray.crew.ray_cluster import cluster
-with cluster(num_cpus=1, num_gpus=0):
-    child = subprocess.Popen(["sleep", "60"])
-left = psutil.Process().children(recursive=True)
-assert [p.pid for p in left] == [child.pid], left
-child.kill()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

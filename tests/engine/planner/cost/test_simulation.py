@@ -218,7 +218,7 @@ def test_what_is_kept_waits_on_the_host(
 BOTH_ON_DISK = Mode(LAYERS, boundaries=Tier.HOST, kept=Tier.HOST, hbm_layers=EVERY, to_disk=EVERY)
 
 
-@pytest.mark.spread(6)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("slow", ["COMPUTE", "D2H", "DISK"])
 @pytest.mark.parametrize(
     "mode",
