@@ -36,6 +36,7 @@ class RewardProcess:
         """
         self._limit_s = limit_s
         self._deadline_s = 0.0
+        self._num_asked = 0
         # Loky's processes do not import the program that starts them once more (io/records/process_map.py).
         context = get_context("loky")
         self._pipe, theirs = context.Pipe()
@@ -57,13 +58,15 @@ class RewardProcess:
         self.names = tuple(names)
 
     def ask(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Begin to compute the rewards of completions, which `answer` returns.
+        """Begin to compute the rewards of completions, which `answer` returns. Rewards of earlier calls are discarded.
 
         columns: further columns of the records, each as long as `completions`.
         """
         self._deadline_s = time.monotonic() + self._limit_s
+        self._num_asked += 1
         with suppress(OSError):  # it has died, as `answer` says
-            self._pipe.send(({"prompts": [*prompts], "completions": [*completions]}, dict(columns)))
+            given = {"prompts": [*prompts], "completions": [*completions]}
+            self._pipe.send((self._num_asked, given, dict(columns)))
 
     def answer(self, wait_s: float) -> Scores | None:
         """Return the rewards by function, or None if they do not come within `wait_s`.
@@ -78,9 +81,11 @@ class RewardProcess:
                         "raise it"
                     )
                 return None
-            error, found = self._pipe.recv()
+            number, error, found = self._pipe.recv()
         except (EOFError, OSError):
             raise self._died() from None
+        if number != self._num_asked:  # of an attempt at the run that a death has ended
+            return None
         if error is not None:
             raise error
         scores: Scores = found
@@ -110,15 +115,15 @@ def _serve(pipe: Connection, parent: int, rewards: list[str | Mapping[str, str]]
     try:
         functions = find_rewards(rewards)
     except ConfigError as error:
-        pipe.send((error, None))
+        pipe.send((0, error, None))
         return
-    pipe.send((None, dict.fromkeys(functions)))
+    pipe.send((0, None, dict.fromkeys(functions)))
     while True:
         try:
-            given, columns = pipe.recv()
+            number, given, columns = pipe.recv()
         except EOFError:
             return
-        pipe.send(_scored(functions, given, columns))
+        pipe.send((number, *_scored(functions, given, columns)))
 
 
 def _scored(functions: Mapping[str, Any], given: dict[str, list[Any]], columns: dict[str, list[Any]]) -> Any:

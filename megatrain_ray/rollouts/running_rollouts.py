@@ -138,7 +138,7 @@ class RunningRollouts:
         """Return a row of evaluations.jsonl, once all are there. The loss is minus the mean reward."""
         found = summary_of(self.records)
         return {
-            "step": self.step, "eval_loss": -found["reward"],
+            "step": self.step, "eval_loss": 0.0 - found["reward"],  # no negative zero
             **{f"eval_{name}": value for name, value in found.items()},
             "eval_tokens": sum(len(answer.drawn.ids) for answer in self._answers),
             "eval_s": time.monotonic() - self._start_s,

@@ -110,6 +110,8 @@ def test_the_process_answers_fails_hangs_and_dies(process: RewardProcess) -> Non
     ):
         answered(process, ["huge"])
     assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}, "it goes on after a failure"
+    process.ask([""], ["skip"], {"level": [2]})  # by an attempt at a run that ends before the answer
+    assert answered(process, ["fine"]) == {"partly": [1.0], "fails": [1.0]}, "what was asked before is discarded"
     process._limit_s = 0.2
     with pytest.raises(DeadlineError, match=r"longer than train.rollouts.timeout_s: 0.2"):
         answered(process, ["hang"])
