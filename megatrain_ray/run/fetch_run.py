@@ -139,7 +139,7 @@ def fetch_to_export(url: str, folder: Path, choose: Callable[[RunFiles], int]) -
     with reading_mirror():
         store = ObjectStore(StoreUrl.parse(url))
         found = store.find()
-        _fetch_files(store, found, folder)
+        _fetch_files(store, [item for item in found if not item.name.startswith(f"{ROLLOUTS}/")], folder)
         for step in mirrored_steps(found):
             save_folder(files.saves, step).mkdir(parents=True)
             (save_folder(files.saves, step) / MANIFEST_NAME).write_bytes(store.read(mirrored_name(step, MANIFEST_NAME)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from megatrain_ray.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+ROLLOUT = re.compile(rf"{ROLLOUTS}/step_(\d+)\.jsonl")
+
 # Seconds between the tries to write an object, each of which has the library's own retries: four minutes in all.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 POLL_S = 0.2
@@ -51,7 +54,8 @@ class SaveMirror:
         self._run, self._store = run, store
         found = store.find()
         self._there = set(mirrored_steps(found))
-        self._is_claimed = _check_owner(store, {item.name for item in found}, run.token)
+        self._names = {item.name for item in found}
+        self._is_claimed = _check_owner(store, self._names, run.token)
         self._sent_files: dict[Path, tuple[int, int]] = {}  # sizes and times of change
         self._sent_bytes: dict[str, int] = {}  # of the blobs of the save that is being uploaded
         self._total_bytes = 0
@@ -161,7 +165,9 @@ class SaveMirror:
             stats = file.stat()
             state = stats.st_size, stats.st_mtime_ns
             if self._sent_files.get(file) != state:
-                self._retried(partial(self._store.upload, file, file.relative_to(self._run.path).as_posix()))
+                name = file.relative_to(self._run.path).as_posix()
+                self._retried(partial(self._store.upload, file, name))
+                self._names.add(name)
                 self._sent_files[file] = state
 
     def _files(self) -> Iterator[Path]:
@@ -178,6 +184,16 @@ class SaveMirror:
         for step in (step for step in older if step not in kept):
             self._retried(partial(delete_mirrored, self._store, step))
             self._there.discard(step)
+        self._prune_rollouts()
+
+    def _prune_rollouts(self) -> None:
+        """Delete the rollouts that the run's directory has deleted, and that no save of the mirror learns from next."""
+        files = {int(match[1]): match[0] for match in map(ROLLOUT.fullmatch, self._names) if match}
+        needed = {max((first for first in files if first <= step), default=None) for step in self._there}
+        for first, name in files.items():
+            if first not in needed and not (self._run.path / name).exists():
+                self._retried(partial(self._store.delete, name))
+                self._names.discard(name)
 
     def _retried(self, action: Callable[[], None]) -> None:
         """Call the function until it succeeds. Raises ObjectStoreError after the last of a bounded number of tries."""

@@ -53,15 +53,21 @@ def saves_of(objects: Bucket) -> dict[int, set[str]]:
 
 def test_saves_go_into_the_mirror_and_out_of_it(objects: Bucket, tmp_path: Path) -> None:
     with begun(tmp_path / "a", objects, save_keep=2, save_keep_every=2, save_every=2) as (run, mirror):
+        (run.path / "rollouts").mkdir()
+        for first in (0, 3):
+            (run.path / "rollouts" / f"step_{first}.jsonl").touch()
         write_save(run.saves, 4, STATES[4], token=run.token)
         mirror.saved(4)
     objects.server.requests.clear()
+    for file in (run.path / "rollouts").iterdir():
+        file.unlink()
     with begun(tmp_path / "a", objects, save_keep=1) as (run, mirror):
         write_save(run.saves, 6, STATES[6], token=run.token)
         mirror.saved(6)
     assert not [request for request in objects.server.requests if request.startswith("GET") and "config" in request]
     assert mirror.lag(7) == 1
     assert saves_of(objects) == {6: {"manifest.json", *BLOBS}}, "2 and 4 as save_keep says"
+    assert [name for name in objects.names() if "rollouts" in name] == ["run/rollouts/step_3.jsonl"], "for step 7"
     puts = [request.split(" ")[1].split("?")[0] for request in objects.server.requests if request.startswith("PUT")]
     order = [name.partition("/step_6/")[2] for name in puts if "step_6" in name]
     assert order[-1] == "manifest.json"
