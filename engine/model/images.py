@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -76,6 +77,25 @@ def answer_features(base: nn.Module) -> None:
     """Make a base model answer with FEATURES when it asks itself for the features of images. Idempotent."""
     if getattr(getattr(base, "config", None), "model_type", None) in VISION_FAMILIES:
         base.get_image_features = _answer  # type: ignore[assignment]
+        _find_images_by_place()
+
+
+def _find_images_by_place() -> None:
+    """Make the masks of packed rows find a token's image by its place in the row. Idempotent.
+
+    Transformers 5.24 asks for it by the place in the document. Then tokens of Gemma 3 that are those of no image see
+    later ones, where an earlier document of the row has an image. 5.17 asks by the place in the row.
+    """
+    from transformers import masking_utils
+
+    whole = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    if whole is not None and not isinstance(whole, partial):
+        masking_utils.remap_positions_for_packed_sequence = partial(_remapped, whole)
+
+
+def _remapped(remap: Any, mask_function: Any, positions: torch.Tensor) -> Any:
+    """Return the mask function as it is in a forward with images: distances within a document are those in its row."""
+    return remap(mask_function, positions) if FEATURES.get() is None else mask_function
 
 
 def _answer(*args: Any, **kwargs: Any) -> Any:

@@ -137,10 +137,10 @@ class FeatureReader:
         return tuple(image for row in rows for image in self._of_row(row, image_numbers[row]))
 
     def _of_row(self, row: int, numbers: NDArray[np.int64]) -> Iterator[PlacedImage]:
+        own = numbers[numbers > 0] - 1  # by token; texts may stand between those of an image, as Gemma 3's crops have
         place = 0
-        while (left := np.flatnonzero(numbers[place:])).size:
-            place += int(left[0])
-            number = int(numbers[place]) - 1
+        while place < own.size:
+            number = int(own[place])
             source = int(np.searchsorted(self.firsts, number, side="right")) - 1
             yield (image := self._sources[source].placed(row, number - int(self.firsts[source])))
             place += image.features.shape[1]  # the next one may follow at once, and be the same

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.images.image_processor import load_processor
@@ -181,6 +182,21 @@ class PlainChats:
         named = {"token_type_ids": types[None]} if "token_type_ids" in parts[0] else {}
         return given | named | {"position_ids": positions[None]}
 
+    def separate_loss(self, batch: Batch) -> float:
+        """Return the mean loss of a batch if each of its chats is a row of its own."""
+        losses, ids, targets = [], torch.as_tensor(batch.input_ids), torch.as_tensor(batch.targets)
+        for row, positions in enumerate(torch.as_tensor(batch.positions)):
+            starts = [*(positions == 0).nonzero()[:, 0].tolist(), positions.numel()]
+            for start, stop in pairwise(starts):
+                learned = targets[row, start:stop].long()
+                if (chat := self._chat_of(ids[row, start:stop], learned)) is None:
+                    continue
+                with torch.no_grad():
+                    logits = self.model(**{k: chat[k] for k in chat if k in ROW_INPUTS}).logits[0, : len(learned)]
+                learned = learned[: len(logits)]
+                losses.append(cross_entropy(logits, learned, reduction="none")[learned >= 0])
+        return float(torch.cat(losses).mean())
+
     def _chat_of(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor] | None:
         """Return the chat whose last token is no input, since it is the last target."""
         if (targets == -100).all():
@@ -189,6 +205,7 @@ class PlainChats:
 
 
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
+ROW_INPUTS = (*IMAGE_INPUTS, "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def _types_of(chat: dict[str, Tensor]) -> Tensor:
