@@ -65,6 +65,7 @@ def test_the_plain_training_is_the_reference(tmp_path: Path, clip: float | None)
     assert ours == Numbers(tuple(theirs.losses), tuple(theirs.grad_norms))
 
 
+@pytest.mark.long
 def test_every_mode_has_a_plan_and_another_plan_is_seen(tmp_path: Path) -> None:
     common = Common.of(tiny(tmp_path), compiled=True)
 

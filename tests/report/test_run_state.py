@@ -53,6 +53,7 @@ def told(run_dir: Path) -> list[str]:
     return [line.strip() for line in lines[lines.index("state") + 1 : lines.index("result")]]
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_live_run_one_of_whose_processes_dies_and_then_its_driver(tmp_path: Path, ray_address: str) -> None:
     run_dir, steps = tmp_path / "run", 1_000_000

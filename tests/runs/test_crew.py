@@ -95,6 +95,7 @@ def size_of(reference: Any) -> int:
     return size
 
 
+@pytest.mark.long
 def test_what_passes_through_ray_does_not_grow_with_the_model(tmp_path: Path, ray_address: str) -> None:
     """Per step: a call, a batch and a row. Weights, gradients and state are a hundred times larger here and there."""
     sizes = {}
@@ -129,6 +130,7 @@ def test_the_first_actors_begin_before_there_is_a_plan(tmp_path: Path, ray_addre
         crew.stop()
 
 
+@pytest.mark.long
 def test_those_whom_nobody_needs_end(ray_address: str) -> None:
     placement = Placement(ActorsSpec(2, "cpu"))
     pid = ray.get(placement._waiting[DATA].__ray_call__.remote(pid_of), timeout=120)

@@ -77,6 +77,7 @@ def policies_of(pid: int) -> Mapping[str, set[str]]:
     return found
 
 
+@pytest.mark.long
 def test_threads_and_pages_are_where_the_plan_has_them(tmp_path: Path, ray_address: str, model: Path) -> None:
     plain, placed = tmp_path / "plain", tmp_path / "placed"
     one_node = [{"cpus": f"{CPUS[0]},{CPUS[1]}"}]
