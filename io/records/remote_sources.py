@@ -45,6 +45,8 @@ def local_copy(source: str, root: Path, report: Callable[[str], None]) -> str:
     """
     url = StoreUrl.parse(source)
     if url.scheme == "file":
+        if url.host:
+            raise ConfigError(f"data.path: {url} names the machine {url.host}; a local file is file:///PATH")
         return f"/{url.path}"
     place, pattern = _split(url)
     folder = root / url.scheme / url.host / place.path

@@ -33,7 +33,8 @@ def rollout_disagreements(config: Settings) -> Iterator[str]:
 
 
 def _number_disagreements(config: Settings, rollouts: RolloutsConfig) -> Iterator[str]:
-    if (batch_size := config.num_step_rows) % rollouts.group_size:
+    agrees = config.train.batch_size in (None, config.num_step_rows)  # else another line says so
+    if agrees and (batch_size := config.num_step_rows) % rollouts.group_size:
         yield (
             f"train.batch_size: {batch_size} answers are no whole groups of train.rollouts.group_size: "
             f"{rollouts.group_size}; set a multiple of that"

@@ -593,6 +593,9 @@ def test_the_split_of_a_step(
 )
 def test_batch_sizes_that_disagree_say_what_to_set(changes: dict[str, Any], remedy: str) -> None:
     assert refusal(train__batch_size=8, **changes).endswith(f"set {remedy}")
+    answers = {"data__kind": "prompts", "train__objective": "grpo", "train__rollouts": {"rewards": ["exact"]}}
+    told = refusal(train__batch_size=8, **changes, **answers, data__seq_len=512)
+    assert "\n" not in told and told.endswith(f"set {remedy}"), "not that batch_size is no multiple of group_size"
 
 
 def test_the_tokenizer_is_the_models_own_unless_set() -> None:

@@ -112,6 +112,8 @@ def test_any_adapter_of_fsspec_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path: cannot open nothing://a"):
         found("nothing://a/b", tmp_path)
     assert local_copy(f"file://{copy}", tmp_path, print) == str(copy)
+    with pytest.raises(ConfigError, match=r"file://a/b.txt names the machine a; a local file is file:///PATH"):
+        local_copy("file://a/b.txt", tmp_path, print)
 
 
 @pytest.mark.parametrize(
