@@ -32,7 +32,7 @@ def train(options: Namespace) -> int:
     if output.first_step is None:  # there was nothing to do, as the Trainer has printed
         return 0
     rows = [row for row in output.rows if row["step"] > output.first_step]
-    loss = f", loss {rows[-1]['loss']:.4f}" if rows and rows[-1]["loss"] is not None else ""
+    loss = f", loss {rows[-1]['loss']:z.4f}" if rows and rows[-1]["loss"] is not None else ""
     show(f"done: step {output.global_step}{loss} ({output.run_dir})")
     files = RunFiles(output.run_dir)
     plan, best_save = files.read_plan(), files.best_save

@@ -162,7 +162,7 @@ def describe_held_out_loss(row: Mapping[str, Any]) -> str:
     if not quality and "perplexity" in row:
         quality = f"  perplexity {math.nan if row['perplexity'] is None else row['perplexity']:.5g}"
     return (
-        f"eval_loss {loss:.4f}{quality}  {format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
+        f"eval_loss {loss:z.4f}{quality}  {format_count(row['eval_tokens'])} tokens in {format_duration(row['eval_s'])}"
     )
 
 
@@ -203,7 +203,7 @@ def _advanced(work: str, done: int, total: int, tokens_per_s: float) -> str:
 
 def _summary(row: Mapping[str, Any]) -> str:
     skipped = f"  skipped: the gradient of {row['bad_parameter']} is not finite" if row["skipped"] else ""
-    loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:.4f}"
+    loss = "no loss: host memory is aliased" if row.get("aliased") else f"loss {row['loss']:z.4f}"
     return (
         f"epoch {row['epoch']:.3g}  {loss}{_of_answers(row)}  norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}  "
         f"{format_count(row['tokens_per_s'])} tokens/s{skipped}"

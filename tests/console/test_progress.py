@@ -74,13 +74,15 @@ def test_an_evaluation_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         view.advance("evaluating", 1, 2, 3400.0)
         view.evaluated(EVALUATION)
         view.evaluated(EVALUATION | {"eval_loss": None, "perplexity": None})
+        view.evaluated(EVALUATION | {"eval_loss": -1e-9})
     assert stream.getvalue().splitlines() == [
         "after step 3  eval_loss 2.5000  perplexity 12.182  12.3k tokens in 2s",
         "after step 3  eval_loss nan  perplexity nan  12.3k tokens in 2s",
+        "after step 3  eval_loss 0.0000  perplexity 12.182  12.3k tokens in 2s",
     ]
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
     view.advance("evaluating", 1, 2, 3400.0)
-    assert stream.getvalue().splitlines()[2:] == ["evaluating 1/2  3.40k tokens/s"]
+    assert stream.getvalue().splitlines()[3:] == ["evaluating 1/2  3.40k tokens/s"]
     terminal = Terminal()
     with make_progress(10, 3, terminal) as view:
         view.advance("evaluating", 1, 2, 3400.0)
