@@ -142,7 +142,7 @@ def read_image(source: Any, folder: Path) -> StoredImage:
             raise RecordError(
                 f"{path} has {identity[1] >> 20} MiB, and {MOST_BYTES >> 20} are the most; make it smaller"
             )
-        return StoredImage(path.read_bytes(), identity)
+        return StoredImage(path.read_bytes(), [str(path.absolute()), *identity])
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror} (relative paths start at {folder})") from None
 

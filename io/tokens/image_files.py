@@ -25,7 +25,10 @@ MOST_IMAGES = 1 << 24  # numbers are FP32
 
 
 class StoredImage(NamedTuple):
-    """Holds the bytes of an image file, and the identity of the file if a record named one."""
+    """Holds the bytes of an image.
+
+    identity: if a record named a file, its path as named, which may be a link, and its identity; else None.
+    """
 
     content: bytes
     identity: list[Any] | None = None
@@ -101,6 +104,6 @@ def named_files_are_same(folder: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        return all(file_identity(Path(path)) == [path, *rest] for path, *rest in named)
+        return all(file_identity(Path(path)) == identity for path, *identity in named)
     except OSError:
         return False

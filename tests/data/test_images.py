@@ -110,6 +110,13 @@ def test_features_are_computed_once_and_follow_the_images(tmp_path: Path, monkey
     assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(before, after, strict=True))
     first, second = (train_engine(tmp_path / "model", batches, RECIPE, Mode()) for batches in (before, after))
     assert differ(first, second)
+    (tmp_path / "other.png").write_bytes((tmp_path / "2.png").read_bytes())
+    (tmp_path / "0.png").rename(tmp_path / "first.png")
+    for target, num_passes in (("first.png", 3), ("other.png", 4)):  # the same bytes, then others
+        (tmp_path / "0.png").unlink(missing_ok=True)
+        (tmp_path / "0.png").symlink_to(target)
+        data.features()
+        assert data.num_passes == num_passes
 
 
 def required(numbers: Any) -> Any:
