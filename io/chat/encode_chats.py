@@ -22,7 +22,7 @@ from megatrain_ray.io.chat.conversation_formats import (
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, read_margin, read_pair, with_mismatched
-from megatrain_ray.io.images.image_parts import IMAGE, without_images
+from megatrain_ray.io.images.image_parts import IMAGE, named_files, without_images
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.images.replaced_images import ReplacedText
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
@@ -258,12 +258,14 @@ class EncodedRecord(NamedTuple):
 
     problem: what is wrong with the record; None: nothing.
     longest: tokens of the window that its longest sequence needs, before it was cut.
+    unused_files: image files that the record names, if nothing is kept of it: path, and identity if it is there.
     """
 
     kept: list[KeptSequence]
     outcomes: list[RecordOutcome]
     problem: str | None = None
     longest: int = 0
+    unused_files: Sequence[list[Any]] = ()
 
     @staticmethod
     def of(
@@ -333,6 +335,12 @@ class RecordEncoder:
 
     def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
         number, record = numbered
+        found = self._encoded(number, record)
+        if self.folders is None or found.kept:
+            return found
+        return found._replace(unused_files=named_files(record, self.folders[number]))
+
+    def _encoded(self, number: int, record: object) -> EncodedRecord:
         layout = self.layouts[number]
         if isinstance(layout, PairLayout):
             return self._pair(record, layout)
@@ -400,6 +408,7 @@ def tallied(records: Iterable[tuple[RecordLocation, EncodedRecord]], tally: Reco
     for location, record in records:
         tally.num_records += 1
         tally.longest = max(tally.longest, record.longest)
+        tally.unused_files += record.unused_files
         if record.problem is not None:
             tally.bad(location, record.problem)
         for outcome in record.outcomes:

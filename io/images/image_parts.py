@@ -7,11 +7,11 @@ import binascii
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from megatrain_ray.io.files.file_identity import file_identity
 from megatrain_ray.io.records.read_records import RecordError, as_mapping
-from megatrain_ray.io.tokens.image_files import StoredImage
+from megatrain_ray.io.tokens.image_files import StoredImage, identity_if_there
 from megatrain_ray.read_file import regular_file
 
 IMAGE = "m3gaimage"  # stands in a turn for an image: text that no template and no turn contains
@@ -27,6 +27,7 @@ SOURCE_KEYS = (
     "base64",
     "bytes",
 )  # of a part, or of what stands under one of these
+FILE_URL = "file://"
 MOST_BYTES = 256 << 20  # of a file
 
 
@@ -114,6 +115,27 @@ class _Finder:
         self.num_taken += 1
 
 
+def named_files(record: Any, folder: Path) -> list[list[Any]]:
+    """Return path and identity of each image file that a record names, the path only of one that is not there."""
+    try:
+        sources = take_images(record)[1]
+    except RecordError:
+        return []
+    found = []
+    while sources:
+        if isinstance(source := sources.pop(), Mapping):
+            sources += [source[key] for key in SOURCE_KEYS if source.get(key)]
+        elif isinstance(source, str) and not source.startswith("data:"):
+            path = _path_of(source, folder).absolute()
+            found.append([str(path), *identity_if_there(path)])
+    return found
+
+
+def _path_of(source: str, folder: Path) -> Path:
+    is_url = source.startswith(FILE_URL)
+    return folder / (unquote(source.removeprefix(FILE_URL).removeprefix("localhost")) if is_url else source)
+
+
 def read_image(source: Any, folder: Path) -> StoredImage:
     """Return the bytes of an image. Raises RecordError.
 
@@ -132,10 +154,9 @@ def read_image(source: Any, folder: Path) -> StoredImage:
         raise RecordError(f"expected a path, a URL, or a mapping with bytes, got {source!r:.60}")
     if source.startswith("data:"):
         return StoredImage(_decoded(source))
-    url = urlsplit(source) if "://" in source else None
-    if url is not None and url.scheme != "file":
+    if "://" in source and not source.startswith(FILE_URL):
         raise RecordError(f"{source:.60} is on the net, which is not read while data are; download it and give a path")
-    path = folder / (unquote(url.path) if url else source)
+    path = _path_of(source, folder)
     try:
         identity = file_identity(regular_file(path))
         if identity[1] > MOST_BYTES:

@@ -220,6 +220,7 @@ class RecordTally:
         self.num_sequences = self.num_mismatched = 0
         self.num_tokens = 0
         self.num_supervised = 0
+        self.unused_files: list[list[Any]] = []  # that unused records name: path, and identity if it is there
 
     @property
     def num_cut(self) -> int:

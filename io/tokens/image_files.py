@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -61,8 +61,6 @@ class ImageWriter(ExitStack):
 
     def add(self, image: StoredImage) -> int:
         """Return the number of an image, which is written unless an equal one was. Raises OSError."""
-        if image.identity is not None:
-            self._named[image.identity[0]] = image.identity
         digest = hashlib.sha256(image.content).digest()
         if digest not in self._numbers:
             self._numbers[digest] = len(self._numbers)
@@ -71,6 +69,10 @@ class ImageWriter(ExitStack):
             self.files[1].write(np.array([self.num_bytes], END_TYPE).data)
         return self._numbers[digest]
 
+    def name(self, files: Iterable[list[Any]]) -> None:
+        """Note files, of whose change the folder is made again: path and identity, or the path of a missing one."""
+        self._named |= {path: [path, *identity] for path, *identity in files}
+
     def numbered(self, own: NDArray[np.float32], images: Sequence[StoredImage]) -> NDArray[np.float32]:
         """Write the images of a sequence that it has tokens of, and return 1 + their numbers by token.
 
@@ -78,6 +80,7 @@ class ImageWriter(ExitStack):
 
         Raises OSError, and ConfigError if there are too many images.
         """
+        self.name([image.identity for image in images if image.identity is not None])
         there = set(np.unique(own).tolist())
         numbers = [1 + self.add(image) if number in there else 0 for number, image in enumerate(images, 1)]
         if self.num_images >= MOST_IMAGES:
@@ -104,6 +107,14 @@ def named_files_are_same(folder: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        return all(file_identity(Path(path)) == identity for path, *identity in named)
-    except OSError:
+        return all(identity_if_there(Path(path)) == identity for path, *identity in named)
+    except (TypeError, ValueError):
         return False
+
+
+def identity_if_there(file: Path) -> list[Any]:
+    """Return what `file_identity` does; nothing if the file cannot be found."""
+    try:
+        return file_identity(file)
+    except (OSError, ValueError):  # ValueError: its name holds a NUL character
+        return []

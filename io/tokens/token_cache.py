@@ -258,6 +258,8 @@ def _write(recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int
     ):
         for block in blocks:
             writer.add(block)
+        if writer.images:
+            writer.images.name(tally.unused_files)
         writer.finish()
     return TokenMeta(
         itemsize=itemsize,

@@ -24,6 +24,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.evaluation_config import identity_of
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.images.feature_files import FEATURES_NAME, FeatureReader
+from megatrain_ray.io.tokens.token_files import read_meta
 from megatrain_ray.model.open_model import open_model
 from tests.support.pictures import NUM_IDS, PROCESSORS, PlainChats, build_pictured, chats, one_by_one, write_picture
 from tests.support.reference import Recipe, train_reference
@@ -51,9 +52,9 @@ class Data:
         self.num_passes += 1
         return function(*args)
 
-    def features(self) -> tuple[TrainConfig, tuple[Path, ...], dict[Path, Path]]:
+    def features(self, **settings_of_data: Any) -> tuple[TrainConfig, tuple[Path, ...], dict[Path, Path]]:
         tree = config(self._file.parent / "run", self._folder, data__kind="sft", data__path=str(self._file))
-        tree["data"] |= {"seq_len": SEQ_LEN, "tokenizer": str(self._folder), "images": True}
+        tree["data"] |= {"seq_len": SEQ_LEN, "tokenizer": str(self._folder), "images": True, **settings_of_data}
         settings = TrainConfig.model_validate(tree)
         tokens = tokenize(settings.data, settings.tokenizer, NUM_IDS, self._file.parent, reports=False)
         source, identity = open_model(ModelConfig(path=str(self._folder))), identity_of(None, settings)
@@ -117,6 +118,19 @@ def test_features_are_computed_once_and_follow_the_images(tmp_path: Path, monkey
         (tmp_path / "0.png").symlink_to(target)
         data.features()
         assert data.num_passes == num_passes
+
+
+def test_skipped_records_are_read_once_their_images_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, found = Data(build_pictured("Qwen2.5-VL", tmp_path / "model"), tmp_path, monkeypatch), []
+    image = tmp_path / "1.png"
+    whole = image.read_bytes()
+    image.unlink()
+    for content in (whole[:99], whole):
+        _, [folder], _ = data.features(bad_records="skip")
+        found.append(read_meta(folder))
+        image.write_bytes(content)
+    _, [folder], _ = data.features(bad_records="skip")
+    assert [meta.num_documents for meta in map(required, (*found, read_meta(folder)))] == [5, 5, 8]
 
 
 def required(numbers: Any) -> Any:

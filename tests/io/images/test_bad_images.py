@@ -85,6 +85,7 @@ BAD = {
     "too long": (turns(image(path="long.png"), "Q"), "image 1 (FOLDER/long.png): the model's processor refuses it: "),
     "too many pixels": (turns(image(image=URL), "Q"), "image 1: Image size (1600 pixels) exceeds limit of 1200 pixels"),
     "on the net": (turns(image(url="https://x.org/a.png"), "Q"), "image 1: https://x.org/a.png is on the net"),
+    "on a strange net": (turns(image(url="https://[x/a.png"), "Q"), "image 1: https://[x/a.png is on the net"),
     "base64": (turns(image(image="data:image/png;base64,?"), "Q"), "image 1: its base64 text cannot be decoded"),
     "other data": (turns(image(image="data:,abc"), "Q"), "image 1: expected data:image/…;base64,…, got 'data:,abc'"),
     "number": (turns(image(image=7), "Q"), "image 1: expected a path, a URL, or a mapping with bytes, got 7"),
