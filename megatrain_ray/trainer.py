@@ -162,7 +162,9 @@ class Trainer:
             held_out = check_inputs(run_spec, data, manifest, startup)
             run_spec = replace(
                 run_spec, weighted=any(map(is_weighted, data.training)), keeps_logprobs=self._pass is not None,
-                teacher=teacher, reference=stack.enter_context(open_reference(run.config, run_spec)),
+                teacher=teacher, reference=stack.enter_context(
+                    open_reference(run.config, self._base or run.config.model, run_spec, run.path)
+                ),
                 weights_folder=rollouts.weights_folder if rollouts else None, features=features,
             )  # fmt: skip
             if manifest is not None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
+from megatrain_ray.console.logs import say
+from megatrain_ray.driver.logprob_pass import ModelIdentity
 from megatrain_ray.errors import ConfigError
-from megatrain_ray.export.evaluation_config import naming_reference, run_of
+from megatrain_ray.export.evaluation_config import identity_of, naming_reference, run_of
 from megatrain_ray.export.export import exported
+from megatrain_ray.io.files.atomic_file import write_atomically
+from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import checked, read_model
 from megatrain_ray.planning.run_spec import RunSpec
@@ -22,10 +29,15 @@ NO_MATTER = frozenset(
 
 
 @contextmanager
-def open_reference(config: TrainConfig, run_spec: RunSpec) -> Iterator[ModelSource | None]:
+def open_reference(
+    config: TrainConfig, base: ModelConfig, run_spec: RunSpec, run_dir: Path
+) -> Iterator[ModelSource | None]:
     """Yield the source of the reference's weights, which stays for the block; None: the run computes none.
 
-    A save of a run is exported for it, into that run's directory.
+    A save of a run is exported for it, into that run's directory. A warning tells if it is another model than at the
+    last start of the run in `run_dir`.
+
+    base: the model that the run began with, without adapters.
 
     Raises ConfigError for a model of another shape than the one that is trained, and as export_run.
     """
@@ -44,7 +56,22 @@ def open_reference(config: TrainConfig, run_spec: RunSpec) -> Iterator[ModelSour
                 found = checked(source)
                 own = replace(own, folder=found.folder, hub=found.hub, names=found.names, prefix=found.prefix)
                 own.check_weights(run_spec.structure)
+        named = None if name == "model" else name
+        identity = identity_of(named, config.model_copy(update={"model": base}))
+        warn_of_change(run_dir / "reference.json", identity)
         yield own
+
+
+def warn_of_change(file: Path, identity: ModelIdentity) -> None:
+    """Warn if the reference is not what `file` says of the last start, and write what it is now."""
+    now = json.dumps(identity, sort_keys=True, default=str)
+    with explained("write", file):
+        if file.exists() and file.read_text(encoding="utf-8") != now:
+            say(
+                "warning: the reference is another model than at the last start of this run, or its files were moved "
+                "(train.reference, or model.path): from here on answers are compared with this one"
+            )
+        write_atomically(file, now)
 
 
 def _check_shape(name: str, reference: ModelSource, trained: ModelSource) -> None:
