@@ -79,7 +79,7 @@ def test_a_run_on_chats_equals_the_reference_and_goes_on_where_it_was_saved(tmp_
     shutil.rmtree(run_dir / "saves" / "step_4")
     second = train(str(path))
     assert second.returncode == 0, second.stderr
-    assert "records: " not in second.stderr
+    assert "in the cache: 400 records: " in second.stderr
     assert losses(run_dir) == whole
 
     batches = batches_of(tree, run_dir)
