@@ -44,6 +44,8 @@ def describe_harm(rows: Sequence[Row]) -> str | None:
     if before is None or not counted(rows):
         return None
     first, last = before["eval_loss"], rows[-1].get("eval_loss")
+    if all(row.get("eval_loss") == first for row in counted(rows)):  # rewards of 0, say
+        return None
     said = [] if last is None or last <= first else [f"held-out loss rose from {first:.4f} to {last:.4f}"]
     if is_no_better(rows):
         said.append("no evaluated save is better than the model before training")

@@ -32,6 +32,7 @@ def test_a_loss_above_that_before_training_is_said() -> None:
     assert describe_harm(rows(3.0, 2.0, 4.0)) == "held-out loss rose from 3.0000 to 4.0000"
     assert describe_harm(rows(3.0, 5.0, 4.0)) == f"held-out loss rose from 3.0000 to 4.0000; {none_better}"
     assert describe_harm(rows(3.0, None)) == none_better
+    assert describe_harm(rows(0.0, 0.0, 0.0)) is None, "nothing was learned, and nothing harmed"
     other_data = rows(3.0, 4.0)
     other_data[1]["eval_tokens"] = 7
     assert describe_harm(other_data) is None
