@@ -44,6 +44,23 @@ def held(folders: Sequence[Path]) -> Iterator[None]:
         yield
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether a process reads the folder (`held`); False where the file system has no locks."""
+    try:
+        lock = os.open(folder / META_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
 def _share(lock: int) -> None:
     """Take the shared lock. Raises BlockingIOError if a pruning process holds the exclusive one for HELD_S."""
     deadline_s = time.monotonic() + HELD_S

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.files.atomic_file import STALL_S, wait_for_lock
 from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.file_identity import file_identity
@@ -27,6 +27,7 @@ from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, R
 from megatrain_ray.io.records.read_records import BadRecords, RecordOutcome, RecordTally
 from megatrain_ray.io.records.read_texts import TextBlock, read_texts
 from megatrain_ray.io.records.record_location import RecordLocation
+from megatrain_ray.io.tokens.cache_pruning import is_held
 from megatrain_ray.io.tokens.token_files import (
     META_NAME,
     VERSION,
@@ -213,9 +214,17 @@ def locked_folder(folder: Path, written: Path, watcher: FolderWatcher, stall_s: 
 
 @contextmanager
 def new_folder(folder: Path, watcher: FolderWatcher) -> Iterator[Path]:
-    """Yield where to write a locked folder of the cache, as complete_or_absent does. A damaged one is replaced."""
+    """Yield where to write a locked folder of the cache, as complete_or_absent does. A damaged one is replaced.
+
+    Raises MegatrainError if a run reads the damaged one.
+    """
     with explained("write", folder):
         if not is_free(folder):
+            if is_held(folder):
+                raise MegatrainError(
+                    f"{folder} is damaged, or an image has changed of which it was made, and another run reads it: "
+                    "start again when that has ended"
+                )
             watcher.replace(folder)
             _remove_damaged(folder)
         remove_abandoned(folder.parent)

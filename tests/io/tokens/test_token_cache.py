@@ -23,6 +23,7 @@ from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.records.record_location import RecordLocation
 from megatrain_ray.io.tokens import tokenizer as tokenizer_module
+from megatrain_ray.io.tokens.cache_pruning import held
 from megatrain_ray.io.tokens.rebuilt_tokenizer import RebuiltTokenizer
 from megatrain_ray.io.tokens.token_cache import (
     TextRecipe,
@@ -232,6 +233,9 @@ def test_a_flipped_bit_is_noticed_at_the_next_start(recipe: TextRecipe, root: Pa
     flip(folder / name, len(before) // 2, 0x01)
     assert find_tokens(recipe, root) is None
     watch = Watch()
+    with held([folder]), pytest.raises(MegatrainError, match="and another run reads it: start again when that has"):
+        make_tokens(recipe, root, 257, watch)
+    assert (folder / name).read_bytes() != before, "the other run's files stay"
     make_tokens(recipe, root, 257, watch)
     assert watch.replaced == [folder]
     assert (folder / name).read_bytes() == before
