@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.disk_errors import DiskError
 from megatrain_ray.io.tokens.image_files import PlacedImage
-from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, checksum, image_checksum
+from megatrain_ray.io.tokens.token_files import META_NAME, checksum
 from megatrain_ray.read_file import parse_json
 
 FEATURES_NAME = "features.bin"  # of each image [num_entries, num_tokens, width], one after the other
@@ -70,23 +70,6 @@ def finish_features(folder: Path, provenance: Mapping[str, Any], meta: FeatureMe
     crc32 = checksum([folder / name for name in meta.sizes()])
     tree = {"provenance": provenance, "features": asdict(replace(meta, crc32=crc32))}
     (folder / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
-
-
-def feature_provenance(tokens: Path, settings: Mapping[str, Any], files: list[Any]) -> dict[str, Any]:
-    """Return everything that decides the features of a folder of tokens, as data for JSON.
-
-    settings: the model, and what computes them.
-    files: identities of the model's files. If one of these changes, or one that the tokens were made of, the folder is
-        deleted.
-    """
-    made_of = json.loads((tokens / META_NAME).read_text(encoding="utf-8"))["provenance"]["files"]
-    return {
-        "version": VERSION,
-        "files": [*made_of, *files],
-        "images of": tokens.name,
-        **image_checksum(tokens),
-        **settings,
-    }
 
 
 def read_feature_meta(folder: Path) -> FeatureMeta | None:

@@ -27,7 +27,7 @@ from megatrain_ray.io.tokens.teacher_files import (
     open_records,
     write_records,
 )
-from megatrain_ray.io.tokens.token_files import META_NAME, VERSION, WEIGHT_TYPE, Logprobs, checksum, image_checksum
+from megatrain_ray.io.tokens.token_files import META_NAME, WEIGHT_TYPE, Logprobs, checksum
 from megatrain_ray.read_file import parse_json
 
 LOGPROBS_NAME = "logprobs.bin"
@@ -193,23 +193,6 @@ def _sizes(num_values: int, record: RecordSize | None) -> dict[str, int]:
     if record is not None:
         sizes[TEACHER_NAME] = num_values * record.kind.itemsize
     return sizes
-
-
-def logprob_provenance(tokens: Path, settings: Mapping[str, Any], files: list[Any]) -> dict[str, Any]:
-    """Return everything that decides the log-probabilities of a folder of tokens, as data for JSON.
-
-    settings: how the tokens are cut into windows, and the model.
-    files: identities of the model's files. If one of these changes, or one that the tokens were made of, the folder is
-        deleted.
-    """
-    made_of = json.loads((tokens / META_NAME).read_text(encoding="utf-8"))["provenance"]["files"]
-    return {
-        "version": VERSION,
-        "files": [*made_of, *files],
-        "tokens": tokens.name,
-        **image_checksum(tokens),
-        **settings,
-    }
 
 
 def read_logprob_meta(folder: Path) -> LogprobMeta | None:

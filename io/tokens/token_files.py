@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -287,6 +288,18 @@ def image_checksum(folder: Path) -> dict[str, Any]:
     """
     meta = read_meta(folder)
     return {"image checksum": meta.crc32} if meta is not None and meta.num_images else {}
+
+
+def derived_provenance(tokens: Path, kind: str, settings: Mapping[str, Any], files: list[Any]) -> dict[str, Any]:
+    """Return everything that decides what a model computes of a folder of tokens, as data for JSON.
+
+    kind: key under which the folder is named; it tells the kinds of what is computed apart.
+    settings: whatever else decides it, such as the model.
+    files: identities of the model's files. If one of these changes, or one that the tokens were made of, what was
+        computed is deleted.
+    """
+    made_of = json.loads((tokens / META_NAME).read_text(encoding="utf-8"))["provenance"]["files"]
+    return {"version": VERSION, "files": [*made_of, *files], kind: tokens.name, **image_checksum(tokens), **settings}
 
 
 def checksum(files: Iterable[Path]) -> int:

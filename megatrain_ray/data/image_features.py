@@ -24,7 +24,6 @@ from megatrain_ray.io.files.partial_folder import partial_of
 from megatrain_ray.io.images.feature_files import (
     FeatureMeta,
     append_features,
-    feature_provenance,
     finish_features,
     holds_features,
 )
@@ -33,7 +32,7 @@ from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.cache_pruning import mark_used
 from megatrain_ray.io.tokens.image_files import IMAGE, read_images
 from megatrain_ray.io.tokens.token_cache import key_of, locked_folder, new_folder
-from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, column_file, read_meta
+from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, column_file, derived_provenance, read_meta
 from megatrain_ray.machine.subprocess_call import in_own_process
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import checked
@@ -96,7 +95,7 @@ def find_features(
     for folder in dict.fromkeys(tokens):
         meta = read_meta(folder)
         assert meta is not None  # it was just made
-        provenance = feature_provenance(folder, settings, identity[1])
+        provenance = derived_provenance(folder, "images of", settings, identity[1])
         there = folder.with_name(key_of(provenance))
         if not holds_features(there):  # the cache may be read-only
             job = FeatureJob(source, processor, dtype, device, folder, meta.num_images)

@@ -25,11 +25,10 @@ from megatrain_ray.io.tokens.logprob_files import (
     begin_logprobs,
     begun_logprobs,
     holds_logprobs,
-    logprob_provenance,
 )
 from megatrain_ray.io.tokens.teacher_files import RecordSize
 from megatrain_ray.io.tokens.token_cache import key_of, locked_folder, new_folder
-from megatrain_ray.io.tokens.token_files import read_meta
+from megatrain_ray.io.tokens.token_files import derived_provenance, read_meta
 from megatrain_ray.units import format_count, format_duration
 from megatrain_ray.workers.messages import HeldOutLoss
 
@@ -128,7 +127,7 @@ def find_or_make(
         **({"teacher": asdict(teacher)} if teacher else {}),
     }  # fmt: skip
     names = dict(_named(config, data))
-    made_of = {tokens: logprob_provenance(tokens, settings, model.files) for tokens in names}
+    made_of = {tokens: derived_provenance(tokens, "tokens", settings, model.files) for tokens in names}
     found: dict[Path, Path] = {}
     with spinner("checking log-probabilities"):
         for tokens, provenance in made_of.items():

@@ -22,7 +22,7 @@ from megatrain_ray.model.open_model import checked, read_model
 from megatrain_ray.planning.run_spec import RunSpec
 
 # Settings of a configuration that change no log-probability.
-NO_MATTER = frozenset(
+IRRELEVANT_SETTINGS = frozenset(
     ("_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "torch_dtype",
      "transformers_version", "use_cache")
 )  # fmt: skip
@@ -77,7 +77,7 @@ def warn_of_change(file: Path, identity: ModelIdentity) -> None:
 def _check_shape(name: str, reference: ModelSource, trained: ModelSource) -> None:
     """Raise ConfigError if the code of the trained model would compute the reference wrongly."""
     theirs, ours = (source.architecture.config.to_dict() for source in (reference, trained))
-    for key in sorted((theirs.keys() | ours.keys()) - NO_MATTER):
+    for key in sorted((theirs.keys() | ours.keys()) - IRRELEVANT_SETTINGS):
         if theirs.get(key) != ours.get(key):
             raise ConfigError(
                 f"train.reference: {name} has {key}: {theirs.get(key)!r:.60}, and the model that is trained "

@@ -23,12 +23,11 @@ from megatrain_ray.io.tokens.logprob_files import (
     begin_logprobs,
     begun_logprobs,
     holds_logprobs,
-    logprob_provenance,
     open_logprobs,
     read_logprob_meta,
 )
 from megatrain_ray.io.tokens.teacher_files import TEACHER_NAME, RecordSize
-from megatrain_ray.io.tokens.token_files import IGNORED, TOKENS_NAME, read_meta
+from megatrain_ray.io.tokens.token_files import IGNORED, TOKENS_NAME, derived_provenance, read_meta
 from tests.support.texts import tokens_of, write
 from tests.support.tiny import VOCAB_SIZE
 
@@ -82,7 +81,7 @@ def written(
     folders = tuple(root / f"logprobs {k}" for k in range(len(tokens)))
     for folder, of, windows in zip(folders, tokens, sources, strict=True):
         folder.mkdir()
-        begin_logprobs(folder, logprob_provenance(of, {}, []), windows.num_places, record)
+        begin_logprobs(folder, derived_provenance(of, "tokens", {}, []), windows.num_places, record)
     writers = [LogprobWriter(folder, record) for folder in folders]
     for index in reversed(range(batches.num_batches)):
         batch, writer = batches.batch(index), writers[batches.source_of(index)]
