@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -74,15 +76,15 @@ def test_a_call_of_ray_that_takes_too_long_loses_what_it_waits_for() -> None:
 
 
 def test_a_process_that_nobody_has_reaped_is_not_waited_for() -> None:
-    """In a container without an init, orphans stay."""
-    command = ["/bin/sh", "-c", "sleep 600 & echo $!; exec sleep 600"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    """In a container without an init, orphans stay. (A shell as the parent could reap the child before its exec.)"""
+    code = "import subprocess; child = subprocess.Popen('cat'); print(child.pid, flush=True); input()"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as parent:
         assert parent.stdout
         child = psutil.Process(int(parent.stdout.readline()))
         _end([child], 0.0)
         _end([child], 3600.0)
         assert child.status() == psutil.STATUS_ZOMBIE
-        parent.kill()
 
 
 def test_one_that_is_in_time_does_not() -> None:
