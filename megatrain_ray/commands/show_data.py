@@ -16,7 +16,7 @@ from megatrain_ray.config.groups import DataConfig, HeldOutConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.data_worker import naming_held_out, open_windows, sources_of
+from megatrain_ray.data.data_sources import naming_held_out, open_windows, sources_of
 from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.tokenize_data import describe_template, tokenize
 from megatrain_ray.errors import ConfigError

@@ -9,7 +9,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.urls import is_url
 from megatrain_ray.config.values import HubDataset, Source, WeightedPath, listed, weight_of
 from megatrain_ray.console.logs import say
-from megatrain_ray.data.data_worker import naming_held_out
+from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.records.hub_datasets import cached_files, fetch, find_commit, short_form

@@ -16,7 +16,7 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import drawing_on, say
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.data_worker import naming_held_out, sources_of
+from megatrain_ray.data.data_sources import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.data.rollout_stream import compared_logprobs
 from megatrain_ray.errors import ConfigError

@@ -12,7 +12,8 @@ from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.startup import spinner
-from megatrain_ray.data.data_worker import HeldOutData, PassData, cut_for_pass, sources_of
+from megatrain_ray.data.data_sources import cut_for_pass, sources_of
+from megatrain_ray.data.data_worker import HeldOutData, PassData
 from megatrain_ray.data.tokenize_data import ALL_IDS, writable_cache
 from megatrain_ray.driver.run_context import DataTokens
 from megatrain_ray.engine.objectives.distillation import TopTokens

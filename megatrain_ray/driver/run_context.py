@@ -14,7 +14,8 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.crew.ray_cluster import Daemons
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.data.data_worker import HeldOutData, check_prompts, count_data, naming_held_out, open_stream
+from megatrain_ray.data.data_sources import naming_held_out
+from megatrain_ray.data.data_worker import HeldOutData, check_prompts, count_data, open_stream
 from megatrain_ray.data.tokenize_data import ALL_IDS, tokenize
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.running_evaluation import Keep

@@ -15,7 +15,7 @@ import numpy as np
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import RolloutsConfig
-from megatrain_ray.data.data_worker import naming_held_out
+from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.data.prompts import DrawnPrompt, Prompts, answer_ends
 from megatrain_ray.data.rollout_stream import RolloutFiles, compared_logprobs
 from megatrain_ray.data.tokenize_data import ALL_IDS, template_of, tokenize_rollouts

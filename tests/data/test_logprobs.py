@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.data.data_worker import DataWorker, HeldOutData, open_windows
+from megatrain_ray.data.data_sources import open_windows
+from megatrain_ray.data.data_worker import DataWorker, HeldOutData
 from megatrain_ray.errors import ConfigError, MegatrainError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import HeldOut

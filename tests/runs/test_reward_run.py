@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
-from megatrain_ray.data.data_worker import open_windows
+from megatrain_ray.data.data_sources import open_windows
 from megatrain_ray.trainer import tokenize_all
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.in_process import Train

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.data.data_worker import DataWorker, HeldOutData, naming_held_out
+from megatrain_ray.data.data_sources import naming_held_out
+from megatrain_ray.data.data_worker import DataWorker, HeldOutData
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import Batch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatrain_ray.config.groups import DataConfig
-from megatrain_ray.data.data_worker import open_windows
+from megatrain_ray.data.data_sources import open_windows
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import BatchKind, assemble
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS, Conversation
