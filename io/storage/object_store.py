@@ -18,6 +18,10 @@ CHUNK_BYTES = 8 << 20
 # Arrow uploads the parts of an object to S3 in threads, and keeps what waits for them in memory without a bound:
 # 270 MiB of an object of 300 MB and a slow server; 110 MiB if it is flushed.
 FLUSHED_CHUNKS = 8
+# Google's library tries a request again for 15 minutes, in which nobody is told. Those for S3 and Azure end far sooner.
+GCS = "gs", "gcs"
+RETRY_LIMIT = "retry_limit_seconds"
+GCS_RETRY_S = 30
 
 
 class ObjectStoreError(MegatrainError):
@@ -44,7 +48,8 @@ class ObjectStore:
         self.url = url
         with self._explained("open", ""):
             self._files, base = _file_system(url)
-        self._root = f"{base.rstrip('/')}/{url.path}" if url.path else base
+        # The base is empty where the URL names the container in its path: abfs://ACCOUNT@HOST/CONTAINER/PATH.
+        self._root = f"{base.removesuffix('/')}/{url.path}" if base and url.path else base or url.path
 
     def find(self) -> list[StoredObject]:
         """Return the object at the URL, or all objects below it sorted by name; none if there are none."""
@@ -111,8 +116,13 @@ class ObjectStore:
 
     def delete_folder(self, name: str) -> None:
         """Delete all objects below a path, if there are any."""
-        with self._explained("delete", name), suppress(FileNotFoundError):
-            self._files.delete_dir(self._at(name))
+        from pyarrow.fs import FileType
+
+        with self._explained("delete", name):  # not all libraries raise FileNotFoundError for one that is not there
+            (info,) = self._files.get_file_info([self._at(name)])
+            if info.type is not FileType.NotFound:
+                with suppress(FileNotFoundError):  # GCS: the object that stands for an empty folder, after all others
+                    self._files.delete_dir(self._at(name))
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there: the answer to an earlier try may have been lost."""
@@ -160,7 +170,10 @@ def _file_system(url: StoreUrl) -> tuple[Any, str]:
     from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
-    place = f"{url.at('')}/" + (f"?{url.query}" if url.query else "")
+    query = url.query
+    if url.scheme in GCS and RETRY_LIMIT not in query:
+        query = f"{query}&{RETRY_LIMIT}={GCS_RETRY_S}".lstrip("&")
+    place = f"{url.at('')}/" + (f"?{query}" if query else "")
     try:
         files, root = FileSystem.from_uri(place)
         return files, str(root)
