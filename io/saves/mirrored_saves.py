@@ -19,7 +19,7 @@ from megatrain_ray.io.saves.manifest import MANIFEST_NAME, BlobEntry, Manifest, 
 from megatrain_ray.io.saves.save_folder import save_folder
 from megatrain_ray.io.saves.save_reader import SaveReader
 from megatrain_ray.io.storage.blob_store import FileStore
-from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError, StoredObject
+from megatrain_ray.io.storage.object_store import ObjectStore, StoredObject
 
 FOLDER = "saves"
 MANIFEST = re.compile(rf"{FOLDER}/step_(0|[1-9]\d*)/{re.escape(MANIFEST_NAME)}")
@@ -43,10 +43,10 @@ def read_mirrored(store: ObjectStore, step: int) -> Manifest:
 
 
 def upload_blobs(
-    store: ObjectStore, folder: Path, manifest: Manifest, retried: Callable[[Callable[[], None]], None],
-    advance: Callable[[str, int], None],
+    store: ObjectStore, folder: Path, step: int, blobs: Iterable[BlobEntry],
+    retried: Callable[[Callable[[], None]], None], advance: Callable[[str, int], None],
 ) -> None:  # fmt: skip
-    """Write the blobs of a save into a store, several at a time, and check their sizes there.
+    """Write blobs of a save into a store, several at a time.
 
     retried: calls a function that uploads a blob, and again after an ObjectStoreError as often as it likes.
     advance: is called with the name of a blob and how many of its bytes are uploaded; what it raises ends the upload.
@@ -55,14 +55,16 @@ def upload_blobs(
     """
 
     def upload(blob: BlobEntry) -> None:
-        name = mirrored_name(manifest.step, blob.name)
-        store.upload(folder / blob.name, name, partial(advance, blob.name))
-        found = store.stat(name)
-        if found is None or found.nbytes != blob.nbytes:
-            raise ObjectStoreError(f"{store.url}/{name}: {blob.nbytes} bytes were written, and {found} is there")
+        store.upload(folder / blob.name, mirrored_name(step, blob.name), partial(advance, blob.name))
 
     with ThreadPoolExecutor(BLOBS_AT_ONCE) as threads:
-        list(threads.map(lambda blob: retried(partial(upload, blob)), manifest.blobs()))
+        list(threads.map(lambda blob: retried(partial(upload, blob)), blobs))
+
+
+def missing_blobs(found: Iterable[StoredObject], manifest: Manifest) -> list[BlobEntry]:
+    """Return the blobs of a save that are not in a store with their sizes. `found`: all its objects."""
+    sizes = {item.name: item.nbytes for item in found}
+    return [blob for blob in manifest.blobs() if sizes.get(mirrored_name(manifest.step, blob.name)) != blob.nbytes]
 
 
 def commit_mirrored(store: ObjectStore, folder: Path, step: int) -> None:

@@ -5,6 +5,7 @@ Credentials are found by these libraries: in the environment, in their own files
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -99,15 +100,19 @@ class ObjectStore:
 
         advance: is called with the bytes so far; what it raises ends the upload.
         """
-        with source.open("rb") as file, self._writing(name) as target:
-            num_chunks = 0
-            while chunk := file.read(CHUNK_BYTES):
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, source.stat().st_size))))
+        with source.open("rb", buffering=0) as file, self._writing(name) as target:
+            num_chunks = num_bytes = 0
+            while count := file.readinto(buffer):
+                # The pages just read would take memory from the run that made the save.
+                os.posix_fadvise(file.fileno(), num_bytes, count, os.POSIX_FADV_DONTNEED)
                 with self._explained("write", name):
-                    target.write(chunk)
+                    target.write(buffer[:count])
                     num_chunks += 1
                     if num_chunks % FLUSHED_CHUNKS == 0:
                         target.flush()
-                advance(file.tell())
+                num_bytes += count
+                advance(num_bytes)
 
     def write(self, name: str, data: bytes) -> None:
         """Write bytes into an object."""

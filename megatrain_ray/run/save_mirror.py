@@ -15,13 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from megatrain_ray.config.urls import StoreUrl
 from megatrain_ray.console.logs import say
 from megatrain_ray.errors import CapacityError, ConfigError, MegatrainError
 from megatrain_ray.io.files.owned_folder import MARK_NAME
-from megatrain_ray.io.saves.manifest import Manifest
-from megatrain_ray.io.saves.mirrored_saves import commit_mirrored, delete_mirrored, mirrored_steps, upload_blobs
+from megatrain_ray.io.saves.manifest import BlobEntry, Manifest
+from megatrain_ray.io.saves.mirrored_saves import (
+    commit_mirrored,
+    delete_mirrored,
+    mirrored_steps,
+    missing_blobs,
+    upload_blobs,
+)
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError
 from megatrain_ray.read_file import parse_json
@@ -31,10 +38,12 @@ from megatrain_ray.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 ROLLOUT = re.compile(rf"{ROLLOUTS}/step_(\d+)\.jsonl")
 
 # Seconds between the tries to write an object, each of which has the library's own retries: four minutes in all.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+UPLOADS = 3  # tries to upload the blobs of a save that the store has lost before its manifest was written
 POLL_S = 0.2
 SILENT_S = 3.0  # seconds after which the end of a run says that it waits
 REPORT_S = 30.0  # seconds between two lines while the end of a run waits for the mirror
@@ -150,14 +159,40 @@ class SaveMirror:
         start_s = time.monotonic()
         folder, manifest = save_folder(self._run.saves, step), load_manifest(self._run.saves, step)
         self._sent_bytes, self._total_bytes = {}, sum(blob.nbytes for blob in manifest.blobs())
-        upload_blobs(self._store, folder, manifest, self._retried, self._advance)
-        self._upload_files()
-        self._retried(lambda: commit_mirrored(self._store, folder, step))
+        blobs = list(manifest.blobs())
+        for _ in range(UPLOADS):
+            upload_blobs(self._store, folder, step, blobs, self._retried, self._advance)
+            self._upload_files()
+            blobs = self._lost(manifest)
+            if not blobs:
+                break
+            log.warning("save_mirror: %d blobs of the save of step %d are not in the store", len(blobs), step)
+        else:
+            raise ObjectStoreError(f"{self.url} has lost {blobs[0].name} of the save of step {step}")
+        self._retried(partial(commit_mirrored, self._store, folder, step))
         self._there.add(step)
         self._prune(manifest)
         seconds = time.monotonic() - start_s
         rate = f"{format_bytes(round(self._total_bytes / seconds))}/s"
         log.info("mirrored the save of step %d: %s in %.1f s, %s", step, format_bytes(self._total_bytes), seconds, rate)
+
+    def _lost(self, manifest: Manifest) -> list[BlobEntry]:
+        """Return the blobs of a save that are not in the mirror. Other files that it has lost are uploaded again.
+
+        A server that died may come back without what it had confirmed. A manifest must not vouch for that.
+        """
+        found = self._retried(self._store.find)
+        self._there, self._names = set(mirrored_steps(found)), {item.name for item in found}
+        sent = {OWNER_NAME, *(self._name(file) for file in self._sent_files)}
+        if not sent <= self._names:
+            self._is_claimed = False
+            self._sent_files.clear()
+            self._retried(self._claim)
+            self._upload_files()
+        return missing_blobs(found, manifest)
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._run.path).as_posix()
 
     def _upload_files(self) -> None:
         """Upload the files of the run's directory that go with a save, as far as they have changed."""
@@ -165,16 +200,14 @@ class SaveMirror:
             stats = file.stat()
             state = stats.st_size, stats.st_mtime_ns
             if self._sent_files.get(file) != state:
-                name = file.relative_to(self._run.path).as_posix()
-                self._retried(partial(self._store.upload, file, name))
-                self._names.add(name)
+                self._retried(partial(self._store.upload, file, self._name(file)))
+                self._names.add(self._name(file))
                 self._sent_files[file] = state
 
     def _files(self) -> Iterator[Path]:
         for pattern in (*FILES, *(f"{folder}/**/*" for folder in (*FOLDERS, ROLLOUTS))):
             for file in sorted(self._run.path.glob(pattern)):
-                name = file.relative_to(self._run.path).as_posix()
-                if file.is_file() and file.name != MARK_NAME and is_mirrored(name):
+                if file.is_file() and file.name != MARK_NAME and is_mirrored(self._name(file)):
                     yield file
 
     def _prune(self, newest: Manifest) -> None:
@@ -194,8 +227,9 @@ class SaveMirror:
             if first not in needed and not (self._run.path / name).exists():
                 self._retried(partial(self._store.delete, name))
                 self._names.discard(name)
+                self._sent_files.pop(self._run.path / name, None)
 
-    def _retried(self, action: Callable[[], None]) -> None:
+    def _retried(self, action: Callable[[], Result]) -> Result:
         """Call the function until it succeeds. Raises ObjectStoreError after the last of a bounded number of tries."""
         for pause_s in PAUSES_S:
             try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatrain_ray.errors import ConfigError, DamagedSaveError, InterruptedRunError, MegatrainError
+from megatrain_ray.io.saves import mirrored_saves
 from megatrain_ray.io.saves.save_folder import list_saves, verify
 from megatrain_ray.run import save_mirror
 from megatrain_ray.run.run_dir import RunDir
@@ -124,6 +125,30 @@ def test_faults_are_tried_again_and_not_for_ever(
     with begun(tmp_path / "a", objects):
         pass
     assert sorted(saves_of(objects)) == [2, 4]
+
+
+def test_a_manifest_vouches_for_nothing_that_the_store_has_lost(
+    objects: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is killed before the last blob of step 4. One that is empty takes its place."""
+    monkeypatch.setattr(mirrored_saves, "BLOBS_AT_ONCE", 1)
+
+    def die() -> None:
+        objects.server.kill()
+        objects.restart_server({})
+
+    with begun(tmp_path / "a", objects):
+        pass
+    objects.server.calls["POST .*step_4/part_1.v"] = die
+    with begun(tmp_path / "a", objects) as (run, mirror):
+        write_save(run.saves, 4, STATES[4], token=run.token)
+        mirror.saved(4)
+    assert objects.server.calls == {}
+    assert mirror.lag(4) == 0
+    assert saves_of(objects) == {4: {"manifest.json", *BLOBS}}
+    with begun(tmp_path / "b", objects) as (moved, _):
+        assert read_save(moved.saves, 4) == STATES[4]
+        assert moved.rows() == [row(1)]
 
 
 def test_a_slow_store_holds_up_nobody(objects: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

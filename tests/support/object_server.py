@@ -8,12 +8,12 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote
 
 import pytest
@@ -43,6 +43,7 @@ class Fault(Enum):
 class ObjectServer:
     """Names an S3 server by `address`, HOST:PORT. Requests that match a key of `faults` fail, as often as it says.
 
+    address: of the proxy, where the server is for a user, even while it is dead and after it was started again.
     faults: by a regular expression of "METHOD /bucket/name?query", what happens and how many times.
     calls: what is called once, before a request that matches is answered.
     requests: everything that was asked, failed or not.
@@ -52,6 +53,32 @@ class ObjectServer:
     faults: dict[str, list[Fault]] = field(default_factory=dict)
     calls: dict[str, Callable[[], None]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    upstream: str = ""  # the address of the server itself
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start a server that holds nothing, unless one runs."""
+        if self._process and self._process.poll() is None:
+            return
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-c", MOTO], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        assert process.stderr
+        lines = (re.search(rb"http://(127\.0\.0\.1:\d+)", line) for line in process.stderr)
+        self.upstream = next(match[1].decode() for match in lines if match)
+        threading.Thread(target=self._drop, args=[process.stderr], daemon=True).start()
+
+    def kill(self) -> None:
+        """Kill the server with all that it holds."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+
+    @staticmethod
+    def _drop(log: IO[bytes]) -> None:
+        """Read the log of a server to its end: it would fill the pipe."""
+        with log:
+            log.read()
 
     def next_fault(self, request: str) -> Fault | None:
         self.requests.append(request)
@@ -65,6 +92,7 @@ class ObjectServer:
 
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # it takes 40 ms an answer
     timeout = 20  # seconds, of a connection that a failed test holds
     server: _ProxyServer
 
@@ -79,7 +107,7 @@ class _Proxy(BaseHTTPRequestHandler):
         body = b"".join(self._chunks()) if chunked else self.rfile.read(length)
         if fault in (Fault.ERROR, Fault.SLOW_DOWN, Fault.DENIED):
             return self._answer(fault.value, {}, b"<Error><Code>Injected</Code></Error>")
-        connection = http.client.HTTPConnection(self.server.upstream)
+        connection = http.client.HTTPConnection(self.server.shown.upstream)
         sent = [body] if chunked else body
         connection.request(self.command, self.path, sent, dict(self.headers), encode_chunked=chunked)
         response = connection.getresponse()
@@ -111,7 +139,6 @@ class _Proxy(BaseHTTPRequestHandler):
 
 class _ProxyServer(ThreadingHTTPServer):
     daemon_threads = False  # tests wait for the threads of connections that their clients have closed
-    upstream: str
     shown: ObjectServer
 
     def handle_error(self, *args: Any) -> None:  # a client that has gone
@@ -121,29 +148,22 @@ class _ProxyServer(ThreadingHTTPServer):
 @contextmanager
 def object_server() -> Iterator[ObjectServer]:
     """Run a server without buckets for the block."""
-    process = subprocess.Popen([sys.executable, "-c", MOTO], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        assert process.stderr
-        lines = (re.search(rb"http://(127\.0\.0\.1:\d+)", line) for line in process.stderr)
-        upstream = next(match[1].decode() for match in lines if match)
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # its log, which would fill the pipe
-        with _ProxyServer(("127.0.0.1", 0), _Proxy) as proxy:
-            proxy.upstream, proxy.shown = upstream, ObjectServer(f"127.0.0.1:{proxy.server_port}")
-            thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05})
-            thread.start()
-            try:
-                yield proxy.shown
-            finally:
-                proxy.shutdown()
-                thread.join()
-    finally:
-        process.kill()
-        process.wait()
+    with _ProxyServer(("127.0.0.1", 0), _Proxy) as proxy:
+        proxy.shown = server = ObjectServer(f"127.0.0.1:{proxy.server_port}")
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()
+            proxy.shutdown()
+            thread.join()
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Holds a bucket, read and written through the proxy without faults.
+    """Holds a bucket, read and written past the proxy.
 
     url: of the bucket, as a user gives it.
     """
@@ -166,8 +186,13 @@ class Bucket:
         listing = self._request("GET", "?list-type=2&max-keys=1000").decode()
         return [name for name in re.findall("<Key>(.*?)</Key>", listing) if not name.endswith("/")]
 
+    def restart_server(self, contents: Mapping[str, bytes]) -> None:
+        """Start a server in place of one that died, with the bucket and these contents by name."""
+        self.server.start()
+        self.put(**{"": b""}, **contents)
+
     def _request(self, method: str, name: str, body: bytes | None = None) -> bytes:
-        with closing(http.client.HTTPConnection(self.server.address)) as connection:
+        with closing(http.client.HTTPConnection(self.server.upstream)) as connection:
             path = f"/{self.url.removeprefix('s3://')}/{quote(name, safe='/?=&')}"
             connection.request(method, path, body, {"Content-Length": str(len(body or b"")), "Authorization": SIGNED})
             answer = connection.getresponse()
@@ -179,6 +204,7 @@ def new_bucket(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """Make a bucket, and set the environment as a user does who has such a server."""
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{server.address}"}.items():
         monkeypatch.setenv(name, value)
+    server.start()  # a test may have failed while it was dead
     server.faults.clear()
     server.calls.clear()
     server.requests.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,15 @@ def test_what_a_library_raises_names_the_object(objects: Bucket) -> None:
         store.write("y", b"content")
     with pytest.raises(ObjectStoreError, match=rf"cannot read {objects.url}/x/y: "):
         store.read("y")
+
+
+@pytest.mark.parametrize(("query", "limit_s"), [("", 30), ("?retry_limit_seconds=5", 5)])
+def test_requests_to_google_are_tried_again_for_half_a_minute(query: str, limit_s: int) -> None:
+    store = ObjectStore(StoreUrl.parse(f"gs://anonymous@bucket/x{query}"))
+    settings = store._files.__reduce__()[1][0]  # what a copy in another process is made of
+    assert settings["retry_time_limit"] == timedelta(seconds=limit_s)
+
+
+def test_a_container_may_stand_in_the_path() -> None:
+    """As where an account of Azure has an address of its own: its container is no host."""
+    assert ObjectStore(StoreUrl.parse("abfs://account@127.0.0.1:10000/container/x"))._root == "container/x"
