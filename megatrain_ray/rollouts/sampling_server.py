@@ -81,8 +81,10 @@ class SamplingServer:
             raise self._wrong(f"takes {longest} tokens, and data.seq_len is {seq_len}: start it with a --max-model-len")
         if (await self._answer("POST", "/collective_rpc", {}))[0] == 404:  # else it misses the name of a method
             raise self._wrong("has no endpoint for new weights: start it with VLLM_SERVER_DEV_MODE=1")
-        if self._settings.sleeps and (await self._ask("GET", "/is_sleeping"))["is_sleeping"]:
-            return  # since an earlier start, which has checked it: it has no weights to answer with
+        if (await self._ask("GET", "/is_sleeping"))["is_sleeping"]:
+            if self._settings.sleeps:
+                return  # since an earlier start, which has checked it: it has no weights to answer with
+            raise self._wrong("is asleep: start it again, or set train.rollouts.server.sleeps: true")
         one = SamplingParams(1, ends=sampling.ends)
         last = Prompt([vocab_size - 1], 0)
         try:
@@ -160,9 +162,10 @@ class SamplingServer:
         self._model = (await self._ask("GET", "/v1/models"))["data"][0]["id"]
         if self._settings.sleeps:
             await self._command("/wake_up?tags=weights")
-        arguments = {"weights_path": str(weights)}
-        await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
-        await self._command("/reset_prefix_cache")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        await self._command("/collective_rpc", body, f"; does it find {weights}?")
+        if json.loads(await self._command("/reset_prefix_cache") or "{}").get("success") is False:
+            raise _UnavailableError("/reset_prefix_cache: other requests are still running")
         if self._settings.sleeps:
             await self._command("/wake_up?tags=kv_cache")
 
@@ -170,16 +173,20 @@ class SamplingServer:
         """Let the server free the memory of its weights and its cache."""
         await self._command("/sleep?level=2")
 
-    async def _command(self, path: str, body: Any = None) -> None:
-        """Let the server do something that it need not try again if it fails. Raises MegatrainError."""
+    async def _command(self, path: str, body: Any = None, detail: str = "") -> str:
+        """Let the server do something that it need not try again if it fails, and return its answer.
+
+        Raises MegatrainError, whose message has `detail`.
+        """
         status, text = await self._answer("POST", path, body)
         if status == 503:
             raise _UnavailableError(f"{path}: status 503")
         if status >= 400:
             raise self._wrong(
-                f"fails at {path}: status {status}: {_shown(text)}; start a vLLM of 0.18 or later on model.path as in "
-                "docs/post_training.md#a-server"
+                f"fails at {path}: status {status}: {_shown(text)}{detail}; see its log, and start a vLLM of 0.18 or "
+                "later on model.path as in docs/post_training.md#a-server"
             )
+        return text
 
     async def _complete(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         choice = await self._choice(prompt, sampling, 0)

@@ -1,6 +1,6 @@
 """Stands in for vLLM's server: it speaks the same protocol, and samples by the plain Transformers model on the CPU.
 
-It shows that a run speaks the protocol as vLLM's documentation and source have it, not that vLLM works.
+Tests run without vLLM by it. `benchmarks/vllm_server.py` runs the same protocol with a real one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class StandIn:
     folder: of the model that it starts with.
     processed: log-probabilities are those after the temperature, as with --logprobs-mode processed_logprobs.
     in_dev_mode: it has the endpoints for weights.
+    num_busy: resets of the cache to refuse, as vLLM does while it answers others.
     max_model_len: what it says of it.
     change: is called with each completion, and may change it.
     answering: set unless completions are to wait.
@@ -40,6 +41,7 @@ class StandIn:
     url: str = ""
     processed: bool = False
     in_dev_mode: bool = True
+    num_busy: int = 0
     max_model_len: int = 256
     fault: Callable[[str, int], int | None] = lambda path, count: None
     change: Callable[[Json], None] = lambda choice: None
@@ -68,10 +70,11 @@ class StandIn:
                 self._model = None
             answers: dict[str, Callable[[], tuple[int, Json]]] = {
                 "/v1/models": lambda: (200, {"data": [{"id": "stand-in", "max_model_len": self.max_model_len}]}),
-                "/is_sleeping": lambda: (200, {"is_sleeping": not self.awake}),
+                "/is_sleeping": lambda: (200, {"is_sleeping": len(self.awake) < 2}),
                 "/v1/completions": lambda: self._complete(body),
                 "/collective_rpc": lambda: self._reload(body),
-                **dict.fromkeys(("/health", "/reset_prefix_cache", *SLEEP), lambda: (200, {})),
+                "/reset_prefix_cache": self._reset,
+                **dict.fromkeys(("/health", *SLEEP), lambda: (200, {})),
             }
             return answers[path]() if path in answers else (404, {"detail": "Not Found"})
 
@@ -87,6 +90,10 @@ class StandIn:
             return 500, {"error": "AssertionError: shapes differ"}
         self._model = model
         return 200, {"results": [None]}
+
+    def _reset(self) -> tuple[int, Json]:
+        self.num_busy -= 1
+        return 200, {"success": self.num_busy < 0}
 
     def _complete(self, body: Json) -> tuple[int, Json]:
         self.bodies.append(body)
