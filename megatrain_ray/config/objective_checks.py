@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatrain_ray.config.groups import Settings
+from megatrain_ray.config.groups import DataConfig, Settings
 from megatrain_ray.config.train_groups import LABELLED, OptimizationConfig
 
 # The kind of data that objectives need which are not over single tokens.
@@ -12,6 +12,7 @@ PAIR_OBJECTIVES = ("dpo", "ipo", "hinge", "simpo", "orpo", "reward")
 KIND_OF_OBJECTIVE = {
     **dict.fromkeys(PAIR_OBJECTIVES, "pairs"), **dict.fromkeys(LABELLED, "unpaired"), "grpo": "rollouts",
 }  # fmt: skip
+KINDS_OF_TOKENS = "pretrain, sft or tokens"  # for objectives over single tokens
 RECORDS_OF_KIND = {
     "pairs": "pairs of a chosen and a rejected answer", "unpaired": "answers that are labelled good or bad",
     "rollouts": "sampled answers with rewards",
@@ -32,18 +33,7 @@ OBJECTIVES_OF_KEY = {
 def objective_disagreements(config: Settings) -> Iterator[str]:
     """Yield problems of the objective with the data, its own numbers and other keys."""
     train, data = config.train, config.data
-    kind, given = KIND_OF_OBJECTIVE.get(train.objective), "rollouts" if data.kind == "prompts" else data.kind
-    if kind is not None and given != kind:
-        yield (
-            f"data.kind: {data.kind}, and train.objective: {train.objective} is over {RECORDS_OF_KIND[kind]}; set "
-            f"data.kind: {kind}"
-        )
-    elif kind is None and data.documents_per_record and train.objective == "sft":
-        fitting = [objective for objective, needed in KIND_OF_OBJECTIVE.items() if needed == given]
-        yield (
-            f"train.objective: {train.objective} learns single answers, and data.kind is {data.kind}; set "
-            f"{' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))}"
-        )
+    yield from _kind_disagreements(train.objective, data)
     yield from _distillation_disagreements(config)
     yield from _policy_disagreements(train)
     for key, objectives in OBJECTIVES_OF_KEY.items():
@@ -71,13 +61,32 @@ def objective_disagreements(config: Settings) -> Iterator[str]:
         )
 
 
+def _kind_disagreements(objective: str, data: DataConfig) -> Iterator[str]:
+    """Yield a problem if the objective does not learn from such records."""
+    kind = KIND_OF_OBJECTIVE.get(objective)  # None: sft or distill
+    if data.kind == "prompts":
+        if objective != "grpo":
+            yield (
+                f"train.objective: {objective} learns from no rewards, and data.kind is prompts; set train.objective: "
+                f"grpo, or data.kind: {kind or KINDS_OF_TOKENS} without train.rollouts"
+            )
+    elif kind is not None and data.kind != kind:
+        yield (
+            f"data.kind: {data.kind}, and train.objective: {objective} is over {RECORDS_OF_KIND[kind]}; set "
+            f"data.kind: {kind}"
+        )
+    elif objective == "distill" and data.documents_per_record:
+        yield f"data.kind: {data.kind}, and train.objective: distill learns single answers; set {KINDS_OF_TOKENS}"
+    elif kind is None and data.documents_per_record:
+        fitting = [name for name, needed in KIND_OF_OBJECTIVE.items() if needed == data.kind]
+        yield (
+            f"train.objective: {objective} learns single answers, and data.kind is {data.kind}; set "
+            f"{' or '.join(filter(None, [', '.join(fitting[:-1]), fitting[-1]]))}"
+        )
+
+
 def _distillation_disagreements(config: Settings) -> Iterator[str]:
     distillation, distills = config.train.distillation, config.train.objective == "distill"
-    if distills and config.data.documents_per_record:
-        yield (
-            f"data.kind: {config.data.kind}, and train.objective: distill learns single answers; set pretrain, sft or "
-            "tokens"
-        )
     if distills and distillation.teacher is None:
         yield "train.distillation.teacher is required: the folder, hub id or run of the model that is learned from"
     for key, field in type(distillation).model_fields.items():

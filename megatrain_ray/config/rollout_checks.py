@@ -14,14 +14,12 @@ def rollout_disagreements(config: Settings) -> Iterator[str]:
     train, data = config.train, config.data
     rollouts, is_prompts = train.rollouts, data.kind == "prompts"
     if rollouts is None:
-        if is_prompts:
+        if is_prompts and train.objective in ("grpo", "sft"):  # of others another line says what to set
             yield "train.rollouts is required with data.kind: prompts: {rewards: […]} at least"
         return
     if not is_prompts:
         yield f"train.rollouts: answers prompts, and data.kind is {data.kind}; set data.kind: prompts, or leave it out"
         return
-    if train.objective not in ("grpo", "sft"):  # of sft another line says so
-        yield f"train.objective: {train.objective} does not learn from rewards, and data.kind is prompts; set grpo"
     if any(weight_of(source) is not None for source in listed(data.path)):
         yield "data.path: weights go with other kinds than prompts; give the files without weights"
     if rollouts.server is not None and config.hardware.num_hosts > 1:

@@ -598,6 +598,21 @@ def test_batch_sizes_that_disagree_say_what_to_set(changes: dict[str, Any], reme
     assert "\n" not in told and told.endswith(f"set {remedy}"), "not that batch_size is no multiple of group_size"
 
 
+@pytest.mark.parametrize(
+    ("objective", "kind"), [("dpo", "pairs"), ("kto", "unpaired"), ("distill", "pretrain, sft or")]
+)
+@pytest.mark.parametrize("rollouts", [{"rewards": ["exact"]}, None])
+def test_prompts_with_another_objective_get_one_advice(objective: str, kind: str, rollouts: object) -> None:
+    teacher = {"train__distillation__teacher": "t"} if objective == "distill" else {}
+    told = refusal(
+        data__kind="prompts", data__seq_len=512, train__objective=objective, train__rollouts=rollouts,
+        train__batch_size=8, **teacher,
+    )  # fmt: skip
+    assert "\n" not in told
+    assert told.startswith(f"train.objective: {objective} learns from no rewards, and data.kind is prompts; set train.")
+    assert f"or data.kind: {kind}" in told
+
+
 def test_the_tokenizer_is_the_models_own_unless_set() -> None:
     assert config().resolve().data.tokenizer == "model"
     assert config(data__tokenizer="bytes").resolve().data.tokenizer == "bytes"
