@@ -74,6 +74,7 @@ class Server:
         self._arguments = [
             command, "serve", str(model), "--port", str(port), "--generation-config", "vllm", "--dtype", "float32",
             "--enforce-eager", "--max-model-len", str(SEQ_LEN),
+            "--no-enable-chunked-prefill",  # vLLM 0.32 on a CPU dies of a part of a prompt whose request has a seed
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -131,7 +132,7 @@ def write_config(folder: Path, server: Server, sleeps: bool) -> Path:
     """Write the configuration of the run, whose saves are kept."""
     rollouts = {
         "rewards": [f"{ROOT / 'examples/rewards.py'}:digits"], "group_size": 8, "steps": EVERY, "max_new_tokens": 128,
-        "server": {"url": server.url, "timeout_s": START_S, "sleeps": sleeps},
+        "temperature": 1.2, "server": {"url": server.url, "timeout_s": START_S, "sleeps": sleeps},
     }  # fmt: skip
     tree = {
         "model": {"path": str(folder / "model")},

@@ -217,6 +217,16 @@ def target_logprobs(scores: torch.Tensor, targets: Targets) -> torch.Tensor:
     return 0.0 - F.cross_entropy(scores[0], targets.ids, reduction="none", ignore_index=IGNORED)
 
 
+def logprobs_and_entropies(scores: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return `target_logprobs` and the entropy of the model's distribution at each target, in nats: FP32 [t, 2].
+
+    Both are 0 where a token is not supervised.
+    """
+    probabilities = scores[0].softmax(-1)  # overwritten: no more memory than for the log-probabilities
+    entropies = torch.special.entr(probabilities, out=probabilities).sum(-1)
+    return torch.stack([target_logprobs(scores, targets), entropies.masked_fill(targets.ids == IGNORED, 0.0)], -1)
+
+
 def top_records(top: TopTokens, scores: torch.Tensor, targets: Targets) -> torch.Tensor:
     """Return each target's log-probability, and what `top` records of its position: FP32 [t, 1 + k + c].
 

@@ -21,10 +21,12 @@ from megatrain_ray.engine.model.chunked_loss import (
     Targets,
     chunked_loss,
     gradients_of,
+    logprobs_and_entropies,
     score_chunks,
     target_logprobs,
 )
-from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss
+from megatrain_ray.engine.objectives.logprob_objective import LogprobLoss, Mean
+from megatrain_ray.engine.objectives.policy_objective import PolicyObjective
 from megatrain_ray.engine.plan.plan import Plan
 from megatrain_ray.engine.weights_stream.bound_model import BoundModel
 from megatrain_ray.io.batching.batch import BatchCounts
@@ -133,13 +135,18 @@ class StepLoss:
         """Compute a loss of documents in two passes over the chunks: log-probabilities, and gradients by their weights.
 
         The logits of the first pass are not compiled, so they exist in FP32 as well. Its chunks are half as long then.
+        A policy's loss has the metric `entropy`: the mean over the learned tokens of the step.
         """
         objective, counts = share.objective.logprob_objective, share.counts
         assert objective is not None and counts is not None
         compute = self._plan.compute
         chunk_tokens = -(-compute.loss_chunk_tokens // 2) if compute.compiled_loss else compute.loss_chunk_tokens
-        scores = score_chunks(self._model.proxied.logits, hidden, targets, target_logprobs, chunk_tokens=chunk_tokens)
-        found = objective.loss(scores, targets, counts)
+        is_policy = isinstance(objective, PolicyObjective)
+        of_chunk = logprobs_and_entropies if is_policy else target_logprobs
+        scores = score_chunks(self._model.proxied.logits, hidden, targets, of_chunk, chunk_tokens=chunk_tokens)
+        found = objective.loss(scores[:, 0].contiguous() if is_policy else scores, targets, counts)
+        if is_policy:
+            found.metrics["entropy"] = Mean(scores[:, 1].sum(), counts.tokens)
         weighted = targets._replace(weights=found.weights)
         of_tokens = replace(share, objective=replace(share.objective, logprob_objective=None), total_weight=1.0)
         return self._chunked(hidden, weighted, named, of_tokens), found

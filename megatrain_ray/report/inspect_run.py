@@ -26,6 +26,7 @@ from megatrain_ray.units import format_bytes, format_count
 NUM_ROWS = 5
 REWARDS = (  # of preferences and of rollouts
     "reward_chosen", "reward_margin", "reward_accuracy", "reward", "kl", "clipped_low", "clipped_high", "ratio_max",
+    "entropy",
 )  # fmt: skip
 SHOWN = {"loss", "grad_norm", "lr", "tokens_per_s", "skipped"}  # columns
 EVALUATED = {"eval_loss", "eval_tokens", "eval_s"}

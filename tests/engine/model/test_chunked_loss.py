@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 from megatrain_ray.engine.model import chunked_loss as loss
-from megatrain_ray.engine.model.chunked_loss import Objective, OpenSum, Targets, chunk_sums, chunked_loss
+from megatrain_ray.engine.model.chunked_loss import (
+    Objective,
+    OpenSum,
+    Targets,
+    chunk_sums,
+    chunked_loss,
+    logprobs_and_entropies,
+)
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["into a sum", "into one of its own"])
@@ -38,3 +46,11 @@ def test_a_chunk_has_the_only_gradient_of_the_head(monkeypatch: pytest.MonkeyPat
     expected = torch.nn.functional.cross_entropy((hidden @ weight.T)[0].float(), targets[0])
     assert total is not None
     assert torch.allclose(total.float(), torch.autograd.grad(expected, weight)[0].float(), atol=5e-3)
+
+
+def test_an_impossible_token_adds_nothing_to_the_entropy() -> None:
+    scores, targets = torch.zeros(1, 3, 8), torch.tensor([0, 1, -100])
+    scores[0, :, 4:] = -torch.inf
+    scores[0, 1] = torch.tensor([-torch.inf, 0.0, *[-torch.inf] * 6])
+    found = logprobs_and_entropies(scores, Targets(targets))
+    assert found.flatten().tolist() == pytest.approx([-math.log(4), math.log(4), 0, 0, 0, 0])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatrain_ray.engine.objectives.policy_objective import PolicyLevel
 from tests.engine.step.test_parity import assert_equal
@@ -113,8 +114,16 @@ def test_rows_and_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> N
         assert run.losses == pytest.approx(runs[0].losses, rel=1e-6)
         assert run.grad_norms == pytest.approx(runs[0].grad_norms, rel=1e-5)
         assert run.reports[0].metrics == pytest.approx(runs[0].reports[0].metrics, rel=1e-5)
-    assert set(runs[0].reports[0].metrics) == {"clipped_low", "clipped_high", "cross_entropy", "ratio_max"}
+    assert set(runs[0].reports[0].metrics) == {
+        "clipped_low", "clipped_high", "cross_entropy", "ratio_max", "entropy",
+    }  # fmt: skip
     assert runs[0].reports[0].metrics["ratio_max"] > 1.2
+    (batch,) = alone
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        scores = model(torch.as_tensor(batch.input_ids)).logits[torch.as_tensor(batch.targets) != -100]
+    expected = torch.distributions.Categorical(logits=scores).entropy().mean()
+    assert runs[0].reports[0].metrics["entropy"] == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
