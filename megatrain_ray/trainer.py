@@ -41,7 +41,7 @@ from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, naming_reference, pass_config
 from megatrain_ray.export.export import SaveChoice, exported, load_exported
-from megatrain_ray.export.online_reference import open_reference
+from megatrain_ray.export.online_reference import open_reference, reference_weights
 from megatrain_ray.export.remote_export import export_by_name
 from megatrain_ray.export.teacher import find_teacher
 from megatrain_ray.io.batching.data_counts import num_records
@@ -138,6 +138,7 @@ class Trainer:
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
             _check_model(run.config, source)
+            reference = stack.enter_context(open_reference(run.config, source))
             if self._pass:
                 data = self._pass.data
             else:
@@ -162,8 +163,9 @@ class Trainer:
             held_out = check_inputs(run_spec, data, manifest, startup)
             run_spec = replace(
                 run_spec, weighted=any(map(is_weighted, data.training)), keeps_logprobs=self._pass is not None,
-                teacher=teacher, reference=stack.enter_context(
-                    open_reference(run.config, self._base or run.config.model, run_spec, run.path)
+                teacher=teacher,
+                reference=reference_weights(
+                    run.config, self._base or run.config.model, run_spec, run.path, reference
                 ),
                 weights_folder=rollouts.weights_folder if rollouts else None, features=features,
             )  # fmt: skip

@@ -29,37 +29,51 @@ IRRELEVANT_SETTINGS = frozenset(
 
 
 @contextmanager
-def open_reference(
-    config: TrainConfig, base: ModelConfig, run_spec: RunSpec, run_dir: Path
-) -> Iterator[ModelSource | None]:
-    """Yield the source of the reference's weights, which stays for the block; None: the run computes none.
+def open_reference(config: TrainConfig, trained: ModelSource) -> Iterator[ModelSource | None]:
+    """Yield the model that train.reference names for sampled answers, checked; it stays for the block.
 
-    A save of a run is exported for it, into that run's directory. A warning tells if it is another model than at the
-    last start of the run in `run_dir`.
+    None: the run computes no log-probabilities of a reference, or they are those of its own model. A save of a run is
+    exported for it, into that run's directory. This imports Transformers only if there is such a model.
+
+    Raises ConfigError for a model of another shape than `trained`, and as export_run.
+    """
+    name = config.train.reference_model
+    if config.train.rollouts is None or name in (None, "model"):
+        yield None
+        return
+    with ExitStack() as stack:
+        files = run_of(name)
+        path = name if files is None else str(stack.enter_context(exported(files.path)))
+        with naming_reference(config.train):
+            source = read_model(config.model.model_copy(update={"path": path, "config": None}))
+            _check_shape(str(name), source, trained)
+            source = checked(source)
+        yield source
+
+
+def reference_weights(
+    config: TrainConfig, base: ModelConfig, run_spec: RunSpec, run_dir: Path, found: ModelSource | None
+) -> ModelSource | None:
+    """Return the source of the reference's weights for the trained model's code; None: the run computes none.
+
+    A warning tells if it is another model than at the last start of the run in `run_dir`.
 
     base: the model that the run began with, without adapters.
+    found: by `open_reference`.
 
-    Raises ConfigError for a model of another shape than the one that is trained, and as export_run.
+    Raises ConfigError for weights that are missing or of other shapes.
     """
     name = config.train.reference_model
     if config.train.rollouts is None or name is None:
-        yield None
-        return
+        return None
     own = replace(run_spec.source, adapter=None)  # new pairs change nothing
-    with ExitStack() as stack:
-        if name != "model":
-            files = run_of(name)
-            path = name if files is None else str(stack.enter_context(exported(files.path)))
-            with naming_reference(config.train):
-                source = read_model(config.model.model_copy(update={"path": path, "config": None}))
-                _check_shape(name, source, own)
-                found = checked(source)
-                own = replace(own, folder=found.folder, hub=found.hub, names=found.names, prefix=found.prefix)
-                own.check_weights(run_spec.structure)
-        named = None if name == "model" else name
-        identity = identity_of(named, config.model_copy(update={"model": base}))
-        warn_of_change(run_dir / "reference.json", identity)
-        yield own
+    if found is not None:
+        own = replace(own, folder=found.folder, hub=found.hub, names=found.names, prefix=found.prefix)
+        with naming_reference(config.train):
+            own.check_weights(run_spec.structure)
+    identity = identity_of(None if found is None else name, config.model_copy(update={"model": base}))
+    warn_of_change(run_dir / "reference.json", identity)
+    return own
 
 
 def warn_of_change(file: Path, identity: ModelIdentity) -> None:

@@ -152,7 +152,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
         assert (tmp_path / "parts" / "rollouts" / name).read_text() == (folder / name).read_text()
 
 
-def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Train) -> None:
+def test_what_is_wrong_is_told_before_a_process_starts(tmp_path: Path) -> None:
     own = str(tmp_path / "rewards.py")
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"rewards": [f"{own}:absent"]}, "rewards.0: " + own + " has no function absent"),
@@ -166,9 +166,11 @@ def test_what_is_wrong_is_told_before_the_first_step(tmp_path: Path, train: Trai
             done = cli_here(command, path)
             assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     build_tiny(tmp_path / "other", tied=True)
-    beside = ("train.policy.beta=0.1", f"train.reference={tmp_path / 'other'}")
-    other = train(str(prepare(tmp_path, "bad")), *beside)
-    assert (other.returncode, "other has tie_word_embeddings: True, and the" in other.stderr) == (2, True), other.stderr
+    for name, message in (("other", "other has tie_word_embeddings: True, and the"), ("absent", "absent is no folder")):
+        beside = ("train.policy.beta=0.1", f"train.reference={tmp_path / name}")
+        done = cli_here("train", str(prepare(tmp_path, "bad")), *beside)
+        assert done.returncode == 2 and f"train.reference: {tmp_path}" in done.stderr and message in done.stderr
+        assert "starting" not in done.stderr and not (tmp_path / "bad").exists()
 
 
 def test_what_was_trained_before_a_reward_function_failed_is_saved(tmp_path: Path, train: Train) -> None:
