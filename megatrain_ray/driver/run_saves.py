@@ -149,7 +149,7 @@ class RunSaves:
         if save is None or call not in save.calls:
             return
         try:
-            save.take(call)
+            save.add_result(call)
         except RayActorError as error:
             self._crew.recover(error)
             self._abandon(save)
@@ -185,11 +185,11 @@ class RunSaves:
         if self._job.mirror:
             self._job.mirror.saved(save.step)
         self._job.callbacks.saved(save.step)
-        if save.held_up_s and completed < self._job.run_spec.config.train.num_steps:
+        if save.waited_s and completed < self._job.run_spec.config.train.num_steps:
             tell = log.info if self._has_reported_wait else say
             tell(
                 f"the next save was due before that of step {save.step} was written ({timing.write_s:.1f} s): training "
-                f"waited {save.held_up_s:.1f} s for it; a larger save_every avoids that"
+                f"waited {save.waited_s:.1f} s for it; a larger save_every avoids that"
             )
             self._has_reported_wait = True
 

@@ -56,8 +56,8 @@ class RunningEvaluation:
         """Return the inputs per second so far."""
         return sum(loss.num_tokens for loss in self._losses.values()) / (time.monotonic() - self._start_s)
 
-    def take(self, call: Any, loss: HeldOutLoss) -> None:
-        """Take the result of one of `calls`, and submit the next batch."""
+    def add_result(self, call: Any, loss: HeldOutLoss) -> None:
+        """Add the result of one of `calls`, and submit the next batch."""
         index = self._called.pop(call)
         self._keep(self._batches, index, loss)
         self._losses[index] = replace(loss, logprobs=None)

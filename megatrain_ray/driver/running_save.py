@@ -55,13 +55,13 @@ class RunningSave:
         self._position_call = self._crew.position_after(self.step)
         self.calls.append(self._position_call)
 
-    def hold_up(self) -> None:
+    def note_waiting(self) -> None:
         """Note that from now on training waits for the end of this save, because the next one is due."""
         if self._waited_since_s is None:
             self._waited_since_s = time.monotonic()
 
     @property
-    def held_up_s(self) -> float:
+    def waited_s(self) -> float:
         """Return for how many seconds training has waited for the end of this save."""
         return 0.0 if self._waited_since_s is None else time.monotonic() - self._waited_since_s
 
@@ -75,8 +75,8 @@ class RunningSave:
     def complete(self) -> bool:
         return self._progress is not None and not self.calls
 
-    def take(self, call: Any) -> None:
-        """Take the part that one of `calls` has written, or the data position. Raises what a shard raised."""
+    def add_result(self, call: Any) -> None:
+        """Add the part that one of `calls` has written, or the data position. Raises what a shard raised."""
         self.calls.remove(call)
         if call != self._position_call:
             self._parts.append(self._crew.result(call))

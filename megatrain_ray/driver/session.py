@@ -191,7 +191,7 @@ class Session:
             case Action.WAIT:
                 is_idle = not (self._under_way or self._evaluation or self._rollouts)
                 if self._saves.running and is_idle and self._policy.saves_next(seen):
-                    self._saves.running.hold_up()
+                    self._saves.running.note_waiting()
                 self._wait_for_all()
 
     def _seen(self) -> Observation:
@@ -251,10 +251,10 @@ class Session:
                 self._under_way.pop(0)
                 self._saves.reached(self._progress)
             elif evaluation and call in evaluated:
-                evaluation.take(call, crew.result(call))
+                evaluation.add_result(call, crew.result(call))
                 self._view.advance("evaluating", *evaluation.progress, evaluation.tokens_per_s)
             elif rollouts and call in sampled:
-                self._take_sampled(rollouts, call)
+                self._add_sampled(rollouts, call)
             else:
                 self._saves.take_part(call)
         if evaluation:
@@ -322,9 +322,9 @@ class Session:
             self._view.evaluated(row)
         self._job.callbacks.evaluated(row)
 
-    def _take_sampled(self, rollouts: RunningRollouts, call: Any) -> None:
+    def _add_sampled(self, rollouts: RunningRollouts, call: Any) -> None:
         try:
-            rollouts.take(self._crew.result(call))
+            rollouts.add_result(self._crew.result(call))
         except RayTaskError as error:
             if not isinstance(error.cause, SamplingError):
                 raise

@@ -79,8 +79,8 @@ class RunningRollouts:
         seconds = self._sampling_s or time.monotonic() - self._start_s
         return sum(len(completion.ids) for completion in self._completions.values()) / seconds
 
-    def take(self, found: Any) -> None:
-        """Take the result of the call, completions or scores, and begin what comes next: in the end the rewards."""
+    def add_result(self, found: Any) -> None:
+        """Add the result of the call, completions or scores, and begin what comes next: in the end the rewards."""
         self._call = None
         if not self._left:
             self._compared = found

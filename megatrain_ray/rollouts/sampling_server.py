@@ -138,16 +138,16 @@ class SamplingServer:
         """Add the missing completions to `found`, by the number of their prompt. Each answer ends the silence."""
         now_s = asyncio.get_running_loop().time
 
-        def heard() -> None:
+        def note_answer() -> None:
             self._problem, self._num_left = "", len(prompts) - len(found)
             silence.reschedule(now_s() + self._settings.timeout_s)
 
         async def complete(number: int) -> None:
             found[number] = await self._complete(prompts[number], sampling)
-            heard()
+            note_answer()
 
         if not self._problem:  # else one that loads weights but completes nothing would be tried for ever
-            heard()
+            note_answer()
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(len(prompts)):

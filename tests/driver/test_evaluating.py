@@ -62,10 +62,10 @@ def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: 
     running = RunningEvaluation(gpu.evaluate, held_out.open(), held_out.weights, 4)
     assert (running.calls, gpu.made) == ([0, 1], [(4, 0), (4, 1)])
     for call, under_way in ((1, [0, 2]), (2, [0, 3]), (0, [3, 4]), (4, [3])):
-        running.take(call, HeldOutLoss(float(call), 1, 1.0))
+        running.add_result(call, HeldOutLoss(float(call), 1, 1.0))
         assert (running.calls, running.is_over, running.row()) == (under_way, False, None)
     assert running.progress == (4, 5)
-    running.take(3, HeldOutLoss(3.0, 1, 1.0))
+    running.add_result(3, HeldOutLoss(3.0, 1, 1.0))
     assert running.is_over
     row = running.row()
     assert row is not None
@@ -75,12 +75,12 @@ def test_batches_are_asked_for_two_at_a_time_and_may_end_in_any_order(held_out: 
 
 def test_one_that_is_given_up_begins_nothing_more_and_has_no_row(held_out: HeldOutData) -> None:
     running = RunningEvaluation(FakeGpu().evaluate, held_out.open(), held_out.weights, 4)
-    running.take(0, HeldOutLoss(1.0, 1, 1.0))
+    running.add_result(0, HeldOutLoss(1.0, 1, 1.0))
     running.give_up()
     assert running.calls == [1, 2]
-    running.take(2, HeldOutLoss(1.0, 1, 1.0))
+    running.add_result(2, HeldOutLoss(1.0, 1, 1.0))
     assert not running.is_over
-    running.take(1, HeldOutLoss(1.0, 1, 1.0))
+    running.add_result(1, HeldOutLoss(1.0, 1, 1.0))
     assert running.is_over
     assert running.row() is None
 

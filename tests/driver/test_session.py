@@ -74,7 +74,7 @@ class FakeSave:
 
     told: ClassVar[list[str]] = []
     dead: ClassVar[set[int]] = set()
-    held_up_s = 0.0
+    waited_s = 0.0
 
     def __init__(self, job: RunContext, crew: FakeCrew, step: int, predicted_stall_s: float) -> None:
         self.step, self.calls, self.num_updates, self.complete = step, [("save", step)], -1, False
