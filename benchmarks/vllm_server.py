@@ -6,8 +6,8 @@
 own, and vLLM computes in float32.
 
 * First vLLM is started with what a run must refuse; the messages are in the report.
-* Then a run makes 12 updates and samples before every second one. In the third sampling vLLM gets SIGKILL while it
-  completes, and is started again.
+* Then a run makes 12 updates and samples before every second one. It evaluates held-out prompts at the start and at the
+  end. In the third sampling vLLM gets SIGKILL while it completes, and is started again.
 * Each sampling's log-probabilities by vLLM are compared with those of the plain Transformers model, by the weights of
   that step's save and, to see that this would show old weights, by those of the sampling before.
 """
@@ -136,12 +136,14 @@ def write_config(folder: Path, server: Server, sleeps: bool) -> Path:
     }  # fmt: skip
     tree = {
         "model": {"path": str(folder / "model")},
-        "data": {"kind": "prompts", "path": str(ROOT / "examples/data/sums.jsonl"), "seq_len": SEQ_LEN},
+        "data": {
+            "kind": "prompts", "path": str(ROOT / "examples/data/sums.jsonl"), "eval_fraction": 0.1, "seq_len": SEQ_LEN,
+        },
         "train": {
             "steps": UPDATES, "batch_size": 64, "lr": 3e-3, "schedule": "constant", "precision": "fp32",
             "objective": "grpo", "rollouts": rollouts,
         },
-        "save_every": EVERY, "save_keep": UPDATES, "run_dir": str(folder / "run"),
+        "eval_every": UPDATES, "save_every": EVERY, "save_keep": UPDATES, "run_dir": str(folder / "run"),
     }  # fmt: skip
     file = folder / "grpo.yaml"
     file.write_text(json.dumps(tree))  # JSON is YAML
@@ -156,6 +158,7 @@ def refusals(server: Server, config: Path) -> dict[str, str]:
         done = subprocess.run(
             [sys.executable, "-m", "megatrain_ray", "train", str(config)], capture_output=True, text=True, check=False
         )
+        print(f"{name}: {done.stderr}", flush=True)
         said[name] = f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
         server.kill()
     return said

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ RETRY_S = 1.0  # between two attempts to reach the server
 SHOWN = 300  # characters of an answer that a message shows
 # What the server would else take from the model's generation_config.json, as values that change nothing.
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-HOT = 8.0  # a temperature at which processed log-probabilities are others than the model's
+COLD, HOT = 0.1, 2.0  # temperatures between which processed log-probabilities differ; vLLM takes 2 at most
 SAME_LOGPROB = 0.1  # two forwards of one prompt differ by less
 
 
@@ -85,7 +86,7 @@ class SamplingServer:
             if self._settings.sleeps:
                 return  # since an earlier start, which has checked it: it has no weights to answer with
             raise self._wrong("is asleep: start it again, or set train.rollouts.server.sleeps: true")
-        one = SamplingParams(1, ends=sampling.ends)
+        one = replace(sampling, max_new_tokens=1)
         last = Prompt([vocab_size - 1], 0)
         try:
             await self._complete(last, one)
@@ -93,7 +94,7 @@ class SamplingServer:
             asked = f"it was asked what follows token {vocab_size - 1}, the model's last"
             raise MegatrainError(f"{error}; {asked}: does it serve model.path?") from None
         if sampling.temperature != 1 or sampling.top_p < 1:
-            logprobs = [await self._likeliest(last, temperature) for temperature in (1.0, HOT)]
+            logprobs = [await self._likeliest(last, temperature) for temperature in (COLD, HOT)]
             if abs(logprobs[0] - logprobs[1]) > SAME_LOGPROB:
                 raise self._wrong(
                     "reports log-probabilities after temperature and top_p, and a run learns from the model's own: "

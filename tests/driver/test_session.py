@@ -82,7 +82,7 @@ class FakeSave:
     def reached(self, progress: Progress) -> None:
         self.num_updates, self.complete = progress.adam_step, not self.calls
 
-    def take(self, call: tuple[str, int]) -> None:
+    def add_result(self, call: tuple[str, int]) -> None:
         if self.step in self.dead:
             self.dead.remove(self.step)
             raise RayActorError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "logprobs": ({"change": without("logprobs")}, {}, "returns no log-probability for each token"),
     "ids": ({"change": without("token_ids")}, {}, "returns no token_ids: vLLM does from version 0.10.2 on"),
+    "temperature": (
+        {},
+        {"sampling": replace(HOT, temperature=2.5)},
+        "refuses /v1/completions: .*in \\[0, 2\\], got 2.5",
+    ),
     "asleep": ({"awake": {"weights"}}, {}, "is asleep: start it again, or set .*sleeps: true"),
     "processed": ({"processed": True}, {}, "reports .*: start it with --logprobs-mode raw_logprobs"),
     "failing": ({"fault": lambda path, count: 500}, {}, "/v1/models: status 500: .*the engine is dead"),

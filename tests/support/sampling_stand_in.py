@@ -101,6 +101,8 @@ class StandIn:
         prompt = body["prompt"]
         if max(prompt) >= self._model.config.vocab_size:
             return 400, {"error": f"Token id {max(prompt)} is out of vocabulary"}
+        if not 0 <= body["temperature"] <= 2:
+            return 400, {"error": f"temperature must be in [0, 2], got {body['temperature']}"}
         choice = self._sample(prompt, body)
         self.change(choice)
         return 200, {"choices": [choice]}
