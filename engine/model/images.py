@@ -26,7 +26,10 @@ OF_IMAGES = ("image_hidden_states", "image_outputs")  # what a base model return
 
 
 # Each model_type is compared with plain Transformers (tests/data/test_images.py).
-VISION_FAMILIES = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_FAMILIES = (
+    "gemma3", "gemma4", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "qwen3_5_moe",
+)  # fmt: skip
 
 
 class _Features(list[torch.Tensor]):

@@ -6,6 +6,7 @@ import io
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,10 @@ def _opened(content: bytes) -> Any:
 
 @cache
 def load_processor(folder: Path) -> Any:
-    """Return the model's own processor, without its part for videos, which needs torchvision. Raises ConfigError."""
+    """Return the model's own processor without its parts for videos, which need torchvision, and sounds.
+
+    Raises ConfigError.
+    """
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         raise ConfigError(
             f"data.images: {folder} has none of {', '.join(PROCESSOR_FILES)}, which say how the model takes images; "
@@ -92,12 +96,11 @@ def load_processor(folder: Path) -> Any:
     if not hasattr(ProcessorMixin, "replace_image_token"):
         raise ConfigError("data.images: Transformers 5.17 or later is needed; update it, or leave the key out")
     try:
-        whole = _class_of(folder)
-        kind: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(_attributes)})
-        return kind.from_pretrained(folder)
+        return _without_others(_class_of(folder)).from_pretrained(folder)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"data.images: cannot load the processor in {folder}: {reason}") from None
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        hint = "" if find_spec("torchvision") else "; if it needs torchvision, install that"
+        raise ConfigError(f"data.images: cannot load the processor in {folder}: {reason}{hint}") from None
 
 
 def _class_of(folder: Path) -> Any:
@@ -110,5 +113,24 @@ def _class_of(folder: Path) -> Any:
     return found or PROCESSOR_MAPPING[type(transformers.AutoConfig.from_pretrained(folder))]
 
 
-def _attributes(kind: Any) -> list[str]:
-    return [name for name in super(kind, kind).get_attributes() if name != "video_processor"]
+def _without_others(whole: Any) -> Any:
+    """Return the class of a processor with None in place of its parts for videos and sounds.
+
+    Some processors have no such arguments unless they have all of their parts.
+    """
+    reader: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(_parts_for_images)})
+
+    def read_parts(_: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        read = reader._get_arguments_from_pretrained(*args, **kwargs)
+        parts = dict(zip(reader.get_attributes(), read, strict=True))
+        return [parts.get(name) for name in whole.get_attributes()]
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        return None if part is None else whole.check_argument_for_proper_class(self, name, part)
+
+    methods = {"_get_arguments_from_pretrained": classmethod(read_parts), "check_argument_for_proper_class": check}
+    return type(whole.__name__, (whole,), methods)
+
+
+def _parts_for_images(kind: Any) -> list[str]:
+    return [name for name in super(kind, kind).get_attributes() if name in ("image_processor", "tokenizer")]

@@ -82,7 +82,7 @@ class ModelSource:
     @property
     def factory(self) -> ModelFactory:
         """Return a function that builds the model with a given parameter type, for meta or fake tensors."""
-        base = Fp8Factory(self._base) if self.fp8 else self._base
+        base = Fp8Factory(self.base_factory) if self.fp8 else self.base_factory
         whole = AdaptedFactory(base, self.lora) if self.lora else base
         return GroupedFactory(whole, self.expert_groups) if self.expert_groups > 1 else whole
 
@@ -92,7 +92,8 @@ class ModelSource:
         return Architecture(dict(self.config), self.code)
 
     @property
-    def _base(self) -> ModelFactory:
+    def base_factory(self) -> ModelFactory:
+        """Return `factory` without LoRA pairs, divided experts and FP8. Persistent buffers have their values."""
         return replace(self.architecture, weights=self.folder)
 
     def setting(self, name: str) -> Any:
@@ -140,7 +141,7 @@ class ModelSource:
         """
         if self.folder is None or not self.tied:
             return None
-        weights, model = self._mapped(self.folder), build_empty(self._base, torch.float32)
+        weights, model = self._mapped(self.folder), build_empty(self.base_factory, torch.float32)
         for name, other in self.tied.items():
             size = model.get_parameter(other).numel()
             if weights.holds(name) and weights.holds(other) and not equal_values(weights.read, name, other, size):
@@ -170,17 +171,17 @@ class ModelSource:
         if self.folder is not None and not self.has_new_head:
             return self._mapped(self.folder)
         # The model is made in this thread: several threads read the values.
-        drawn = RandomSource(self.fills or build_empty(self._base, torch.float32), self.seed)
+        drawn = RandomSource(self.fills or build_empty(self.base_factory, torch.float32), self.seed)
         return WithNew(self._mapped(self.folder), REWARD_HEAD, drawn) if self.folder else drawn
 
     def with_fills(self) -> ModelSource:
         """Return the source with `fills`, if its weights or its head are random."""
         if self.has_new_head and self.folder is not None:
-            fills = fills_up_to(build_empty(self._base, torch.float32), REWARD_HEAD)
+            fills = fills_up_to(build_empty(self.base_factory, torch.float32), REWARD_HEAD)
             return replace(self, fills={REWARD_HEAD: fills} if fills else {})
         if self.folder is not None:
             return self
-        return replace(self, fills=fills_of(build_empty(self._base, torch.float32)))
+        return replace(self, fills=fills_of(build_empty(self.base_factory, torch.float32)))
 
     def leftovers(self) -> Leftovers:
         """Return what the folder holds beyond the model, after fetching its other files. Raises ConfigError."""
@@ -188,7 +189,7 @@ class ModelSource:
             return Leftovers()
         if self.hub is not None:
             self.hub.add_matching(PATTERNS)
-        known = known_names(build_empty(self._base, torch.float32), self.names)
+        known = known_names(build_empty(self.base_factory, torch.float32), self.names)
         return find_leftovers(self._mapped(self.folder).folder, known)
 
     def weight_paths(self) -> tuple[Path, ...]:

@@ -32,8 +32,7 @@ class VisionTower:
 
     def __init__(self, source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
         """Load the tower's weights in the working type. Raises ConfigError if they cannot be read."""
-        # LoRA pairs and divided experts are of the language model.
-        model: Any = build_empty(source.architecture, dtype)
+        model: Any = build_empty(source.base_factory, dtype)
         prefix = model.base_model_prefix
         self._base = getattr(model, prefix)
         self._device = device

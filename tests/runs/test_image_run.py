@@ -11,7 +11,8 @@ import torch
 
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from tests.support.in_process import Train
-from tests.support.pictures import build_pictured, chats, encoded, picture
+from tests.support.pictured_models import build_pictured
+from tests.support.pictures import chats, encoded, picture
 from tests.support.reference import load_model
 from tests.support.runs import cli_here, config, losses, write_config
 
@@ -65,4 +66,4 @@ def test_models_and_settings_without_images_are_refused(tmp_path: Path) -> None:
     (tmp_path / "llama.json").write_text(json.dumps(settings))
     other = cli_here("plan", path, "model.path=null", f"model.config={tmp_path / 'llama.json'}")
     assert other.returncode == 2
-    assert "data.images: a llama model is not trained with images so far; those of gemma3, llava" in other.stderr
+    assert "data.images: a llama model is not trained with images so far; those of gemma3, gemma4" in other.stderr

@@ -1,9 +1,8 @@
-"""Builds tiny models that take images, with their processors, and chats with images."""
+"""Makes images, chats with images, and what plain Transformers makes of these."""
 
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,91 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
 from PIL import Image
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.images.image_processor import load_processor
-from tests.support.families import FAMILIES
-from tests.support.family_models import build_family
 from tests.support.reference import load_model
 
-# Name, class of the processor, its settings, and how its template writes an image.
-QWEN = {
-    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
-    "size": {"shortest_edge": 28 * 28, "longest_edge": 6 * 28 * 28},
-}  # fmt: skip
-SQUARE = {"do_resize": True, "size": {"height": 28, "width": 28}}
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "Qwen2-VL": {"processor_class": "Qwen2VLProcessor", **QWEN},
-    "Qwen2.5-VL": {"processor_class": "Qwen2_5_VLProcessor", **QWEN},
-    "Qwen3-VL": {"processor_class": "Qwen3VLProcessor", **QWEN},
-    "LLaVA": {
-        "processor_class": "LlavaProcessor", "image_processor_type": "CLIPImageProcessor", **SQUARE,
-        "do_center_crop": False,
-    },
-    "Gemma 3, vision-language": {
-        "processor_class": "Gemma3Processor", "image_processor_type": "Gemma3ImageProcessor", **SQUARE,
-    },
-}  # fmt: skip
-WRITTEN = {"LLaVA": "<image>", "Gemma 3, vision-language": "<start_of_image>"}
-VISION_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SHAPES = ((60, 45), (28, 90), (56, 56))  # widths and heights of images
-NUM_IDS = 264  # bytes, and SPECIAL and five more
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-
-
-def build_pictured(name: str, folder: Path) -> Path:
-    """Write the tiny model of a family with a tokenizer of bytes, a chat template and its processor."""
-    is_gemma, is_llava = name.startswith("Gemma"), name == "LLaVA"
-    ids = {"image_token_id": 262, "video_token_id": 263, "vision_start_token_id": 260, "vision_end_token_id": 261}
-    if is_gemma or is_llava:
-        ids = {"image_token_index": 262} | ({"boi_token_index": 260, "eoi_token_index": 261} if is_gemma else {})
-    text = FAMILIES[name].config["text_config"] | {"vocab_size": NUM_IDS, "max_position_embeddings": 256}
-    build_family(name, folder, text_config=text, **ids)
-    marks = ["<|unused|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    extra: dict[str, Any] = {}
-    if is_gemma:
-        marks[1:4] = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
-        extra = {"boi_token": marks[1], "eoi_token": marks[2], "image_token": marks[3]}
-    elif is_llava:
-        marks[3] = "<image>"
-    _write_tokenizer(folder, [*SPECIAL, *marks], extra)
-    settings = dict(PROCESSORS[name])
-    more = {"processor_class": settings["processor_class"]}
-    if is_gemma:
-        more["image_seq_length"] = 4
-    elif is_llava:
-        more |= {"patch_size": 14, "vision_feature_select_strategy": "default", "image_token": "<image>"}
-        more["num_additional_image_tokens"] = 1
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    (folder / "processor_config.json").write_text(json.dumps(more))
-    template = TEMPLATE.replace("IMAGE", WRITTEN.get(name, VISION_MARK))
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
-def _write_tokenizer(folder: Path, special: list[str], extra: dict[str, Any]) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    made.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "extra_special_tokens": extra, "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
@@ -157,8 +81,8 @@ class PlainChats:
 
     def arguments(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Return the arguments beside the ids for each row, which is a micro-batch."""
-        ids, targets, positions = (torch.as_tensor(x) for x in (batch.input_ids, batch.targets, batch.positions))
-        return [self._of_row(*row) for row in zip(ids, targets, positions, strict=True)]
+        ids, targets = torch.as_tensor(batch.input_ids), torch.as_tensor(batch.targets)
+        return [self._of_row(*row) for row in zip(ids, targets, _positions(batch), strict=True)]
 
     def _of_row(self, ids: Tensor, targets: Tensor, positions: Tensor) -> dict[str, Tensor]:
         axes, types, parts = [positions.repeat(4, 1)], torch.zeros_like(ids), []
@@ -169,23 +93,22 @@ class PlainChats:
             if "pixel_values" not in chat:
                 continue
             parts.append(chat)
-            types[start:stop] = _types_of(chat)[0, : stop - start]
+            own_types = _types_of(chat)[0, : stop - start]
+            types[start : start + own_types.numel()] = own_types
             if "image_grid_thw" in chat:
                 own = ids[None, start:stop], types[None, start:stop]
                 found, _ = self.model.model.get_rope_index(*own, image_grid_thw=chat["image_grid_thw"])
                 axes[0][1:, start:stop] = found[:, 0]
         if not parts:
             return {"position_ids": positions[None]}
-        given = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name in IMAGE_INPUTS}
-        if "image_grid_thw" in given:
-            return given | {"position_ids": axes[0][:, None], "mm_token_type_ids": types[None]}
-        named = {"token_type_ids": types[None]} if "token_type_ids" in parts[0] else {}
-        return given | named | {"position_ids": positions[None]}
+        given = {name: _joined([part[name] for part in parts]) for name in parts[0] if name in IMAGE_INPUTS}
+        given |= {name: types[None] for name in TYPES if name in parts[0]}
+        return given | {"position_ids": axes[0][:, None] if "image_grid_thw" in given else positions[None]}
 
     def separate_loss(self, batch: Batch) -> float:
         """Return the mean loss of a batch if each of its chats is a row of its own."""
         losses, ids, targets = [], torch.as_tensor(batch.input_ids), torch.as_tensor(batch.targets)
-        for row, positions in enumerate(torch.as_tensor(batch.positions)):
+        for row, positions in enumerate(_positions(batch)):
             starts = [*(positions == 0).nonzero()[:, 0].tolist(), positions.numel()]
             for start, stop in pairwise(starts):
                 learned = targets[row, start:stop].long()
@@ -204,14 +127,28 @@ class PlainChats:
         return next(chat for own, chat in self.encoded.items() if own[:-1] == tuple(ids[: len(own) - 1].tolist()))
 
 
-IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
-ROW_INPUTS = (*IMAGE_INPUTS, "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+def _positions(batch: Batch) -> Tensor:
+    if batch.positions is None:  # a row is one document
+        return torch.arange(batch.input_ids.shape[1]).expand(*batch.input_ids.shape)
+    return torch.as_tensor(batch.positions)
+
+
+OF_EACH_IMAGE = ("image_grid_thw", "image_sizes", "image_position_ids")
+IMAGE_INPUTS = ("pixel_values", *OF_EACH_IMAGE)
+TYPES = ("mm_token_type_ids", "token_type_ids")
+ROW_INPUTS = (*IMAGE_INPUTS, "input_ids", "attention_mask", *TYPES)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Return inputs of images in one tensor; images of other heights and widths are padded, as processors do."""
+    height, width = (max(part.shape[dim] for part in parts) for dim in (-2, -1))
+    if parts[0].dim() == 4:
+        parts = [pad(part, (0, width - part.shape[-1], 0, height - part.shape[-2])) for part in parts]
+    return torch.cat(parts)
 
 
 def _types_of(chat: dict[str, Tensor]) -> Tensor:
-    return next(
-        (chat[name] for name in ("mm_token_type_ids", "token_type_ids") if name in chat), chat["attention_mask"]
-    )
+    return next((chat[name] for name in TYPES if name in chat), chat["attention_mask"])
 
 
 def _loaded(content: Any, folder: Path) -> list[dict[str, Any]]:
@@ -227,13 +164,16 @@ def one_by_one(model: Any) -> Callable[..., Any]:
     """
     whole = type(model).get_image_features
 
-    def features(self: Any, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
-        if image_grid_thw is None:
-            found = [whole(self, image[None], **kwargs) for image in pixel_values]
-        else:
-            parts = pixel_values.split(image_grid_thw.prod(-1).tolist())
-            pairs = zip(parts, image_grid_thw, strict=True)
-            found = [whole(self, part, grid[None], **kwargs) for part, grid in pairs]
+    def features(self: Any, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(kwargs.pop(name, None) for name in OF_EACH_IMAGE)]
+        [of_each] = [value for value in given if value is not None] or [[None] * len(pixel_values)]
+        parts = list(pixel_values[:, None])
+        if pixel_values.dim() == 2:  # patches of all images
+            parts = list(pixel_values.split(of_each.prod(-1).tolist()))
+        elif parts[0].dim() == 4 and of_each[0] is not None:  # padded to the largest
+            parts = [part[..., :height, :width] for part, (height, width) in zip(parts, of_each, strict=True)]
+        pairs = zip(parts, of_each, strict=True)
+        found = [whole(self, part, *(() if own is None else (own[None],)), **kwargs) for part, own in pairs]
         joined = found[0]
         pooled = [one.pooler_output for one in found]
         is_stacked = isinstance(pooled[0], Tensor)

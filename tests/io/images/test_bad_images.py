@@ -16,7 +16,8 @@ from megatrain_ray.io.chat.encode_chats import ChatEncoder, RecordEncoder
 from megatrain_ray.io.images import image_parts
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
-from tests.support.pictures import build_pictured, encoded, picture
+from tests.support.pictured_models import build_pictured
+from tests.support.pictures import encoded, picture
 
 ANSWER = {"role": "assistant", "content": "Yes."}
 PNG = encoded(picture(40, 40, 0))
