@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from megatrain_ray import __version__
 from megatrain_ray.commands.run_command import COMMANDS
+from megatrain_ray.config.urls import is_url
 from megatrain_ray.console.interrupts import ERASE_LINE
 from megatrain_ray.console.logs import SafeFormatter, cannot_flush, is_unread, show, silence
 from megatrain_ray.errors import ConfigError, InterruptedRunError, MegatrainError
@@ -28,6 +29,7 @@ ADVICE = {
     errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EROFS: NO_RIGHT, errno.EACCES: NO_RIGHT, errno.EPERM: NO_RIGHT,
     errno.EMFILE: LIMIT, errno.ENFILE: LIMIT, errno.EAGAIN: LIMIT, errno.ENOMEM: LIMIT, errno.EIO: BAD_DISK,
 }  # fmt: skip
+A_MODEL = "a run directory, a Hugging Face folder or a hub id"
 UNREAD = 128 + signal.SIGPIPE  # exit code of a program that the signal ends
 
 
@@ -165,14 +167,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     _add_generate(commands.add_parser("generate", help="text or answers of a run's save, or of any model"))
     _add_eval(commands.add_parser("eval", help="held-out loss of a run's save, or of any model, without training"))
     inspect = commands.add_parser("inspect", help="how it stands: loss, curves, saves, last rows, measurement")
-    inspect.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    inspect.add_argument("run_dir", type=_local_path, metavar="RUN_DIR")
     inspect.add_argument("--config", action="store_true", help="the whole configuration, too")
     inspect.add_argument("--verify", action="store_true", help="read every byte of the saves; exit 1 if one is damaged")
     report = commands.add_parser("report", help="a page about a run: curves, where time went, memory, faults")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.add_argument("run_dir", type=_local_path, metavar="RUN_DIR")
     report.add_argument("--out", type=Path, metavar="FILE", help="of HTML (RUN_DIR/report.html)")
     refit = commands.add_parser("refit", help="a hardware profile with the rates that a finished run measured")
-    refit.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    refit.add_argument("run_dir", type=_local_path, metavar="RUN_DIR")
     refit.add_argument("out", type=Path, metavar="FILE", help="new file, for hardware.profile")
     doctor = commands.add_parser("doctor", help="what of this machine would stop a run or slow it down")
     doctor.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where runs will be")
@@ -197,7 +199,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN_OR_FOLDER", help="a run directory, a Hugging Face folder or a hub id")
+    parser.add_argument("source", type=_local, metavar="RUN_OR_FOLDER", help=A_MODEL)
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="as in data.eval_path=held_out.jsonl"
     )
@@ -209,8 +211,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_logprobs(parser: argparse.ArgumentParser) -> None:
-    named = "a run directory, a Hugging Face folder or a hub id, in place of model.path"
-    parser.add_argument("--model", metavar="RUN_OR_FOLDER", help=named)
+    parser.add_argument("--model", type=_local, metavar="RUN_OR_FOLDER", help=f"{A_MODEL}, in place of model.path")
     parser.add_argument("--json", action="store_true", help="an object for each source, one a line")
     _add_step(parser)
 
@@ -234,6 +235,17 @@ def _share(text: str) -> float:
         if 0 < (share := float(text)) <= 1:
             return share
     raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1, got {text!r}")
+
+
+def _local(text: str) -> str:
+    if not is_url(text):
+        return text
+    export = "megatrain export URL OUT_DIR, which writes a save of a mirror as a model's folder"
+    raise argparse.ArgumentTypeError(f"expected no URL; next: {export}")
+
+
+def _local_path(text: str) -> Path:
+    return Path(_local(text))
 
 
 def _positive(text: str) -> int:
@@ -274,7 +286,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="RUN_OR_FOLDER", help="a run directory, a Hugging Face folder or a hub id")
+    parser.add_argument("source", type=_local, metavar="RUN_OR_FOLDER", help=A_MODEL)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text that it goes on from; - reads standard input")
     parser.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's turn; without PROMPT, chat in the terminal"

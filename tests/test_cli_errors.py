@@ -93,6 +93,14 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("arguments", [["inspect"], ["report"], ["generate"], ["eval"], ["logprobs", "x", "--model"]])
+def test_a_mirror_is_to_be_exported_first(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "s3://bucket/run"])
+    assert caught.value.code == 2
+    assert "expected no URL; next: megatrain export URL OUT_DIR, which writes a save" in capsys.readouterr().err
+
+
 def test_the_usage_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["export", "x", "y", "--fast"])
