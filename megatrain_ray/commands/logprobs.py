@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from megatrain_ray.trainer import compute_logprobs, tokenize_all
 from megatrain_ray.units import format_count
 
 ANSWERS: tuple[str, ...] = ("chosen", "rejected")  # of a preference
-LABELLED = ("good", "bad", "mismatched")
+LABELLED = ("good", "bad", "mismatched")  # the last only if the objective needs them
 
 
 def logprobs(options: Namespace) -> Iterator[str]:
@@ -44,7 +44,8 @@ def logprobs(options: Namespace) -> Iterator[str]:
     ):
         row = _row(name, tokens, folder)
         if config.data.in_pairs or config.data.is_labelled:
-            row |= _of_answers(name, folder, cut_source(config.data, name, tokens, ALL_IDS, whole=True))
+            answers = ANSWERS if config.data.in_pairs else LABELLED if config.train.estimates_kl else LABELLED[:2]
+            row |= _of_answers(name, folder, cut_source(config.data, name, tokens, ALL_IDS, whole=True), answers)
         yield json.dumps(row) if options.json else _line(row)
 
 
@@ -57,13 +58,13 @@ def _row(name: str, tokens: Path, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_answers(name: str, folder: Path, windows: Windows) -> dict[str, Any]:
+def _of_answers(name: str, folder: Path, windows: Windows, answers: Sequence[str]) -> dict[str, Any]:
     """Return targets and mean log-probability of the answers of each kind, and of all but mismatched ones."""
     corpus, values = windows.corpus, open_logprobs(name, folder, windows.num_places)
     assert corpus.loss_weights is not None  # preferences and labelled answers are chats
     lengths = np.asarray(corpus.document_lengths)
     firsts = np.cumsum(lengths) - lengths
-    kinds, names = np.arange(lengths.size) % 2, LABELLED if windows.labelled else ANSWERS
+    kinds = np.arange(lengths.size) % 2
     if windows.labelled:
         is_good = np.logical_or.reduceat(np.asarray(corpus.loss_weights) > 0, firsts)
         # After each answer stands the mismatched one; where there is none, its own once more (preferences.py).
@@ -72,7 +73,7 @@ def _of_answers(name: str, folder: Path, windows: Windows) -> dict[str, Any]:
     supervised[firsts] = False  # first tokens, which are no targets, may hold a margin
     counts, sums = (np.bincount(np.repeat(kinds, lengths), of, 4) for of in (supervised, values))
     numbers = [_mean(*of) for of in zip(counts.tolist(), sums.tolist(), strict=True)]
-    found = {kind: of for kind, of in zip(names, numbers, strict=False) if of["targets"]}
+    found = {kind: of for kind, of in zip(answers, numbers, strict=False) if of["targets"]}
     return _mean(sum(counts[:2]), sum(sums[:2])) | found
 
 

@@ -265,6 +265,11 @@ class OptimizationConfig(Group):
         return self.objective in ("dpo", "ipo", "hinge", *LABELLED)
 
     @property
+    def estimates_kl(self) -> bool:
+        """Return whether the objective needs log-probabilities of mismatched answers: KTO estimates KL by them."""
+        return self.objective == "kto"
+
+    @property
     def sampling_interval(self) -> int:
         """Return after how many updates the run samples answers again; 0: it samples none."""
         return self.rollouts.steps if self.rollouts else 0

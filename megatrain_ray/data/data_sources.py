@@ -91,7 +91,13 @@ def cut_source(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, wh
     )
 
 
-def cut_for_pass(data: DataConfig, name: str, tokens: Path, vocab_size: int) -> Windows:
-    """Open all windows of one source, those of mismatched answers like the others. Raises ConfigError as cut_source."""
+def cut_for_pass(data: DataConfig, name: str, tokens: Path, vocab_size: int, *, mismatched: bool) -> Windows:
+    """Open all windows of one source. Raises ConfigError as cut_source.
+
+    mismatched: include the windows of mismatched answers, after all others.
+    """
     windows = cut_source(data, name, tokens, vocab_size, whole=True)
-    return replace(windows, labelled=False) if isinstance(windows, SpanWindows) else windows
+    if not isinstance(windows, SpanWindows) or not windows.labelled:
+        return windows
+    firsts = windows.firsts if mismatched else windows.firsts[: windows.num_windows + 1]
+    return replace(windows, labelled=False, firsts=firsts)

@@ -121,9 +121,11 @@ class PassData(HeldOutData):
 
     data: a configuration that cuts all of them into windows.
     names: of the sources, in messages.
+    mismatched: as for cut_for_pass.
     """
 
     names: tuple[str, ...] = ()
+    mismatched: bool = True
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -131,7 +133,9 @@ class PassData(HeldOutData):
 
     def windows(self) -> list[Windows]:
         named = zip(self.names, self.tokens, strict=True)
-        windows = [cut_for_pass(self.data, name, folder, self.vocab_size) for name, folder in named]
+        windows = [
+            cut_for_pass(self.data, name, folder, self.vocab_size, mismatched=self.mismatched) for name, folder in named
+        ]
         return numbered(windows, self.tokens)
 
 

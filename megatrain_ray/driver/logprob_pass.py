@@ -57,6 +57,7 @@ class LogprobPass:
     data: tokens of all data, also of sources that the pass leaves out since the cache has their log-probabilities.
         Without held-out data they are those that are trained on.
     names: of all sources, by the folder of their tokens.
+    mismatched: as for cut_for_pass.
     teacher: what is recorded of the model's predictions as well; None: nothing.
     writers: of the sources of the pass, in its order, by the folder of their tokens. What an earlier pass has written
         is left out.
@@ -66,6 +67,7 @@ class LogprobPass:
 
     data: DataTokens
     names: Mapping[Path, str]
+    mismatched: bool
     teacher: TopTokens | None = None
     writers: dict[Path, LogprobWriter] = field(default_factory=dict)
     num_tokens: dict[int, int] = field(default_factory=dict)
@@ -81,7 +83,9 @@ class LogprobPass:
         tokens = tuple(self.writers)
         names = tuple(self.names[folder] for folder in tokens)
         starts = tuple(writer.written.num_rows for writer in self.writers.values())
-        return PassData(**vars(held_out) | {"tokens": tokens, "names": names, "starts": starts})
+        return PassData(
+            **vars(held_out) | {"tokens": tokens, "names": names, "starts": starts, "mismatched": self.mismatched}
+        )
 
     def keep(self, batches: HeldOut, index: int, loss: HeldOutLoss) -> None:
         """Write the log-probabilities of a batch. Raises MegatrainError as LogprobWriter.write."""
@@ -122,10 +126,11 @@ def find_or_make(
     Raises ConfigError, CapacityError if a teacher's records have no room, MegatrainError if the disk fails, and what
     `make` raises.
     """
+    mismatched = not config.data.is_labelled or config.train.estimates_kl
     settings = {
         "model": model.settings, "precision": config.train.precision, "seq_len": config.data.seq_len,
         "packing": config.data.packing, **({"compute": config.train.compute} if config.train.compute else {}),
-        **({"teacher": asdict(teacher)} if teacher else {}),
+        **({"teacher": asdict(teacher)} if teacher else {}), **({} if mismatched else {"mismatched": False}),
     }  # fmt: skip
     names = dict(_named(config, data))
     made_of = {tokens: derived_provenance(tokens, "tokens", settings, model.files) for tokens in names}
@@ -140,7 +145,7 @@ def find_or_make(
         with writable_cache(run_dir) as root:
             made = {tokens: root / key_of(made_of[tokens]) for tokens in missing}
             evaluated = data.training if data.held_out is None else data.held_out  # a run of no steps needs some
-            scored = LogprobPass(data._replace(held_out=evaluated), names, teacher)
+            scored = LogprobPass(data._replace(held_out=evaluated), names, mismatched, teacher)
             if scored.record is not None:
                 _check_room(root, [tokens for tokens in missing if not made[tokens].exists()], scored.record)
             with ExitStack() as stack:
@@ -175,7 +180,7 @@ def _begun(
         if holds_logprobs(folder):  # another process has just made it
             yield None
             return
-        windows = cut_for_pass(data, name := scored.names[tokens], tokens, ALL_IDS)
+        windows = cut_for_pass(data, name := scored.names[tokens], tokens, ALL_IDS, mismatched=scored.mismatched)
         if (writer := begun_logprobs(folder, windows.num_places, scored.record)) is None:
             with new_folder(folder, _Notes()) as partial:
                 begin_logprobs(partial, provenance, windows.num_places, scored.record)

@@ -86,7 +86,7 @@ def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startu
     startup.tell("reading data")
     tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
     limit = vocab_size or ALL_IDS
-    training, needs_prompts = tokenize(config.data, config.tokenizer, limit, run_dir), config.train.objective == "kto"
+    training, needs_prompts = tokenize(config.data, config.tokenizer, limit, run_dir), config.train.estimates_kl
     if needs_prompts:
         check_prompts(config.data, training, limit)
     counts = count_data(config.data, training, limit)

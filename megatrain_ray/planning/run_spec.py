@@ -291,7 +291,7 @@ def _question_of_parts(
         saves=bool(config.save_interval),
         objective=objective_bytes(config.train, structure.vocab_size, compiled=compiled),
         scores_in_step=config.data.documents_per_record > 0 and config.train.objective != "reward",
-        scores_first=config.train.objective == "kto",
+        scores_first=config.train.estimates_kl,
         saves_frozen=config.lora is None,
         attention=discovery.attention,
         packed_attention=discovery.packed_attention,
