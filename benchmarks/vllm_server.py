@@ -1,11 +1,12 @@
 """Trains a tiny model by GRPO with a real vLLM as the sampling server, and compares log-probabilities.
 
-    python -m benchmarks.vllm_server OUT.json --vllm PATH [--commit ID] [--model-type llama] [--sleeps] [--port 8471]
+    python -m benchmarks.vllm_server OUT.json --vllm PATH [--commit ID] [--model-type llama] [--dtype float32]
+        [--sleeps] [--refusals] [--port 8471] [key=value …]
 
 `--vllm` names vLLM's command, which may be of another environment. The model has random weights and a tokenizer of its
-own, and vLLM computes in float32.
+own. Settings go to the training.
 
-* First vLLM is started with what a run must refuse; the messages are in the report.
+* With `--refusals` vLLM is first started with what a run must refuse; the messages are in the report.
 * Then a run makes 12 updates and samples before every second one. It evaluates held-out prompts at the start and at the
   end. In the third sampling vLLM gets SIGKILL while it completes, and is started again.
 * Each sampling's log-probabilities by vLLM are compared with those of the plain Transformers model, by the weights of
@@ -41,6 +42,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 1024,
 }  # fmt: skip
 UPDATES, EVERY, KILLED_AFTER = 12, 2, 4
+LEAST_RUNNING = 32  # completions when vLLM is killed
 SEQ_LEN = 192
 POLL_S = 0.02
 START_S = 300.0
@@ -61,18 +63,19 @@ def write_model(folder: Path, model_type: str) -> None:
     run("tokenizer", "train", str(text), "--out", str(folder), "--vocab-size", "500")
     end = AutoTokenizer.from_pretrained(folder).eos_token_id
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES, eos_token_id=end, bos_token_id=None)
+    tied = model_type == "qwen2"
+    config = AutoConfig.for_model(model_type, **SIZES, eos_token_id=end, bos_token_id=None, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
 class Server:
     """Runs vLLM in a process group of its own."""
 
-    def __init__(self, command: str, model: Path, port: int, log: Path) -> None:
+    def __init__(self, command: str, model: Path, dtype: str, port: int, log: Path) -> None:
         self.url = f"http://localhost:{port}"
         self._log = log
         self._arguments = [
-            command, "serve", str(model), "--port", str(port), "--generation-config", "vllm", "--dtype", "float32",
+            command, "serve", str(model), "--port", str(port), "--generation-config", "vllm", "--dtype", dtype,
             "--enforce-eager", "--max-model-len", str(SEQ_LEN),
             "--no-enable-chunked-prefill",  # vLLM 0.32 on a CPU dies of a part of a prompt whose request has a seed
         ]  # fmt: skip
@@ -80,7 +83,7 @@ class Server:
 
     @property
     def command(self) -> str:
-        return " ".join(self._arguments)
+        return " ".join(["vllm serve MODEL", *self._arguments[3:]])
 
     def start(self, environment: dict[str, str] = {}, options: Sequence[str] = ()) -> float:  # noqa: B006
         """Start it; return after how many seconds it answers."""
@@ -121,8 +124,8 @@ class Server:
 
 
 @contextmanager
-def training(config: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-m", "megatrain_ray", "train", str(config)]) as process:
+def training(config: Path, settings: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-m", "megatrain_ray", "train", str(config), *settings]) as process:
         yield process
         if process.wait():
             sys.exit("the training failed")
@@ -169,7 +172,7 @@ def killed_while_it_samples(server: Server, run_dir: Path, process: subprocess.P
     metrics = run_dir / "metrics.jsonl"
     while process.poll() is None:
         done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-        if done >= KILLED_AFTER and (running := server.num_running()):
+        if done >= KILLED_AFTER and (running := server.num_running()) >= LEAST_RUNNING:
             server.kill()
             there = (run_dir / "rollouts" / f"step_{KILLED_AFTER}.jsonl").exists()
             return {"after_updates": done, "running": running, "was_sampled": there, "started_s": server.start()}
@@ -177,13 +180,13 @@ def killed_while_it_samples(server: Server, run_dir: Path, process: subprocess.P
     sys.exit("the training ended before the server could be killed")
 
 
-def differences(run_dir: Path, folder: Path) -> list[dict[str, Any]]:
+def differences(run_dir: Path, folder: Path, dtype: torch.dtype, merge: Sequence[str]) -> list[dict[str, Any]]:
     """Compare the log-probabilities of each sampling with those of plain Transformers models."""
     found: list[dict[str, Any]] = []
     models = {0: folder / "model"}
     for step in range(EVERY, UPDATES, EVERY):
         models[step] = folder / f"exported_{step}"
-        run("export", str(run_dir), str(models[step]), "--step", str(step))
+        run("export", str(run_dir), str(models[step]), "--step", str(step), *merge)
     for step, path in models.items():
         records = list(map(json.loads, (run_dir / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()))
         before = models.get(step - EVERY)
@@ -193,39 +196,40 @@ def differences(run_dir: Path, folder: Path) -> list[dict[str, Any]]:
             "tokens": sum(len(record["logprobs"]) for record in records),
             "ended": sum(record["ended"] for record in records),
             "reward": sum(record["reward"] for record in records) / len(records),
-            "largest_difference": largest_difference(path, records),
-            "largest_difference_from_former_weights": largest_difference(before, records) if before else None,
+            "largest_difference": largest_difference(path, records, dtype),
+            "largest_difference_from_former_weights": largest_difference(before, records, dtype) if before else None,
         })  # fmt: skip
         print(found[-1])
     return found
 
 
 @torch.no_grad()
-def largest_difference(path: Path, records: Sequence[dict[str, Any]]) -> float:
+def largest_difference(path: Path, records: Sequence[dict[str, Any]], dtype: torch.dtype) -> float:
     """Return the largest difference of a record's log-probabilities to a model's, over all tokens of answers."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     largest = 0.0
     for record in records:
         prompt, answer = record["prompt_ids"], torch.tensor(record["completion_ids"])
         logits = model(torch.tensor([[*prompt, *record["completion_ids"]]])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+        expected = logits.float().log_softmax(-1).gather(-1, answer[:, None])[:, 0]
         largest = max(largest, float((expected - torch.tensor(record["logprobs"])).abs().max()))
     return largest
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     write_model(folder / "model", options.model_type)
-    server = Server(options.vllm, folder / "model", options.port, folder / "vllm.log")
+    server = Server(options.vllm, folder / "model", options.dtype, options.port, folder / "vllm.log")
     config = write_config(folder, server, options.sleeps)
     sleeping = ["--enable-sleep-mode"] if options.sleeps else []
-    said = {} if options.sleeps else refusals(server, config)
+    said = refusals(server, config) if options.refusals else {}
     server.start(options=sleeping)
     try:
         vllm = server.version()
-        with training(config) as process:
+        with training(config, options.settings) as process:
             death = killed_while_it_samples(server, folder / "run", process)
     finally:
         server.kill()
+    merge = ["--merge"] if any(setting.startswith("lora.") for setting in options.settings) else []
     rows = list(map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()))
     return {
         "commit": options.commit or commit(),
@@ -233,10 +237,10 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "versions": versions() | {"vllm": vllm},
         "server": " ".join([server.command, *sleeping]),
         "model_type": options.model_type,
-        "sleeps": options.sleeps,
+        "settings": options.settings,
         "refused": said,
         "death": death,
-        "samplings": differences(folder / "run", folder),
+        "samplings": differences(folder / "run", folder, getattr(torch, options.dtype), merge),
         "ratio_max": [
             row["ratio_max"] for row in rows
         ],  # of updates; the first of a sampling has the sampler's weights
@@ -250,9 +254,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm", required=True)
     parser.add_argument("--commit")
     parser.add_argument("--model-type", default="llama")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--refusals", action="store_true")
     parser.add_argument("--sleeps", action="store_true")
     parser.add_argument("--port", type=int, default=8471)
-    options = parser.parse_args(arguments)
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
     folder = Path(tempfile.mkdtemp())
     try:
         report = measure(folder, options)

@@ -79,7 +79,9 @@ class SamplingServer:
         (model, *_) = (await self._ask("GET", "/v1/models"))["data"]
         self._model = model["id"]
         if (longest := model.get("max_model_len")) is not None and longest < seq_len:
-            raise self._wrong(f"takes {longest} tokens, and data.seq_len is {seq_len}: start it with a --max-model-len")
+            raise self._wrong(
+                f"takes {longest} tokens, and data.seq_len is {seq_len}: start it with --max-model-len {seq_len}"
+            )
         if (await self._answer("POST", "/collective_rpc", {}))[0] == 404:  # else it misses the name of a method
             raise self._wrong("has no endpoint for new weights: start it with VLLM_SERVER_DEV_MODE=1")
         if (await self._ask("GET", "/is_sleeping"))["is_sleeping"]:

@@ -79,7 +79,7 @@ def without(key: str) -> Callable[[Json], None]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "short": ({"max_model_len": 63}, {}, "takes 63 tokens, and data.seq_len is 64: start it with a --max-model-len"),
+    "short": ({"max_model_len": 63}, {}, "takes 63 tokens, and data.seq_len is 64: start it with --max-model-len 64"),
     "no endpoints": (
         {"in_dev_mode": False},
         {},
