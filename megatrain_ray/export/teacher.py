@@ -6,7 +6,8 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.objectives.distillation import Softmax, TopTokens
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.evaluation_config import naming_reference, run_of
-from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer, load_tokenizer
+from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
+from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, holds_tokenizer, load_tokenizer, tokenizer_folder
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
 
@@ -44,14 +45,20 @@ def find_teacher(config: TrainConfig, student: ModelSource) -> TopTokens | None:
     return TopTokens(min(numbers.top_k, vocab_size), Softmax(numbers.temperature, vocab_size))
 
 
+def _is_of_bytes(tokenizer: str) -> bool:
+    """Return whether a tokenizer has the ids of bytes, also if it is the folder of an export with its files."""
+    return tokenizer == "bytes" or is_byte_tokenizer(tokenizer_folder(tokenizer))
+
+
 def _difference(of_data: str, of_teacher: str | None) -> str | None:
     """Return where two tokenizers disagree about an id; None if they do not. Either may have ids more."""
     if of_teacher is None or of_data == of_teacher:
         return None
+    are_bytes = _is_of_bytes(of_data), _is_of_bytes(of_teacher)
+    if any(are_bytes):
+        return None if all(are_bytes) else f"one of data.tokenizer: {of_data} and {of_teacher} is of bytes"
     ours, theirs = load_tokenizer(of_data), load_tokenizer(of_teacher)
-    if not (isinstance(ours, FolderTokenizer) and isinstance(theirs, FolderTokenizer)):
-        both_bytes = type(ours) is type(theirs)
-        return None if both_bytes else f"one of data.tokenizer: {of_data} and {of_teacher} is of bytes"
+    assert isinstance(ours, FolderTokenizer) and isinstance(theirs, FolderTokenizer)
     own, given = ours.vocabulary, theirs.vocabulary
     of_id = {token_id: token for token, token_id in own.items()}
     for token, token_id in sorted(given.items(), key=lambda item: item[1]):

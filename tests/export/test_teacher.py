@@ -14,6 +14,7 @@ from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.engine.objectives.distillation import Softmax, TopTokens
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.teacher import find_teacher
+from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
 from megatrain_ray.model.open_model import read_model
 from tests.support.runs import config
 from tests.support.tiny import build_tiny
@@ -48,6 +49,17 @@ def test_a_teacher_of_other_ids_is_refused(tmp_path: Path) -> None:
             ConfigError, match=f"teacher and student must have the same ids: {difference}; name a model"
         ):
             found(tmp_path, model_of(tmp_path / "teacher", 257, **ids))
+
+
+def test_the_files_of_bytes_in_an_export_are_the_tokenizer_bytes(tmp_path: Path) -> None:
+    teacher = build_tiny(tmp_path / "teacher")
+    write_byte_tokenizer(teacher, vocab_size=257)
+    tree = config(tmp_path / "run", build_tiny(tmp_path / "student"), data__tokenizer="bytes")
+    tree["train"] |= {"objective": "distill", "distillation": {"teacher": str(teacher)}}
+    for tokenizer in ("bytes", str(teacher)):
+        tree["data"]["tokenizer"] = tokenizer
+        settings = TrainConfig.model_validate(tree)
+        assert find_teacher(settings, read_model(settings.model)) == TopTokens(64, Softmax(1.0, 257))
 
 
 def test_a_new_student_is_told_to_take_the_tokenizer_of_its_teacher(tmp_path: Path) -> None:
