@@ -50,12 +50,13 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
     Raises ConfigError, and as export_run.
     """
     data = config.data
-    _check_answered(data)
     if data.held_out is None:
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     # Its tokens are needed anyway, and those of the training data are not.
     update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
-    with _without_updates(name, config, step, update, {}) as changed:
+    # Answers that are sampled now are compared with no reference.
+    train: Mapping[str, Any] = {"policy": {}, "reference": None} if data.kind == "prompts" else {}
+    with _without_updates(name, config, step, update, train) as changed:
         yield changed
 
 

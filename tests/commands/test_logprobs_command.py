@@ -167,12 +167,21 @@ def test_a_pass_goes_on_from_any_kill(undisturbed: Pass, number: int) -> None:
     assert list(undisturbed.cache.rglob(".*")) == []
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path, cache: Path) -> None:
+PROMPTS = [
+    "data.kind=prompts", "data.path=prompts.jsonl", "data.eval_path=null", "train.objective=grpo",
+    "train.rollouts={rewards: ['FILE.py:reward'], group_size: 2, max_new_tokens: 9}",
+]  # fmt: skip
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "p"}\n')
     path = str(write_config(tmp_path / "config.yaml", tree_of(tmp_path)))
     for arguments, message in (
         (["--step", "3"], "--step and --best name a save of a run, and model.path is no run directory"),
         (["--model", str(tmp_path / "gone")], "gone is no folder, nor can it be a hub id"),
         (["--model", str(tmp_path / "cache")], "config.json"),
+        (PROMPTS, "data.kind: prompts: without answers there is nothing to compute"),
     ):
         refused = cli_here("logprobs", path, *arguments)
         assert (refused.returncode, refused.stdout) == (2, "")

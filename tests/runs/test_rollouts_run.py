@@ -74,6 +74,14 @@ def evaluations_of(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {step: {key: value for key, value in row.items() if key != "eval_s"} for step, row in found.items()}
 
 
+def evaluated(train: Train, run_dir: Path, step: int) -> set[tuple[str, Any]]:
+    """Return the items of what `megatrain eval` prints of a save."""
+    with train.actors():
+        done = cli_here("eval", str(run_dir), "--step", str(step), "--json")
+    assert done.returncode == 0, done.stderr
+    return {*json.loads(done.stdout).items()}
+
+
 def assert_logprobs(model: Path, records: list[dict[str, Any]], *, is_first: bool) -> None:
     """Check that the reference's are plain Transformers', and those before the updates about the sampler's."""
     plain = load_model(model, torch.float32).eval()
@@ -96,8 +104,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     done = train(str(whole))
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path / "whole")
-    assert found[0]["rollouts"]["reward"] < 0.1
-    assert found[-1]["rollouts"]["reward"] > 0.5
+    assert found[0]["rollouts"]["reward"] < 0.1 < 0.5 < found[-1]["rollouts"]["reward"]
     assert found[0]["rollouts"] == found[1]["rollouts"] != found[2]["rollouts"]
     assert found[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the first update has the sampler's probabilities"
     assert found[0]["kl"] == 0.0 < found[1]["kl"] < found[-1]["kl"], "the reference is the model before any update"
@@ -110,6 +117,7 @@ def test_a_run_learns_what_is_rewarded_and_is_resumed_in_mid_sampling(tmp_path: 
     assert evaluations[0]["eval_reward"] < 0.1 and evaluations[STEPS]["eval_reward"] > 0.5
     best = max((7, STEPS), key=lambda step: evaluations[step]["eval_reward"])
     assert f"after step {best}" in cli_here("inspect", str(tmp_path / "whole")).stdout
+    assert evaluations[7].items() - evaluated(train, tmp_path / "whole", 7) == {("epoch", evaluations[7]["epoch"])}
 
     folder = tmp_path / "whole" / "rollouts"
     files = sorted(folder.glob("*.jsonl"))
