@@ -24,6 +24,7 @@ from megatrain_ray.io.saves.mirrored_saves import (
 )
 from megatrain_ray.io.saves.save_folder import abandon_save, commit_save, list_saves, prepare_save, save_folder
 from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError, StoredObject
+from megatrain_ray.read_file import parse_json
 from megatrain_ray.run.run_files import RunFiles
 from megatrain_ray.run.run_history import HISTORY_NAME
 from megatrain_ray.run.run_model import MODEL_NAME
@@ -44,6 +45,26 @@ def reading_mirror() -> Iterator[None]:
         yield
     except ObjectStoreError as error:
         raise ConfigError(f"save_mirror: {error}") from None
+
+
+def check_owner(store: ObjectStore, names: set[str], token: str) -> bool:
+    """Return whether a mirror is marked as this run's; an empty one is not. Raises ConfigError if it is not free."""
+    if OWNER_NAME not in names:
+        if names:
+            raise ConfigError(
+                f"save_mirror: {store.url} holds {min(names)}, and no mirror of a run; name another place"
+            )
+        return False
+    try:
+        owner = parse_json(store.read(OWNER_NAME))["run"]
+    except (ValueError, KeyError, TypeError):
+        owner = None
+    if owner != token:
+        raise ConfigError(
+            f"save_mirror: {store.url} is the mirror of another run; name another place, or to go on with that run, "
+            "an empty run_dir"
+        )
+    return True
 
 
 def is_mirrored(name: str) -> bool:

@@ -31,8 +31,7 @@ from megatrain_ray.io.saves.mirrored_saves import (
 )
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError
-from megatrain_ray.read_file import parse_json
-from megatrain_ray.run.fetch_run import FILES, FOLDERS, OWNER_NAME, ROLLOUTS, is_mirrored, reading_mirror
+from megatrain_ray.run.fetch_run import FILES, FOLDERS, OWNER_NAME, ROLLOUTS, check_owner, is_mirrored, reading_mirror
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.units import format_bytes
 
@@ -64,11 +63,12 @@ class SaveMirror:
         found = store.find()
         self._there = set(mirrored_steps(found))
         self._names = {item.name for item in found}
-        self._is_claimed = _check_owner(store, self._names, run.token)
+        self._is_claimed = check_owner(store, self._names, run.token)
         self._sent_files: dict[Path, tuple[int, int]] = {}  # sizes and times of change
         self._sent_bytes: dict[str, int] = {}  # of the blobs of the save that is being uploaded
         self._total_bytes = 0
         self._problem: str | None = None
+        self._failure: str | None = None  # of the last request to the store, if it failed
         self._reported: int | None = None  # the upload that was reported as late
         self._wake, self._ending, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="save mirror", daemon=True)
@@ -231,14 +231,20 @@ class SaveMirror:
 
     def _retried(self, action: Callable[[], Result]) -> Result:
         """Call the function until it succeeds. Raises ObjectStoreError after the last of a bounded number of tries."""
-        for pause_s in PAUSES_S:
+        pauses = iter(PAUSES_S)
+        while True:
             try:
-                return action()
+                result = action()
             except ObjectStoreError as error:
-                log.warning("save_mirror: tried again in %.0f s: %s", pause_s, str(error))
-            if self._stop.wait(pause_s):
-                raise _StoppedError
-        return action()
+                self._failure = str(error)
+                if (pause_s := next(pauses, None)) is None:
+                    raise
+                log.warning("save_mirror: tried again in %.0f s: %s", pause_s, self._failure)
+                if self._stop.wait(pause_s):
+                    raise _StoppedError from None
+            else:
+                self._failure = None
+                return result
 
     def _advance(self, blob: str, num_bytes: int) -> None:
         """Note how much of a blob is uploaded."""
@@ -247,10 +253,12 @@ class SaveMirror:
         self._sent_bytes[blob] = num_bytes
 
     def _progress(self) -> str:
+        if self._failure:
+            return f"an upload is tried again: {self._failure}"
         if self.uploading is None:
-            return "the last rows are uploaded"
+            return "the last rows are sent"
         sent, total = sum(self._sent_bytes.copy().values()), self._total_bytes
-        return f"{sent / max(1, total):.0%} of the save of step {self.uploading} ({format_bytes(total)}) is uploaded"
+        return f"{sent / max(1, total):.0%} of the save of step {self.uploading} ({format_bytes(total)}) is sent"
 
     def _claim(self) -> None:
         """Write whose mirror it is, which also shows at once whether anything can be written there."""
@@ -287,23 +295,3 @@ def mirroring(run: RunDir) -> Iterator[SaveMirror | None]:
         mirror.finish()
     finally:
         mirror.close()
-
-
-def _check_owner(store: ObjectStore, names: set[str], token: str) -> bool:
-    """Return whether a mirror is marked as this run's; an empty one is not. Raises ConfigError if it is not free."""
-    if OWNER_NAME not in names:
-        if names:
-            raise ConfigError(
-                f"save_mirror: {store.url} holds {min(names)}, and no mirror of a run; name another place"
-            )
-        return False
-    try:
-        owner = parse_json(store.read(OWNER_NAME))["run"]
-    except (ValueError, KeyError, TypeError):
-        owner = None
-    if owner != token:
-        raise ConfigError(
-            f"save_mirror: {store.url} is the mirror of another run; name another place, or to go on with that run, "
-            "an empty run_dir"
-        )
-    return True

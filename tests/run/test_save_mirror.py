@@ -12,6 +12,7 @@ import pytest
 from megatrain_ray.errors import ConfigError, DamagedSaveError, InterruptedRunError, MegatrainError
 from megatrain_ray.io.saves import mirrored_saves
 from megatrain_ray.io.saves.save_folder import list_saves, verify
+from megatrain_ray.io.storage.object_store import ObjectStoreError
 from megatrain_ray.run import save_mirror
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.save_mirror import SaveMirror, mirroring
@@ -122,9 +123,18 @@ def test_faults_are_tried_again_and_not_for_ever(
         raise InterruptedRunError("stopped")
     assert "warning: save_mirror: the newest save is not in" in capsys.readouterr().err
     faults.clear()
-    with begun(tmp_path / "a", objects):
+    with begun(tmp_path / "a", objects) as (_, mirror):
         pass
     assert sorted(saves_of(objects)) == [2, 4]
+
+    def fail() -> None:
+        raise ObjectStoreError("cannot write s3://x")
+
+    with pytest.raises(save_mirror._StoppedError):  # at the end of the block above
+        mirror._retried(fail)
+    assert mirror._progress() == "an upload is tried again: cannot write s3://x"
+    mirror._retried(lambda: None)
+    assert mirror._progress() == "the last rows are sent"
 
 
 def test_a_manifest_vouches_for_nothing_that_the_store_has_lost(
