@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from megatrain_ray.io.saves.save_folder import list_saves, verify
 from megatrain_ray.io.storage.object_store import ObjectStoreError
 from megatrain_ray.run import save_mirror
 from megatrain_ray.run.run_dir import RunDir
-from megatrain_ray.run.save_mirror import SaveMirror, mirroring
+from megatrain_ray.run.save_mirror import NICE, SaveMirror, mirroring
 from tests.support.object_server import Bucket, Fault
 from tests.support.run_folders import in_folder, refusal, row
 from tests.support.saves import make_state, read_save, write_save
@@ -177,6 +178,9 @@ def test_a_slow_store_holds_up_nobody(objects: Bucket, tmp_path: Path, capsys: p
             mirror.saved(step)
         assert mirror.uploading == 2
         assert mirror.lag(6) == 6
+        (uploader,) = (thread for thread in threading.enumerate() if thread.name == "save mirror")
+        assert uploader.native_id
+        assert os.getpriority(os.PRIO_PROCESS, uploader.native_id) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         released.set()
     assert sorted(saves_of(objects)) == [6]
     late = [line for line in capsys.readouterr().err.splitlines() if "the mirror lags behind" in line]
