@@ -118,7 +118,7 @@ def assemble(rows: Rows, kind: BatchKind = BatchKind()) -> Batch:  # noqa: B008,
     """Return windows as inputs and targets. A target is -100 if it is a pad, weighs 0, or is in another document."""
     if kind.labelled:  # a row holds two windows
         own, others = (Rows(*half) for half in zip(*(np.split(part, 2, axis=1) for part in rows), strict=True))
-        batch, mismatched = (assemble(half, kind._replace(columns=(), labelled=False)) for half in (own, others))
+        batch, mismatched = (assemble(half, kind._replace(labelled=False)) for half in (own, others))
         labels = np.where(batch.targets == IGNORED, WEIGHT_TYPE.type(0), own.loss_weights[:, 1:])
         return dataclasses.replace(batch, columns={LABELS: labels}, mismatched=mismatched)
     num_documents = int((rows.documents.max(axis=1) + 1).sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from megatrain_ray.io.chat.conversation_formats import (
 from megatrain_ray.io.chat.find_chats import ChatSource
 from megatrain_ray.io.chat.mark_turns import TurnMarker
 from megatrain_ray.io.chat.preferences import PairLayout, UnpairedLayout, read_margin, read_pair, with_mismatched
-from megatrain_ray.io.images.image_parts import IMAGE, named_files, without_images
+from megatrain_ray.io.images.image_parts import IMAGE, RecordImages
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.images.replaced_images import ReplacedText
 from megatrain_ray.io.records.choose_records import ALL_RECORDS, RecordChoice, RecordChooser
@@ -127,7 +127,7 @@ class ChatRecipe:
             return next(((kept.ids, kept.loss_weights) for kept in item[1].kept), None)
 
         for (location, record), mismatched in with_mismatched(records, sequence_of, self.seq_len + 1):
-            more = [] if mismatched is None else [KeptSequence(*mismatched, is_mismatched=True)]
+            more = [] if mismatched is None else [record.kept[0].mismatched(*mismatched)]
             yield location, record._replace(kept=[*record.kept, *more])
 
     def _numbered(self) -> Iterator[tuple[RecordLocation, tuple[int, Any]]]:
@@ -252,6 +252,22 @@ class KeptSequence(NamedTuple):
         columns = None if self.columns is None else self.columns[:, :num_tokens]
         return self._replace(ids=self.ids[:num_tokens], loss_weights=self.loss_weights[:num_tokens], columns=columns)
 
+    def mismatched(self, ids: TokenArray, loss_weights: LossWeights) -> KeptSequence:
+        """Return the mismatched sequence of these ids, which begins with the same prompt, and so with its images."""
+        columns = None
+        if self.columns is not None:
+            num_shared = min(self.ids.size, ids.size)  # answers hold no images: their columns are 0
+            columns = np.zeros((len(self.columns), ids.size), WEIGHT_TYPE)
+            columns[:, :num_shared] = self.columns[:, :num_shared]
+        return KeptSequence(ids, loss_weights, columns, is_mismatched=True, images=self.images)
+
+    def divides_image(self, num_tokens: int) -> bool:
+        """Return whether the first tokens end within an image."""
+        if self.columns is None:
+            return False
+        before, after = self.columns[:, :num_tokens], self.columns[:, num_tokens:]
+        return bool((np.intersect1d(before, after) != 0).any())
+
 
 class EncodedRecord(NamedTuple):
     """Holds the result of one record: what is kept of it, and its outcomes for the tally.
@@ -286,7 +302,7 @@ class EncodedRecord(NamedTuple):
         """Return what is kept of a preference, of at most `seq_len` tokens together, and add to its outcomes.
 
         A longer one is cut at the end, each sequence to what the other one leaves, or to half. It is left out if then
-        nothing is left to learn of one of them.
+        nothing is left to learn of one of them, or one ends within an image.
 
         halves: each sequence is cut to half of seq_len.
         """
@@ -296,7 +312,10 @@ class EncodedRecord(NamedTuple):
         longest = 2 * max(lengths) if halves else sum(lengths)
         is_cut = cuts != lengths
         lacks = not all(chat.loss_weights[1:].any() for chat in pair)
-        loses = not all(chat.loss_weights[1:length].any() for chat, length in zip(pair, cuts, strict=True))
+        loses = any(
+            not chat.loss_weights[1:length].any() or chat.whole.divides_image(length)
+            for chat, length in zip(pair, cuts, strict=True)
+        )
         found = [*outcomes]
         if np.array_equal(pair[0].ids, pair[1].ids):
             found.append(RecordOutcome.ALIKE)
@@ -335,30 +354,30 @@ class RecordEncoder:
 
     def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
         number, record = numbered
-        found = self._encoded(number, record)
-        if self.folders is None or found.kept:
-            return found
-        return found._replace(unused_files=named_files(record, self.folders[number]))
-
-    def _encoded(self, number: int, record: object) -> EncodedRecord:
-        layout = self.layouts[number]
-        if isinstance(layout, PairLayout):
-            return self._pair(record, layout)
-        is_good = True
-        images: Sequence[StoredImage] = ()
+        images = None
         try:
             if self.folders is not None:
-                record, images = without_images(record, self.folders[number])
-            if isinstance(layout, UnpairedLayout):
-                conversation, is_good = layout.read(record)
-                chats = self._only(self.encoder.encode(conversation), "the answer")
-            else:
-                conversation = read_conversation(record, layout)
-                if self.learn == "last":
-                    conversation = conversation.with_last_only()
-                chats = self.encoder.encode(_checked(conversation), images)
+                images = RecordImages(record, self.folders[number])
+                record = images.fields
+            found = self._encoded(record, self.layouts[number], images)
         except RecordError as error:
-            return EncodedRecord([], [], str(error))
+            found = EncodedRecord([], [], str(error))
+        return found if images is None or found.kept else found._replace(unused_files=images.named_files())
+
+    def _encoded(
+        self, record: object, layout: ChatLayout | PairLayout | UnpairedLayout, images: RecordImages | None
+    ) -> EncodedRecord:
+        if isinstance(layout, PairLayout):
+            return self._pair(record, layout, images)
+        is_good = True
+        if isinstance(layout, UnpairedLayout):
+            conversation, is_good = layout.read(record)
+            chats = self._only(self._chats(conversation, images), "the answer")
+        else:
+            conversation = read_conversation(record, layout)
+            if self.learn == "last":
+                conversation = conversation.with_last_only()
+            chats = self._chats(conversation, images)
         outcomes = []
         if not chats:
             outcomes = [RecordOutcome.NOTHING_LABELLED if conversation.assistant_turns else RecordOutcome.NO_ANSWER]
@@ -371,18 +390,20 @@ class RecordEncoder:
             chats = [chat._replace(loss_weights=-chat.loss_weights) for chat in chats]
         return EncodedRecord.of(chats, self.seq_len + 1, self.truncation, outcomes)
 
-    def _pair(self, record: object, layout: PairLayout) -> EncodedRecord:
+    def _pair(self, record: object, layout: PairLayout, images: RecordImages | None) -> EncodedRecord:
         pair: list[EncodedChat] = []
-        try:
-            for key, conversation in zip((layout.chosen, layout.rejected), read_pair(record, layout), strict=True):
-                pair += self._only(self.encoder.encode(conversation), key)
-            margins = read_margin(record), 0.0
-        except RecordError as error:
-            return EncodedRecord([], [], str(error))
-        for chat, margin in zip(pair, margins, strict=True):
+        for key, conversation in zip((layout.chosen, layout.rejected), read_pair(record, layout), strict=True):
+            pair += self._only(self._chats(conversation, images), key)
+        for chat, margin in zip(pair, (read_margin(record), 0.0), strict=True):
             chat.loss_weights[:1] = margin
         outcomes = [*dict.fromkeys(note for chat in pair for note in chat.notes)]
         return EncodedRecord.of_pair(pair, self.seq_len, self.truncation, outcomes, halves=self.halves)
+
+    def _chats(self, conversation: Conversation, images: RecordImages | None) -> list[EncodedChat]:
+        if images is None:
+            return self.encoder.encode(conversation)
+        messages, found = images.take(conversation.messages, conversation.tools)
+        return self.encoder.encode(_checked(replace(conversation, messages=messages)), found)
 
     @staticmethod
     def _only(chats: list[EncodedChat], what: str) -> list[EncodedChat]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -15,120 +16,128 @@ from megatrain_ray.io.tokens.image_files import StoredImage, identity_if_there
 from megatrain_ray.read_file import regular_file
 
 IMAGE = "m3gaimage"  # stands in a turn for an image: text that no template and no turn contains
-UNREAD = "read with data.kind: sft and data.images: true only; set these, or remove it"  # of an image
+# What is said of an image that is not read.
+UNREAD = "read with data.images: true only (data.kind: sft, pairs or unpaired); set that, or remove it"
+NEXT_MARK = f"{IMAGE};"  # stands for the next image that the record lists, until it is taken
+_MARK = re.compile(rf"{IMAGE}(\d*);")  # with a number: of the record's other images
 TAG = "<image>"  # stands there in records that list their images
 LIST_KEYS = ("images", "image")  # of records
 PART_TYPES = ("image", "image_url")
-SOURCE_KEYS = (
-    "image",
-    "image_url",
-    "url",
-    "path",
-    "base64",
-    "bytes",
-)  # of a part, or of what stands under one of these
+# Of a part, or of what stands under one of these.
+SOURCE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 FILE_URL = "file://"
 MOST_BYTES = 256 << 20  # of a file
 
 
-def without_images(record: Any, folder: Path) -> tuple[dict[str, Any], list[StoredImage]]:
-    """Return a record with IMAGE in place of each image of its turns, and the images. Raises RecordError.
-
-    folder: where relative paths start.
-    """
-    turns, sources = take_images(record)
-    images = []
-    for number, source in enumerate(sources, 1):
-        try:
-            images.append(read_image(source, folder))
-        except RecordError as error:
-            raise RecordError(f"image {number}: {error}") from None
-    return turns, images
-
-
-def take_images(record: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Return a record with IMAGE in place of each image of its turns, and what it says of each image, in order.
+class RecordImages:
+    """Finds the images that a record names.
 
     An image is a part of a turn, `{"type": "image", "path": …}`. A part without a source, and `<image>` in a text, are
-    the next of those that the record lists under `images`. Raises RecordError.
+    the next of those that the record lists under `images`.
+
+    fields: the record with a mark in place of each image. Those of equal sources are equal, so that conversations of a
+        preference can be compared.
     """
-    fields = as_mapping(record)
-    given = [fields[key] for key in LIST_KEYS if fields.get(key) not in (None, [], "")]
-    if len(given) > 1:
-        raise RecordError("both image and images name images; keep one of the two keys")
-    listed = given[0] if given and isinstance(given[0], list) else given
-    finder = _Finder(listed)
-    turns = {key: finder.placed(value) for key, value in fields.items() if key not in LIST_KEYS}
-    if finder.num_taken != len(listed):
-        raise RecordError(
-            f"it lists {len(listed)} images, and its turns have places for {finder.num_taken}: write {TAG} in a text "
-            'where an image stands, or {"type": "image"} among the parts of a turn'
-        )
-    return turns, finder.images
 
+    def __init__(self, record: Any, folder: Path) -> None:
+        """Mark the images. `folder`: where relative paths start. Raises RecordError for two lists, and for marks."""
+        fields = as_mapping(record)
+        given = [fields[key] for key in LIST_KEYS if fields.get(key) not in (None, [], "")]
+        if len(given) > 1:
+            raise RecordError("both image and images name images; keep one of the two keys")
+        self._folder = folder
+        self._listed = given[0] if given and isinstance(given[0], list) else given
+        self._own: list[Any] = []  # sources of parts, or what is wrong with one; equal ones once
+        self._read: dict[int, StoredImage] = {}  # by number: of `_listed`, then of `_own`
+        self.fields = {key: self._marked(value) for key, value in fields.items() if key not in LIST_KEYS}
 
-class _Finder:
-    def __init__(self, listed: list[Any]) -> None:
-        self._listed = listed
-        self.num_taken = 0  # of the listed ones
-        self.images: list[Any] = []
+    def take(
+        self, messages: Iterable[Mapping[str, Any]], tools: object = ()
+    ) -> tuple[tuple[dict[str, Any], ...], list[StoredImage]]:
+        """Return the messages of a conversation with IMAGE in place of each mark, and its images. Raises RecordError.
 
-    def placed(self, value: Any) -> Any:
-        """Return a value of a record with its images replaced."""
-        if isinstance(value, list):
-            return [self.placed(part) for part in value]
-        if isinstance(value, dict):
-            return (
-                self._part(value) if value.get("type") in PART_TYPES else {k: self.placed(v) for k, v in value.items()}
-            )
-        if isinstance(value, str):
-            return self._text(value)
-        return value
+        All that the record lists must be in it.
+        """
+        numbers: list[int] = []
+        num_taken = 0
 
-    def _text(self, text: str) -> str:
-        if IMAGE in text:
-            raise RecordError(f"a text holds {IMAGE}, by which this program marks images; write it otherwise")
-        if not self._listed:
-            return text
-        first, *others = text.split(TAG)
-        for _ in others:
-            self._take()
-        return IMAGE.join([first, *others])
+        def note(found: re.Match[str]) -> str:
+            nonlocal num_taken
+            if found[1]:
+                numbers.append(len(self._listed) + int(found[1]))
+            else:
+                numbers.append(num_taken)
+                num_taken += 1
+            return IMAGE
 
-    def _part(self, part: Mapping[str, Any]) -> dict[str, str]:
-        if part.get("text"):
-            raise RecordError(f"a part is both an image and the text {part['text']!r:.40}; make two of it")
-        sources = [part[key] for key in SOURCE_KEYS if part.get(key) not in (None, "")]
-        if len(sources) > 1:
-            raise RecordError("a part names its image twice; keep one of its keys")
-        if sources:
-            self.images.append(sources[0])
-        else:
-            self._take()
-        return {"type": "text", "text": IMAGE}
-
-    def _take(self) -> None:
-        if self.num_taken < len(self._listed):
-            self.images.append(self._listed[self.num_taken])
-        elif not self._listed:
+        taken = tuple({**m, "content": _MARK.sub(note, m["content"])} if m.get("content") else {**m} for m in messages)
+        if IMAGE in repr([tools, *({**message, "content": ""} for message in taken)]):
+            raise RecordError("an image may stand in the content of a turn only")
+        if num_taken and not self._listed:
             raise RecordError("a part is an image without a source; give path, url or base64, or list it under images")
-        self.num_taken += 1
+        if num_taken != len(self._listed):
+            raise RecordError(
+                f"it lists {len(self._listed)} images, and its turns have places for {num_taken}: write {TAG} in a "
+                'text where an image stands, or {"type": "image"} among the parts of a turn'
+            )
+        return taken, [self._image(number, place) for place, number in enumerate(numbers, 1)]
+
+    def _image(self, number: int, place: int) -> StoredImage:
+        source = [*self._listed, *self._own][number]
+        if isinstance(source, RecordError):
+            raise source
+        try:
+            if number not in self._read:
+                self._read[number] = read_image(source, self._folder)
+            return self._read[number]
+        except RecordError as error:
+            raise RecordError(f"image {place}: {error}") from None
+
+    def named_files(self) -> list[list[Any]]:
+        """Return path and identity of each image file that the record names, the path only of one that is missing."""
+        sources, found = [*self._listed, *self._own], []
+        while sources:
+            if isinstance(source := sources.pop(), Mapping):
+                sources += _sources(source)
+            elif isinstance(source, str) and not source.startswith("data:"):
+                path = _path_of(source, self._folder).absolute()
+                found.append([str(path), *identity_if_there(path)])
+        return found
+
+    def _marked(self, value: Any) -> Any:
+        """Return a value of the record with marks in place of its images."""
+        if isinstance(value, list):
+            return [self._marked(part) for part in value]
+        if isinstance(value, dict):
+            if value.get("type") in PART_TYPES:
+                return {"type": "text", "text": self._mark_of(value)}
+            return {key: self._marked(inner) for key, inner in value.items()}
+        if not isinstance(value, str):
+            return value
+        if IMAGE in value:
+            raise RecordError(f"a text holds {IMAGE}, by which this program marks images; write it otherwise")
+        return value.replace(TAG, NEXT_MARK) if self._listed else value
+
+    def _mark_of(self, part: Mapping[str, Any]) -> str:
+        named = _sources(part)
+        if not named and not part.get("text"):
+            return NEXT_MARK
+        source = named[0] if named else None
+        if part.get("text"):
+            source = RecordError(f"a part is both an image and the text {part['text']!r:.40}; make two of it")
+        elif len(named) > 1:
+            source = RecordError("a part names its image twice; keep one of its keys")
+        if source not in self._own:
+            self._own.append(source)
+        return f"{IMAGE}{self._own.index(source)};"
 
 
-def named_files(record: Any, folder: Path) -> list[list[Any]]:
-    """Return path and identity of each image file that a record names, the path only of one that is not there."""
-    try:
-        sources = take_images(record)[1]
-    except RecordError:
-        return []
-    found = []
-    while sources:
-        if isinstance(source := sources.pop(), Mapping):
-            sources += [source[key] for key in SOURCE_KEYS if source.get(key)]
-        elif isinstance(source, str) and not source.startswith("data:"):
-            path = _path_of(source, folder).absolute()
-            found.append([str(path), *identity_if_there(path)])
-    return found
+def _sources(fields: Mapping[str, Any]) -> list[Any]:
+    """Return what stands under SOURCE_KEYS in a part, or in what a part names."""
+    found = {key: fields[key] for key in SOURCE_KEYS if fields.get(key) not in (None, "", b"")}
+    if isinstance(text := found.get("base64"), str) and not text.startswith("data:"):
+        found["base64"] = f"data:image;base64,{text}"
+    return list(found.values())
 
 
 def _path_of(source: str, folder: Path) -> Path:
@@ -144,7 +153,7 @@ def read_image(source: Any, folder: Path) -> StoredImage:
     """
     if isinstance(source, Mapping):
         content = source.get("bytes")
-        named = [source[key] for key in SOURCE_KEYS if source.get(key) not in (None, "", b"")]
+        named = _sources(source)
         if not named:
             raise RecordError(f"expected a mapping with path, url, base64 or bytes, got {dict(source)!r:.60}")
         return read_image(content or named[0], folder)

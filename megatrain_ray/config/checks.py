@@ -32,7 +32,7 @@ KINDS_OF_KEY = {
     "chat_format": ("sft", "pairs", "unpaired", "prompts"),
     "chat_template": ("sft", "pairs", "unpaired", "rollouts", "prompts"),
     "chat_template_args": ("sft", "pairs", "unpaired", "rollouts", "prompts"),
-    "images": ("sft",),
+    "images": ("sft", "pairs", "unpaired"),
     "learn": ("sft",),
     "learn_reasoning": ("sft", "pairs", "unpaired"),
     "truncation": ("sft", "tokens", "pairs", "unpaired", "rollouts"),
@@ -244,8 +244,8 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
 def _image_disagreements(config: Settings) -> Iterator[str]:
     if not config.data.images:
         return
-    if config.train.objective == "distill":
-        yield "data.images: true goes with train.objective: sft so far; leave one of the two out"
+    if config.train.objective in ("distill", "reward"):
+        yield f"data.images: true does not go with train.objective: {config.train.objective} so far; leave one out"
     if config.hardware.num_hosts > 1:
         yield "data.images: every GPU worker reads the features of images from one disk; set hardware.num_hosts: 1"
     if config.hardware.cuda_graphs is True:

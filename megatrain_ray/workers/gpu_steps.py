@@ -131,12 +131,7 @@ class GpuSteps:
         return everything[self._rank * count : (self._rank + 1) * count]
 
     def _with_images(self, batch: Batch, features: FeatureReader) -> Batch:
-        """Return the batch with the features of the images in the rows of this rank. Raises DiskError."""
-        if batch.image_numbers is None:
-            return batch
-        count = len(batch.image_numbers) // self._run_spec.plan.hosts.num_gpus
-        rows = range(self._rank * count, (self._rank + 1) * count)
-        return replace(batch, images=features.of(batch.image_numbers, rows))
+        return with_images(batch, features, self._rank, self._run_spec.plan.hosts.num_gpus)
 
     async def _trace(self, on: bool) -> None:
         """Begin or end the recording of spans, between two steps."""
@@ -276,6 +271,16 @@ def objective_of(run_spec: RunSpec) -> Objective:
         numbers = train.distillation
         return Objective(distillation=Distillation(teacher.softmax, numbers.beta, numbers.sft_weight))
     return Objective(train.z_loss, train.label_smoothing, _logprob_objective(train, seq_len))
+
+
+def with_images(batch: Batch, features: FeatureReader, rank: int, num_ranks: int) -> Batch:
+    """Return a batch with the features of the images in the rows of a rank. Raises DiskError."""
+    if batch.image_numbers is None:
+        return batch
+    count = len(batch.image_numbers) // num_ranks
+    images = features.of(batch.image_numbers, range(rank * count, (rank + 1) * count))
+    mismatched = batch.mismatched and with_images(batch.mismatched, features, rank, num_ranks)
+    return replace(batch, images=images, mismatched=mismatched)
 
 
 async def objective_of_batch(

@@ -28,9 +28,11 @@ from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.images.feature_files import FEATURES_NAME, FeatureReader
 from megatrain_ray.io.tokens.token_files import read_meta
 from megatrain_ray.model.open_model import open_model
+from megatrain_ray.workers.gpu_steps import with_images
+from tests.support.pair_losses import Preference
 from tests.support.pictured_models import NUM_IDS, PICTURED, build_pictured, provide_processor
-from tests.support.pictures import PlainChats, chats, one_by_one, write_picture
-from tests.support.reference import Recipe, train_reference
+from tests.support.pictures import PlainChats, answered, chats, one_by_one, preferences, write_picture
+from tests.support.reference import Recipe, Result, train_reference
 from tests.support.run_engine import EngineResult, Mode, train_engine
 from tests.support.runs import config
 from tests.support.type_sweep import LAYERS
@@ -51,8 +53,12 @@ class Data:
         self.num_passes = 0
         monkeypatch.setattr(image_features, "in_own_process", self._in_this_process)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        self.records, self._file, self._folder = chats(tmp_path), tmp_path / "chats.jsonl", folder
-        self._file.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        self._file, self._folder = tmp_path / "chats.jsonl", folder
+        self.write(chats(tmp_path))
+
+    def write(self, records: list[dict[str, Any]]) -> None:
+        self.records = records
+        self._file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     def _in_this_process(self, _: str, function: Any, *args: Any) -> Any:
         self.num_passes += 1
@@ -61,6 +67,7 @@ class Data:
     def features(self, **settings_of_data: Any) -> tuple[TrainConfig, tuple[Path, ...], dict[Path, Path]]:
         tree = config(self._file.parent / "run", self._folder, data__kind="sft", data__path=str(self._file))
         tree["data"] |= {"seq_len": 100, "tokenizer": str(self._folder), "images": True, **settings_of_data}
+        tree["train"]["objective"] = {"pairs": "simpo", "unpaired": "kto"}.get(tree["data"]["kind"], "sft")
         settings = TrainConfig.model_validate(tree)
         tokens = tokenize(settings.data, settings.tokenizer, NUM_IDS, self._file.parent, reports=False)
         source, identity = open_model(ModelConfig(path=str(self._folder))), identity_of(None, settings)
@@ -71,7 +78,7 @@ class Data:
         settings, tokens, features = self.features(**settings_of_data)
         worker, reader = DataWorker(settings.data, tokens, NUM_IDS, 4, 0, None), FeatureReader(list(features.values()))
         batches = (worker.batch(step) for step in range(1, num_steps + 1))
-        return [replace(b, images=reader.of(required(b.image_numbers), range(4))) for b in batches]
+        return [with_images(batch, reader, 0, 1) for batch in batches]
 
 
 @pytest.mark.parametrize(("name", "mode"), zip(PICTURED, cycle([Mode(), LAYERS])))
@@ -93,14 +100,43 @@ def test_steps_with_images_equal_plain_transformers(
         patch.setattr(masking_utils, "remap_positions_for_packed_sequence", lambda mask, _: mask, raising=False)
         theirs = train_reference(tmp_path / "model", given, RECIPE, frozen=TOWERS)
     ours = train_engine(tmp_path / "model", batches, RECIPE, mode)
-    assert ours.losses == theirs.losses
+    assert_same(ours, theirs)
     assert ours.losses[0] == pytest.approx(alone, rel=1e-6)  # documents of a row stay apart
+
+
+def assert_same(ours: EngineResult, theirs: Result) -> None:
+    assert ours.losses == theirs.losses
     for key, master in theirs.masters.items():
         assert torch.equal(ours.masters[key].flatten(), master.flatten()), key
 
 
 def tensors(batch: Batch) -> dict[str, Any]:
     return {k: torch.as_tensor(v) if isinstance(v, np.ndarray) else v for k, v in vars(batch).items()}
+
+
+def test_preferences_over_images_equal_plain_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's log-probabilities, DPO's steps, and the mismatched answers of KTO, whose prompts hold images."""
+    folder = build_pictured("Qwen2.5-VL", tmp_path / "model")
+    data, plain = Data(folder, tmp_path, monkeypatch), PlainChats.of(folder, answered(tmp_path), tmp_path)
+    monkeypatch.setattr(type(plain.model.model), "get_image_features", one_by_one(plain.model.model))
+    data.write(preferences(tmp_path))
+    pairs = data.batches(3, kind="pairs", seq_len=220)
+    data.write([
+        {"prompt": r["prompt"], "completion": r["chosen"], "label": bool(i % 3), "images": r.get("images")}
+        for i, r in enumerate(data.records)
+    ])  # fmt: skip
+    [labelled] = data.batches(1, kind="unpaired", seq_len=100)
+    assert data.num_passes == 2 and pairs[0].row_parts == 1
+    scored = [*pairs, labelled, required(labelled.mismatched)]
+    logprobs = [plain.logprobs(batch) for batch in scored]
+    [ours] = train_engine(folder, [], RECIPE, Mode(), held_out=scored).logprobs
+    assert torch.equal(ours, torch.cat([found.flatten() for found in logprobs]))
+
+    recipe = replace(RECIPE, steps=3, preference=Preference("dpo", 0.5))
+    pairs = [replace(b, reference_logprobs=found.numpy()) for b, found in zip(pairs, logprobs, strict=False)]
+    given = [SimpleNamespace(**tensors(batch), pictured=plain.arguments(batch)) for batch in pairs]
+    theirs = train_reference(folder, given, recipe, frozen=TOWERS)
+    assert_same(train_engine(folder, pairs, recipe, LAYERS), theirs)
 
 
 def test_features_are_computed_once_and_follow_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

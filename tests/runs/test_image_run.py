@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from tests.support.in_process import Train
 from tests.support.pictured_models import build_pictured
-from tests.support.pictures import chats, encoded, picture
+from tests.support.pictures import chats, encoded, picture, preferences
 from tests.support.reference import load_model
 from tests.support.runs import cli_here, config, losses, write_config
 
@@ -22,7 +23,7 @@ def test_a_run_learns_from_images_and_keeps_the_tower(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder, run_dir, data = build_pictured("Qwen2.5-VL", tmp_path / "model"), tmp_path / "run", tmp_path / "chats.jsonl"
-    records = [*chats(tmp_path), {"messages": [], "images": ["none.png"]}]
+    records = [*chats(tmp_path), {"prompt": "Q", "completion": "A", "images": ["none.png"]}]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     tree = config(run_dir, folder, train__steps=3, save_every=1, eval_every=3, train__batch_size=2)
     tree["data"] = {"kind": "sft", "path": str(data), "images": True, "seq_len": 100, "eval_path": str(data)}
@@ -46,6 +47,13 @@ def test_a_run_learns_from_images_and_keeps_the_tower(
     assert again.returncode == 0 and "features of 3" not in again.stderr
     assert losses(run_dir) == before
 
+    data.write_text("".join(json.dumps(record) + "\n" for record in preferences(tmp_path)))
+    pairs = ("data.kind=pairs", "data.seq_len=220", "train.objective=dpo", f"run_dir={tmp_path}/dpo", "eval_every=0")
+    shown = cli_here("data", path, *pairs)
+    assert "<|image_pad|> × 4" in shown.stdout
+    assert train(path, *pairs, "train.steps=1").returncode == 0
+    assert losses(tmp_path / "dpo") == [pytest.approx(math.log(2), rel=1e-6)]  # the reference sees the same images
+
     assert cli_here("export", str(run_dir), str(tmp_path / "out")).returncode == 0
     ours, theirs = (dict(load_model(place, torch.float32).named_parameters()) for place in (folder, tmp_path / "out"))
     same = {name for name, parameter in ours.items() if torch.equal(parameter, theirs[name])}
@@ -60,7 +68,8 @@ def test_models_and_settings_without_images_are_refused(tmp_path: Path) -> None:
     tree = config(tmp_path / "run", folder, data__images=True, data__kind="sft")
     tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "tokenizer": str(folder)}
     path = str(write_config(tmp_path / "run.yaml", tree))
-    assert "data.images: goes with data.kind: sft, and" in cli_here("plan", path, "data.kind=pretrain").stderr
+    other = cli_here("plan", path, "data.kind=pretrain")
+    assert "data.images: goes with data.kind: sft or pairs or unpaired, and" in other.stderr
     assert "no token for images" in cli_here("plan", path, "data.tokenizer=bytes").stderr
     settings = json.loads((folder / "config.json").read_text())["text_config"] | {"model_type": "llama"}
     (tmp_path / "llama.json").write_text(json.dumps(settings))

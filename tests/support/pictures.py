@@ -57,6 +57,27 @@ def _chat(number: int, images: list[int]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}, answer]}
 
 
+def preferences(folder: Path) -> list[dict[str, Any]]:
+    """Return the same prompts with two answers each, in TRL's formats: images in the parts, or listed."""
+    found = []
+    for number, chat in enumerate(chats(folder)):
+        prompt = chat["messages"][:1]
+        answers = ([{"role": "assistant", "content": f"{word} {number}."}] for word in ("It is", "No"))
+        record = dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))
+        if number % 2 and isinstance(parts := prompt[0]["content"], list):
+            record["images"] = [part["path"] for part in parts if "path" in part]
+            record["prompt"] = [{"role": "user", "content": [{**p, "path": None} if "path" in p else p for p in parts]}]
+        found.append(record)
+    return found
+
+
+def answered(folder: Path) -> list[dict[str, Any]]:
+    """Return each prompt of `preferences` with each answer, as chats."""
+    prompts = [chat["messages"][0] for chat in chats(folder)]
+    answers = [record[key][0] for record in preferences(folder) for key in ("chosen", "rejected")]
+    return [{"messages": [prompt, answer]} for prompt in prompts for answer in answers]
+
+
 @dataclass(frozen=True)
 class PlainChats:
     """Makes what plain Transformers gives a model for the rows of batches: by its processor, chat after chat.
@@ -104,6 +125,15 @@ class PlainChats:
         given = {name: _joined([part[name] for part in parts]) for name in parts[0] if name in IMAGE_INPUTS}
         given |= {name: types[None] for name in TYPES if name in parts[0]}
         return given | {"position_ids": axes[0][:, None] if "image_grid_thw" in given else positions[None]}
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Return the log-probabilities of the targets, [rows, T]; 0 where there is none."""
+        ids, targets, found = torch.as_tensor(batch.input_ids), torch.as_tensor(batch.targets), []
+        for row, given in enumerate(self.arguments(batch)):
+            with torch.no_grad():
+                logits = self.model(input_ids=ids[row : row + 1], use_cache=False, **given).logits[0]
+            found.append(-cross_entropy(logits, targets[row], reduction="none"))
+        return torch.stack(found)
 
     def separate_loss(self, batch: Batch) -> float:
         """Return the mean loss of a batch if each of its chats is a row of its own."""

@@ -340,7 +340,10 @@ def _backward(
     elif recipe.preference is None:
         parts = [_objective(logits, targets, recipe) / total_weight]
     else:
-        losses = pair_losses(logits, targets[0], packed.get("position_ids"), real, recipe.preference, by_reference)
+        positions = packed.get("position_ids")
+        if positions is not None and positions.dim() == 3:  # the text's come before those along three axes
+            positions = positions[0]
+        losses = pair_losses(logits, targets[0], positions, real, recipe.preference, by_reference)
         parts = [losses.sum() / total_weight]
     if getattr(output, "aux_loss", None) is not None:
         coefficient = model.config.get_text_config().router_aux_loss_coef

@@ -156,7 +156,7 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
         "auto",
         "rejected: is of a preference, which data.kind: pairs reads",
     ),
-    "images": (turns(USER, ANSWER, images=["a.png"]), "auto", "images: read with data.kind: sft and data.images: true"),
+    "images": (turns(USER, ANSWER, images=["a.png"]), "auto", "images: read with data.images: true only"),
     "no turns": (turns(), "auto", "messages: expected a list of turns, got []"),
     "turns as text": ({"messages": "Q"}, "auto", "messages: expected a list of turns, got 'Q'"),
     "turn as text": (turns(USER, "A"), "auto", "turn 2: expected a mapping with role and content, got 'A'"),
@@ -203,7 +203,7 @@ BAD: dict[str, tuple[Any, ChatFormat, str]] = {
     "image part": (
         turns({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
         "auto",
-        "content: holds an image, read with data.kind: sft and data.images: true only",
+        "content: holds an image, read with data.images: true only",
     ),
     "image with a text": (
         turns({"role": "user", "content": [{"type": "image", "text": ""}, {"type": "text", "text": "Q"}]}),

@@ -83,7 +83,7 @@ def test_texts_without_a_prompt_part_before_the_blank_where_they_differ() -> Non
         ),
         (
             {"prompt": "Q", "chosen": "A", "rejected": "B", "image": "x"},
-            "image: read with data.kind: sft",
+            "image: read with data.images: true",
         ),
     ],
 )
