@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,7 @@ class GradientStore:
         )
         # Deferred gradients whose sums stay on the device between micro-batches have memory for the whole run. Others
         # are allocated in the last visit, from memory that activations have released.
+        self._settles = plan.settles
         self._deferred_memory: dict[int, torch.Tensor] = {}
         if not plan.gradients_allocated_on_demand:
             self._deferred_memory = {i: device.allocate(self._num_bytes(i)) for i in sorted(self._deferred_layers)}
@@ -288,7 +289,8 @@ class GradientStore:
 
     def _memory_of_deferred(self, layer: int) -> torch.Tensor:
         if (memory := self._deferred_memory.get(layer)) is None:
-            memory = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
+            with self._device.settling() if self._settles else nullcontext():
+                memory = torch.empty(self._num_bytes(layer), dtype=torch.uint8, device=self._device.torch_device)
         return memory.fill_(0xFF) if self._poison else memory
 
     def _num_bytes(self, layer: int) -> int:

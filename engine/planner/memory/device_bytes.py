@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import accumulate, groupby
 from operator import add
 from typing import NamedTuple
@@ -24,9 +24,9 @@ from megatrain_ray.units import format_bytes
 
 EXCHANGE_BYTES = 1 << 30  # a guess: NCCL's buffers for one communicator
 # Peak memory of a compiled layer's backward, as a multiple of what the layer keeps with an activation budget of 1. It
-# includes what was kept and the layer's own boundary. Measured: up to 1.64 in a layer by itself, 1.51 in a step
-# (benchmarks/README.md).
-COMPILED_BACKWARD = 1.6
+# includes what was kept, the gradient that enters, and no gradients of weights. Measured for layers of 16 × 1024 tokens
+# on an H200: up to 1.74 of Qwen2.5-7B, 1.62 of 14B (benchmarks/README.md, compiled layers).
+COMPILED_BACKWARD = 1.75
 # The same if the MLP is computed in chunks. Then attention's backward holds the most: its inputs and output, their
 # gradients, the FP32 sums that flash attention makes of these, and keys and values for every head. Measured for a layer
 # of Qwen2.5-7B with 131,072 tokens on an H200: 2.46 and 2.28 (attention recomputed and kept), chunks of 8192 to 32768.
@@ -57,11 +57,16 @@ Row = tuple[int, str]  # bytes, and the formula that they come from
 class ActivationRows(NamedTuple):
     """Holds the rows of activations and of computing, which do not depend on where weights, state and gradients are.
 
-    held: bytes of each layer's activations on the device before its backward, of all live micro-batches.
+    Complete gradients may take the place of activations that are gone.
+
+    held: for each layer the bytes of its activations there.
+    beyond: for each layer the bytes there when its backward needs most, beyond the most that rows count. None is above
+        0, and they are negative where later layers' activations are gone.
     """
 
     rows: dict[str, Row]
     held: tuple[int, ...]
+    beyond: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +89,7 @@ def device_memory_items(
     rows |= _resident_rows(plan, layout)
     if plan.gradients_on_device:
         waiting = waiting_row(
-            plan, layout, activation_items.held, plan.gradients_on_device, frozenset(plan.deferred_offload_layers)
+            plan, layout, activation_items, plan.gradients_on_device, frozenset(plan.deferred_offload_layers)
         )
         rows["gradients in HBM"] = waiting
     rows |= activation_items.rows
@@ -121,10 +126,14 @@ def activation_rows(
     block_bytes = [kept_bytes(activations, i, layer) for i, layer in enumerate(plan.layers[:-1])]
     stays = [layer.boundary_bytes if layer.boundary is Tier.HBM else 0 for layer in plan.layers]
     staying = [b if layer.kept is Tier.HBM else 0 for b, layer in zip([*block_bytes, 0], plan.layers, strict=True)]
-    held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
-    loss = loss_bytes(plan, structure, layout, objective, beside=beside_loss(plan, activations))
+    inputs, kept = _gone(plan, stays, staying)
+    # Inputs that settled leave no room for work, but for gradients (settle.py).
+    released = kept if plan.settles else [mine + entering for mine, entering in zip(kept, inputs, strict=True)]
     in_fp8 = fp8_bytes(plan, structure)
-    work = max(loss, norm_bytes(plan, activations), backward_bytes(plan, layout, activations) + in_fp8)
+    backward = zip(backwards_bytes(plan, layout, activations), released, strict=True)
+    loss = loss_bytes(plan, structure, layout, objective, beside=beside_loss(plan, activations))
+    works = [*(b + in_fp8 - gone for b, gone in backward), max(loss, norm_bytes(plan, activations))]
+    work = max(works)
     rows: dict[str, Row] = {
         "boundary activations": _boundaries(plan, structure, sum(stays)),
         "kept activations": _kept(plan, staying),
@@ -156,7 +165,24 @@ def activation_rows(
         rows |= {EXCHANGE: (count * EXCHANGE_BYTES, "what NCCL takes, for sums and for all-gathers")}
     if plan.step.captured:
         rows |= {"beside the capture": (work, "the work again, uncaptured: what a graph has nothing else can use")}
-    return ActivationRows(rows, held)
+    if plan.settles:
+        return ActivationRows(rows, tuple([live * b for b in stays]), (*(-gone for gone in inputs), 0))
+    held = tuple([live * (mine + entering) for mine, entering in zip(staying, stays, strict=True)])
+    return ActivationRows(rows, held, tuple([num_bytes - work for num_bytes in works]))
+
+
+def _gone(plan: Plan, stays: Sequence[int], staying: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return for each layer but the head the bytes of inputs, and of what was kept, gone when its backward begins.
+
+    stays: bytes of each layer's input, if it stays on the device, for one micro-batch.
+    staying: the same for what layers keep.
+
+    The input of the layer that follows has made way for its gradient. If inputs wait elsewhere, the head's is one of
+    those that pass.
+    """
+    live, passes = plan.step.num_live_micro_batches, any(layer.boundary in ELSEWHERE for layer in plan.layers)
+    inputs = [*stays[2:-1], 0 if passes else stays[-1], 0]
+    return _remaining([live * b for b in inputs]), _remaining([live * b for b in staying[1:]])
 
 
 def fp8_bytes(plan: Plan, structure: ModelStructure) -> int:
@@ -255,8 +281,8 @@ def kept_bytes(activations: ActivationBytes, index: int, layer: LayerPlan) -> in
     return activations.kept_within(index, layer.activation_budget) if layer.compiled else activations.kept[index]
 
 
-def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> int:
-    """Return the bytes that the largest backward of a layer holds beyond what was kept.
+def backwards_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes) -> Sequence[int]:
+    """Return for each layer but the head the bytes that its backward holds beyond what was kept.
 
     These are what it recomputes, the gradients of kept tensors and of weights, and both boundaries. If gradients are
     added in pairs, the gradient of the weights from another micro-batch counts, too.
@@ -277,14 +303,14 @@ def backward_bytes(plan: Plan, layout: ModelLayout, activations: ActivationBytes
         most = max(graph, int(BESIDE_GRADIENTS * graph) + gradients) + paired_bytes
         return most - activations.kept_within(index, layer.activation_budget)
 
-    different = {
-        (activations.alike[i], layout.trained_sizes[i], layer.compiled, layer.activation_budget, i in paired): (
-            i,
-            layer,
-        )
-        for i, layer in enumerate(plan.layers[:-1])
-    }
-    return max(of(i, layer) for i, layer in different.values())
+    found: dict[Hashable, int] = {}
+    result = []
+    for i, layer in enumerate(plan.layers[:-1]):
+        kind = activations.alike[i], layout.trained_sizes[i], layer.compiled, layer.activation_budget, i in paired
+        if kind not in found:
+            found[kind] = of(i, layer)
+        result.append(found[kind])
+    return result
 
 
 def _chunk_bytes(plan: Plan, activations: ActivationBytes, index: int, layer: LayerPlan, num_trained: int) -> int:
@@ -338,14 +364,15 @@ def resident_bytes(precision: Precision, layer: FlatLayout) -> int:
     return layer.size * precision.working_dtype.itemsize + layer.trained.size * precision.state_bytes
 
 
-def waiting_row(plan: Plan, layout: ModelLayout, held: Sequence[int], waiting: Set[int], departing: Set[int]) -> Row:
+def waiting_row(
+    plan: Plan, layout: ModelLayout, activations: ActivationRows, waiting: Set[int], departing: Set[int]
+) -> Row:
     """Return the row of complete gradients that wait on the device for their update.
 
     If gradients are allocated on demand (`Plan.gradients_allocated_on_demand`), only their bytes beyond the activations
     that are released by then count.
 
     plan: may lack its layers.
-    held: bytes of each layer's activations before its backward.
     waiting: layers whose gradients wait on the device.
     departing: those of them that the shards update.
     """
@@ -357,11 +384,11 @@ def waiting_row(plan: Plan, layout: ModelLayout, held: Sequence[int], waiting: S
     # In the backward gradients take memory that activations release. In the next forward the gradients of host layers
     # leave while activations are allocated again.
     deferred = [size if i in departing else 0 for i, size in enumerate(sizes)]
-    held_up_to = list(accumulate(held))
-    backward = map(add, held_up_to, _remaining(sizes))
+    held_up_to = list(accumulate(activations.held))
+    backward = map(add, activations.beyond, _remaining(sizes))
     forward = map(add, [0, *held_up_to], [*_remaining(deferred), 0])
-    beyond = max(*backward, *forward) - held_up_to[-1]
-    return max(0, beyond), f"{formula}, beyond the activations that have gone by then"
+    most = max(0, max(backward), max(forward) - held_up_to[-1])
+    return most, f"{formula}, beyond the activations that have gone by then"
 
 
 def _remaining(sizes: Sequence[int]) -> list[int]:

@@ -23,7 +23,7 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import chunk_tokens
 from megatrain_ray.engine.planner.memory.device_bytes import (
     ActivationRows,
     activation_rows,
-    backward_bytes,
+    backwards_bytes,
     beside_loss,
     device_memory_items,
     muon_row,
@@ -145,7 +145,7 @@ class PlanBuilder:
         rows, placement = self._activation_rows(candidate), self._placement(candidate)
         num_bytes = rows.num_bytes + placement.num_bytes
         if waiting := candidate.hbm_layers | placement.deferred:
-            num_bytes += waiting_row(placement.base, self.layout, rows.held, waiting, placement.deferred)[0]
+            num_bytes += waiting_row(placement.base, self.layout, rows, waiting, placement.deferred)[0]
         return num_bytes
 
     def least_device_bytes(self, candidate: Candidate) -> int:
@@ -236,7 +236,7 @@ class PlanBuilder:
         """
         plan = _changed(self._placement(candidate).base, layers=self._layers_in_memory(candidate))
         beside = beside_loss(plan, self.activations)
-        backward = backward_bytes(plan, self.layout, self.activations)
+        backward = max(backwards_bytes(plan, self.layout, self.activations))
         return chunk_tokens(
             plan, self.structure, self.layout, beside=beside, backward=backward,
             objective=self.request.objective, small=self.request.small_logits,

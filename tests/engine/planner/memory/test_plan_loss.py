@@ -11,6 +11,7 @@ import pytest
 from megatrain_ray.engine.device.hardware_profile import TYPICAL_GPU
 from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
 from megatrain_ray.engine.layout.precision import Precision
+from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.plan.plan import ActivationPolicy, Plan
 from megatrain_ray.engine.plan.schedule import LoopOrder
@@ -25,7 +26,12 @@ from megatrain_ray.engine.planner.memory.chunk_sizes import (
     loss_bytes,
     may_be_small,
 )
-from megatrain_ray.engine.planner.memory.device_bytes import backward_bytes, beside_loss
+from megatrain_ray.engine.planner.memory.device_bytes import (
+    activation_rows,
+    backwards_bytes,
+    beside_loss,
+    waiting_row,
+)
 from megatrain_ray.engine.planner.request import Candidate, Machine, ObjectiveBytes, Request
 from tests.support.candidate_plans import build_plan
 from tests.support.shapes import qwen
@@ -109,7 +115,7 @@ def test_the_planned_chunk_is_hidden_behind_the_backward() -> None:
     structure, activations = shape()
     activations = activations.times(64)
     plan, layout = planned(64), structure.layout()
-    backward, beside = backward_bytes(plan, layout, activations), beside_loss(plan, activations)
+    backward, beside = max(backwards_bytes(plan, layout, activations)), beside_loss(plan, activations)
     of_loss = loss_bytes(plan, structure, layout, NOTHING, beside=beside)
     assert planned(1).compute.loss_chunk_tokens == 1024
     assert 0.5 * backward < of_loss <= backward
@@ -133,3 +139,32 @@ def test_larger_chunks_are_predicted_to_be_faster() -> None:
     )
     # Of pairs the head runs forward twice: a third more products, and the scores' traffic.
     assert 1.3 * seconds(8192) < seconds(8192, replace(basis, scores_in_step=True, prices={})) < 2 * seconds(8192)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_a_backward_takes_the_place_of_activations_that_are_gone_by_then(num_micro_batches: int) -> None:
+    """With several micro-batches inputs have settled: what they leave is for gradients only."""
+    structure, activations = shape()
+    layout, activations = structure.layout(), activations.times(64)
+    plan = planned(64, num_micro_batches=num_micro_batches)
+    plan = replace(plan, step=replace(plan.step, order=LoopOrder.LAYERS_OUTER))
+    keeps = (False, False, False, True, True, False)
+    policies = (ActivationPolicy.KEEP if keep else ActivationPolicy.RECOMPUTE for keep in keeps)
+    layers = tuple(replace(layer, activations=policy) for layer, policy in zip(plan.layers, policies, strict=True))
+    plan = replace(plan, layers=layers, gradients=replace(plan.gradients, sums=Tier.HOST))
+    assert plan.gradients_allocated_on_demand and plan.settles == (num_micro_batches > 1)
+    alone = backwards_bytes(plan, layout, activations)
+    rows = activation_rows(plan, structure, layout, activations, NOTHING)
+    kept, entering = (num_micro_batches * num_bytes for num_bytes in (activations.kept[3], layers[3].boundary_bytes))
+    # Blocks 1 to 4. The input of the block behind each has made way for its gradient.
+    inputs, of_kept = [3 * entering, 2 * entering, entering, 0], [2 * kept, 2 * kept, kept, 0]
+    assert rows.rows["work"][0] == alone[4]
+    if plan.settles:
+        assert rows.beyond == (-4 * entering, *(-b for b in inputs), 0)
+        assert rows.held == (0, *4 * [entering], entering)
+    else:
+        gone = [a + b for a, b in zip(inputs, of_kept, strict=True)]
+        assert list(rows.beyond[1:5]) == [a - b - alone[4] for a, b in zip(alone[1:], gone, strict=True)]
+    sizes = [plan.gradients.accumulate_dtype.itemsize * size for size in layout.trained_sizes]
+    row, _ = waiting_row(plan, layout, rows, frozenset(range(6)), frozenset())
+    assert row == max(beyond + sum(sizes[i:]) for i, beyond in enumerate(rows.beyond)) > 0

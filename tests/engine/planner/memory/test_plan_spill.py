@@ -350,14 +350,14 @@ def test_what_fits_in_device_memory_is_not_on_a_slow_disk() -> None:
 
 def test_gradients_take_the_place_of_activations_before_they_are_on_disk() -> None:
     """The device takes as many as it has room for when activations have gone, of layers whose backward comes last."""
-    short = replace(CUDA, ram_bytes=needed_ram(CUDA) - 6 * state_bytes(1), hbm_bytes=2200 << 20)
-    plan = chosen(short, hbm_layers=2)
+    short = replace(CUDA, ram_bytes=needed_ram(CUDA) - 10 * state_bytes(1), hbm_bytes=1700 << 20)
+    plan = chosen(short)
     waiting = plan.deferred_offload_layers
-    assert waiting == (*range(2, 2 + len(waiting)),)
+    assert waiting == (*range(len(waiting)),)
     assert waiting
     assert plan.gradients_on_disk
     assert plan.total_bytes(Tier.HBM) <= FILLED_SHARE * short.hbm_bytes
     in_hbm = next(row.num_bytes for row in plan.memory_items if row.name == "gradients in HBM")
-    assert in_hbm < sum(gradient_bytes(plan, layer) for layer in (0, 1, *waiting))
-    roomy = chosen(replace(short, ram_bytes=needed_ram(CUDA)), hbm_layers=2)
+    assert in_hbm < sum(gradient_bytes(plan, layer) for layer in waiting)
+    roomy = chosen(replace(short, ram_bytes=needed_ram(CUDA)))
     assert not roomy.deferred_offload_layers
