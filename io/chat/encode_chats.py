@@ -91,6 +91,7 @@ class ChatRecipe:
             "truncation": self.truncation,
             "seq_len": self.seq_len,
             "bad_records": self.bad_records,
+            **({"lists": lists} if any(lists := [source.images for source in self.sources]) else {}),
             **({"datasets": [source.dataset for source in self.sources]} if self.choice.max_records else {}),
             **load_tokenizer(self.tokenizer).extension,
             **self.choice.settings(),
@@ -110,8 +111,8 @@ class ChatRecipe:
         assert tokenizer is not None
         encoder = ChatEncoder(tokenizer, self.template, learn_reasoning=self.learn_reasoning, processor=self.processor)
         layouts = [source.layout for source in self.sources]
-        folders = [file.parent for file in self.files] if self.processor else None
-        work = RecordEncoder(encoder, layouts, self.seq_len, self.truncation, self.learn, self.halves, folders)
+        images = [(source.file.parent, source.images) for source in self.sources] if self.processor else None
+        work = RecordEncoder(encoder, layouts, self.seq_len, self.truncation, self.learn, self.halves, images)
         with closing(map_in_order(work, self._numbered(), self.num_processes)) as records:
             yield from tallied(self._mismatched(records) if self.is_unpaired else records, tally)
 
@@ -350,14 +351,15 @@ class RecordEncoder:
     truncation: Truncation
     learn: Learn = "all"
     halves: bool = False
-    folders: Sequence[Path] | None = None  # where paths of images start, by layout; None: records hold no images
+    # Where paths of images start and the key that lists them, by layout, as for RecordImages; None: there are no images
+    images: Sequence[tuple[Path, str | None]] | None = None
 
     def __call__(self, numbered: tuple[int, object]) -> EncodedRecord:
         number, record = numbered
         images = None
         try:
-            if self.folders is not None:
-                images = RecordImages(record, self.folders[number])
+            if self.images is not None:
+                images = RecordImages(record, *self.images[number])
                 record = images.fields
             found = self._encoded(record, self.layouts[number], images)
         except RecordError as error:

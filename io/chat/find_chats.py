@@ -34,11 +34,13 @@ class ChatSource(NamedTuple):
     """Holds a file of records, or a folder of such files, and the layout of their conversations.
 
     dataset: its name in a dataset_info.json.
+    images: key under which a record lists its images there; None: a usual one.
     """
 
     file: Path
     layout: ChatLayout | PairLayout | UnpairedLayout
     dataset: str | None = None
+    images: str | None = None
 
 
 def find_chats(
@@ -118,7 +120,7 @@ class _DatasetEntry(NamedTuple):
             )
         if settings.get("num_samples"):
             raise self._error("num_samples cannot be followed here; remove the key")
-        columns = self._mapping(settings.get("columns", {}), "columns")
+        columns = dict(self._mapping(settings.get("columns", {}), "columns"))
         if bool(settings.get("ranking")) != (self.answers == "preferred"):
             stated = "true, so it holds preferences: set data.kind: pairs" if settings.get("ranking") else "not true"
             raise self._error(f"ranking is {stated}")
@@ -130,10 +132,12 @@ class _DatasetEntry(NamedTuple):
         if not isinstance(name := settings.get("file_name"), str):
             raise self._error(f"file_name: expected the name of a file, got {name!r}")
         taken = {"learned": (), "preferred": (CHOSEN, REJECTED), "labelled": (KTO_TAG,)}[self.answers]
+        if not isinstance(images := columns.pop("images", None), str | None):
+            raise self._error(f"columns: images: expected the name of a column, got {images!r:.60}")
         layout: Any = self._layout(settings, {key: columns[key] for key in columns if key not in taken})
         if taken:
             layout = LAYOUT_OF[self.answers](layout, *(str(columns.get(key, key)) for key in taken))
-        return ChatSource(self.file.parent / name, layout, self.name)
+        return ChatSource(self.file.parent / name, layout, self.name, images)
 
     def _layout(self, settings: Mapping[str, Any], columns: Mapping[str, str]) -> ChatLayout:
         formatting = settings.get("formatting", "alpaca")

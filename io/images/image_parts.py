@@ -39,17 +39,22 @@ class RecordImages:
         preference can be compared.
     """
 
-    def __init__(self, record: Any, folder: Path) -> None:
-        """Mark the images. `folder`: where relative paths start. Raises RecordError for two lists, and for marks."""
+    def __init__(self, record: Any, folder: Path, key: str | None = None) -> None:
+        """Mark the images. Raises RecordError for two lists, and for a text that is a mark.
+
+        folder: where relative paths start.
+        key: under which the record lists images; None: one of LIST_KEYS.
+        """
         fields = as_mapping(record)
-        given = [fields[key] for key in LIST_KEYS if fields.get(key) not in (None, [], "")]
+        list_keys = LIST_KEYS if key is None else (key,)
+        given = [fields[name] for name in list_keys if fields.get(name) not in (None, [], "")]
         if len(given) > 1:
             raise RecordError("both image and images name images; keep one of the two keys")
         self._folder = folder
         self._listed = given[0] if given and isinstance(given[0], list) else given
         self._own: list[Any] = []  # sources of parts, or what is wrong with one; equal ones once
         self._read: dict[int, StoredImage] = {}  # by number: of `_listed`, then of `_own`
-        self.fields = {key: self._marked(value) for key, value in fields.items() if key not in LIST_KEYS}
+        self.fields = {name: self._marked(value) for name, value in fields.items() if name not in list_keys}
 
     def take(
         self, messages: Iterable[Mapping[str, Any]], tools: object = ()

@@ -45,6 +45,11 @@ class ImageProcessor:
         """Return the text that a chat template writes for an image."""
         return str(load_processor(self.folder).image_token)
 
+    @property
+    def joins_adjacent(self) -> bool:
+        """Return whether a model with such a processor takes images for one whose tokens follow each other at once."""
+        return "image_grid_thw" in load_processor(self.folder).image_processor.model_input_names
+
     def text_of(self, content: bytes) -> str:
         """Return the text that replaces the placeholder of an image. Raises RecordError if it is no whole image."""
         (found,) = self._processed(content, return_text_replacement_offsets=True)["text_replacement_offsets"]

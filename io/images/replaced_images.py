@@ -24,6 +24,7 @@ class ReplacedText:
     ends: where each placeholder ends in the text before.
     grown: by how many characters the text up to there has grown.
     num_tokens: tokens of each image.
+    joins_adjacent: as of the processor.
     """
 
     text: str
@@ -31,6 +32,7 @@ class ReplacedText:
     grown: tuple[int, ...]
     num_tokens: tuple[int, ...]
     image_token_id: int
+    joins_adjacent: bool
 
     @staticmethod
     def of(text: str, images: Sequence[StoredImage], processor: ImageProcessor, tokenizer: Tokenizer) -> ReplacedText:
@@ -47,7 +49,10 @@ class ReplacedText:
         lengths = [len(new) - len(place.group()) for place, new in zip(found, replacements, strict=True)]
         counts = [int((tokenizer.encode(new) == token).sum()) for new in replacements]
         ends = tuple(place.end() for place in found)
-        return ReplacedText("".join([*pieces, text[last:]]), ends, tuple(accumulate(lengths)), tuple(counts), token)
+        return ReplacedText(
+            "".join([*pieces, text[last:]]), ends, tuple(accumulate(lengths)), tuple(counts), token,
+            processor.joins_adjacent,
+        )  # fmt: skip
 
     def moved(self, place: int) -> int:
         """Return where a character of the text before, which is in no placeholder, stands now."""
@@ -57,13 +62,21 @@ class ReplacedText:
     def column(self, ids: TokenArray) -> Columns:
         """Return for each token of the text the number of its image, from 1; 0 for others: [1, num_tokens].
 
-        Raises RecordError if a turn holds the text of an image's token.
+        Raises RecordError if a turn holds the text of an image's token, or nothing tells two images apart.
         """
         own = np.flatnonzero(ids == self.image_token_id)
         if own.size != sum(self.num_tokens):
             raise RecordError("a turn holds text by which the model's tokenizer means an image; write it otherwise")
+        numbers = np.repeat(np.arange(1, len(self.num_tokens) + 1), self.num_tokens)
+        follows = (np.diff(own) == 1) & (np.diff(numbers) > 0)
+        if self.joins_adjacent and follows.any():
+            number = int(numbers[1:][follows][0])
+            raise RecordError(
+                f"image {number} follows image {number - 1} at once, and the model takes both for one: write a text "
+                "between them, or set data.chat_template to one that does, as the model's own"
+            )
         column = np.zeros((1, ids.size), WEIGHT_TYPE)
-        column[0, own] = np.repeat(np.arange(1, len(self.num_tokens) + 1), self.num_tokens)
+        column[0, own] = numbers
         return column
 
 

@@ -27,6 +27,7 @@ from megatrain_ray.io.chat.find_chats import ChatSource, find_chats
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.disk_errors import DiskError, explained
+from megatrain_ray.io.images.image_parts import UNREAD
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.records.choose_records import RecordChoice
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
@@ -35,6 +36,7 @@ from megatrain_ray.io.rollouts.encode_prompts import PromptRecipe
 from megatrain_ray.io.rollouts.encode_rollouts import RolloutRecipe
 from megatrain_ray.io.tokens.byte_tokenizer import is_byte_tokenizer
 from megatrain_ray.io.tokens.cache_pruning import mark_used, prune
+from megatrain_ray.io.tokens.image_files import named_files_are_same
 from megatrain_ray.io.tokens.token_cache import Recipe, TextRecipe, find_tokens, make_tokens
 from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus, read_meta
 from megatrain_ray.io.tokens.tokenizer import (
@@ -268,7 +270,10 @@ def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: i
 
 
 def _chats(path: Sequence[str], data: DataConfig) -> tuple[ChatSource, ...]:
-    return find_chats(path, data.dataset, data.chat_format, answers=data.answers)
+    found = find_chats(path, data.dataset, data.chat_format, answers=data.answers)
+    if not data.images and (listing := [source for source in found if source.images]):
+        raise ConfigError(f"data.dataset: {listing[0].dataset} names a column of images: {UNREAD}")
+    return found
 
 
 def _check_filled(path: Sequence[str]) -> None:
@@ -344,7 +349,10 @@ class Reports:
         say(f"waiting for another process that makes the tokens of {self._name} in {folder}")
 
     def replace(self, folder: Path) -> None:
-        say(f"the tokens of {self._name} in {folder} are damaged: they are made again")
+        if named_files_are_same(folder):
+            say(f"the tokens of {self._name} in {folder} are damaged: they are made again")
+        else:
+            say(f"an image in {self._name} has changed: the tokens are made again in {folder}")
 
     def advance(self, read_bytes: int, total_bytes: int) -> None:
         self._bar.start_task(self._task)

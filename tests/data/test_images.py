@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import masking_utils
@@ -26,6 +28,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.evaluation_config import identity_of
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.images.feature_files import FEATURES_NAME, FeatureReader
+from megatrain_ray.io.tokens.image_files import read_images
 from megatrain_ray.io.tokens.token_files import read_meta
 from megatrain_ray.model.open_model import open_model
 from megatrain_ray.workers.gpu_steps import with_images
@@ -139,7 +142,9 @@ def test_preferences_over_images_equal_plain_transformers(tmp_path: Path, monkey
     assert_same(train_engine(folder, pairs, recipe, LAYERS), theirs)
 
 
-def test_features_are_computed_once_and_follow_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_computed_once_and_follow_the_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = Data(build_pictured("Qwen2.5-VL", tmp_path / "model"), tmp_path, monkeypatch)
     before = data.batches(1)
     _, _, (folder, *_) = (*data.features()[:2], list(data.features()[2].values()))
@@ -152,6 +157,7 @@ def test_features_are_computed_once_and_follow_the_images(tmp_path: Path, monkey
 
     write_picture(tmp_path, 0, changed_pixel=True)
     after = data.batches(1)
+    assert "an image in " in (told := capsys.readouterr().err) and "has changed: the tokens are made again" in told
     assert data.num_passes == 3
     assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(before, after, strict=True))
     first, second = (train_engine(tmp_path / "model", batches, RECIPE, Mode()) for batches in (before, after))
@@ -185,6 +191,25 @@ def required(numbers: Any) -> Any:
 
 def differ(first: EngineResult, second: EngineResult) -> bool:
     return first.losses[0] != second.losses[0]
+
+
+def test_tables_and_lists_of_other_tools_hold_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet as the datasets library writes images, and a column of images that a dataset_info.json names."""
+    data = Data(build_pictured("LLaVA", tmp_path / "model"), tmp_path, monkeypatch)
+    content = (tmp_path / "1.png").read_bytes()
+    turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A"}]
+    listed = pa.array([[{"bytes": content, "path": "gone.png"}]])
+    pq.write_table(pa.table({"conversations": [turns], "images": listed}), tmp_path / "a.parquet")
+    (tmp_path / "b.json").write_text(json.dumps([{"turns": turns, "pictures": ["1.png"]}]))
+    columns = {"messages": "turns", "images": "pictures"}
+    entry = {"file_name": "b.json", "formatting": "sharegpt", "columns": columns}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"own": entry}))
+    named = {"path": str(tmp_path / "dataset_info.json"), "dataset": "own"}
+    for settings in ({"path": str(tmp_path / "a.parquet")}, named):
+        _, [folder], _ = data.features(**settings)
+        assert read_images(folder, range(1)) == [content]
+    with pytest.raises(ConfigError, match=r"own names a column of images: read with data\.images: true only"):
+        data.features(**named, images=False)
 
 
 def test_a_folder_without_a_processor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import base64
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from megatrain_ray.io.chat.chat_template import load_chat_template
+from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
 from megatrain_ray.io.chat.conversation_formats import LAYOUTS
-from megatrain_ray.io.chat.encode_chats import ChatEncoder, RecordEncoder
+from megatrain_ray.io.chat.encode_chats import ChatEncoder, KeptSequence, RecordEncoder
+from megatrain_ray.io.chat.preferences import PairLayout
 from megatrain_ray.io.images import image_parts
 from megatrain_ray.io.images.image_processor import ImageProcessor
 from megatrain_ray.io.tokens.tokenizer import load_tokenizer
-from tests.support.pictured_models import build_pictured
+from tests.support.pictured_models import TEMPLATE, build_pictured
 from tests.support.pictures import encoded, picture
 
 ANSWER = {"role": "assistant", "content": "Yes."}
@@ -42,13 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def encode(folder: Path) -> RecordEncoder:
+    return encoder_of(folder, load_chat_template(str(folder / "model")))
+
+
+def encoder_of(folder: Path, template: ChatTemplate) -> RecordEncoder:
     model = str(folder / "model")
-    template = load_chat_template(model)
     encoder = ChatEncoder(
         load_tokenizer(model), type(template)(**vars(template) | {"in_parts": True}),
         processor=ImageProcessor(folder / "model"),
     )  # fmt: skip
-    return RecordEncoder(encoder, [LAYOUTS["auto"]], 200, "turn", folders=[folder])
+    return RecordEncoder(encoder, [LAYOUTS["auto"]], 200, "turn", images=[(folder, None)])
 
 
 def turns(*parts: Any, **keys: Any) -> dict[str, Any]:
@@ -71,6 +77,8 @@ GOOD = {
     "listed, with tags": {
         "conversations": [{"from": "human", "value": "<image>Q"}, {"from": "gpt", "value": "A"}], "images": "good.png"
     },
+    "base64": turns(image(base64=URL.partition(",")[2]), "Q"),
+    "beside keys that no turn is in": turns(image(path="good.png"), "Q", shown=[image(path="no.png")]),
     "other name than format": turns(image(path="grey.gif"), "Q"),
 }  # fmt: skip
 BAD = {
@@ -100,6 +108,10 @@ BAD = {
     "in an answer": (
         {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": [image(path="good.png")]}]},
         "turn 2 (assistant): an answer holds an image",
+    ),
+    "in a thought": (
+        {"prompt": "<image>Q", "completion": [{**ANSWER, "thinking": "<image>"}], "images": ["good.png"]},
+        "an image may stand in the content of a turn only",
     ),
     "placeholder in a text": (turns("What is <|image_pad|>?"), "the chat template writes <|image_pad|> 1 times for 0"),
     "mark in a text": (turns("m3gaimage"), "a text holds m3gaimage, by which this program marks images"),
@@ -135,3 +147,40 @@ def test_bad_images_are_named(name: str, encode: RecordEncoder, folder: Path, mo
     found = encode((0, record))
     assert found.problem is not None and message.replace("FOLDER", str(folder)) in found.problem
     assert found.kept == []
+
+
+ASKED = {"role": "user", "content": [image(path="good.png"), {"type": "text", "text": "Q"}, image(image=URL)]}
+LISTED = {"role": "user", "content": "<image>Q<image>"}
+OTHER = {"role": "assistant", "content": "No."}
+PAIRS = {
+    "a prompt": {"prompt": [ASKED], "chosen": [ANSWER], "rejected": [OTHER]},
+    "a common beginning": {"chosen": [ASKED, ANSWER], "rejected": [ASKED, OTHER]},
+    "a prompt that the answers repeat": {"prompt": [ASKED], "chosen": [ASKED, ANSWER], "rejected": [ASKED, OTHER]},
+    "a list": {"images": ["good.png", URL], "chosen": [LISTED, ANSWER], "rejected": [LISTED, OTHER]},
+    "turns": {"images": ["good.png", URL], "messages": [LISTED], "chosen": ANSWER, "rejected": OTHER},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_answers_of_a_preference_have_the_images_of_the_prompt(
+    name: str, encode: RecordEncoder, folder: Path
+) -> None:
+    found = replace(encode, layouts=[PairLayout(LAYOUTS["auto"])])((0, PAIRS[name]))
+    assert found.problem is None
+    for kept in found.kept:
+        assert [stored.content for stored in kept.images] == [PNG, PNG]
+        assert kept.columns is not None and kept.columns[0][kept.columns[0] > 0].tolist() == [1, 2]
+    assert len(found.kept) == 2 and not np.array_equal(found.kept[0].ids, found.kept[1].ids)
+
+
+def test_a_cut_within_an_image_is_noticed() -> None:
+    kept = KeptSequence(np.arange(6), np.ones(6), np.array([[0, 1, 1, 0, 2, 2]], np.float32))
+    assert [kept.divides_image(length) for length in range(7)] == [False, False, True, False, False, True, False]
+
+
+def test_images_that_a_model_takes_for_one_are_refused(folder: Path) -> None:
+    (folder / "own.jinja").write_text(TEMPLATE.replace("IMAGE", "<|image_pad|>"))
+    encode = encoder_of(folder, load_chat_template(str(folder / "model"), str(folder / "own.jinja")))
+    found = encode((0, turns(image(path="good.png"), image(path="good.png"), "Q")))
+    assert found.problem is not None and "image 2 follows image 1 at once, and the model takes both" in found.problem
+    assert encode((0, turns(image(path="good.png"), " ", image(path="good.png"), "Q"))).problem is None
