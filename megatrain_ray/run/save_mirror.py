@@ -44,8 +44,8 @@ ROLLOUT = re.compile(rf"{ROLLOUTS}/step_(\d+)\.jsonl")
 # Seconds between the tries to write an object, each of which has the library's own retries: four minutes in all.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
 UPLOADS = 3  # tries to upload the blobs of a save that the store has lost before its manifest was written
-# An upload's threads have a priority lower by so much: updates of the optimizer on a core that they want were 10 times
-# as slow without, twice with it. At 19 one that held Python's lock had no core for 2.7 s, and the driver waited.
+# An upload's threads have a priority lower by so much. On a core that they want, updates of the optimizer were 5 to 20
+# times as slow without, 1.5 to 3 times with it. At 19 one that held Python's lock had no core for 2.7 s.
 NICE = 10
 POLL_S = 0.2
 SILENT_S = 3.0  # seconds after which the end of a run says that it waits
