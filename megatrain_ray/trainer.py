@@ -358,7 +358,7 @@ def tokenize_all(
 def _check_model(config: TrainConfig, source: ModelSource) -> None:
     """Raise ConfigError, before the data are read, if they do not go with the model."""
     check_length(config.data, written_positions(source.config))
-    check_images(config.data, source)
+    check_images(config.data, source, config.train.vision)
 
 
 def _check_absolute(config: TrainConfig) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +17,7 @@ class ActivationBytes:
     boundary: tuple[int, ...]  # tensors that enter the layer and require a gradient
     kept: tuple[int, ...]  # what a kept graph saves beyond the layer's inputs and weights
     masks: int = 0  # attention masks, which all layers share
-    images: int = 0  # features of images, if all tokens are those of images
+    images: int = 0  # features of images, or their pixels and features, if all tokens are those of images
     # What each layer keeps when it is compiled; None for a layer that is not. Empty if it was not asked for.
     compiled: tuple[CompileTrial | None, ...] = ()
     private: tuple[bool, ...] = ()  # whether only the layer reads its inputs, from its forward to its backward
@@ -49,6 +50,15 @@ class ActivationBytes:
         counted = replace(self, boundary=boundary, kept=kept, between=between, masks=count * self.masks)
         counted = replace(counted, images=count * self.images)
         return replace(counted, compiled=compiled, chunked=chunked)
+
+    def scaled(self, layers: Collection[int], factor: float) -> ActivationBytes:
+        """Return the same with the bytes of some layers, which are not compiled, times a factor."""
+        boundary, kept = (
+            tuple(math.ceil(factor * b) if i in layers else b for i, b in enumerate(of_layers))
+            for of_layers in (self.boundary, self.kept)
+        )
+        chunked = self.chunked and self.chunked.scaled(layers, factor)
+        return replace(self, boundary=boundary, kept=kept, chunked=chunked)
 
     def above(self, lowest: int, other: ActivationBytes) -> ActivationBytes:
         """Return the same with the kept bytes of `other`, and zeros below layer `lowest`: they have no backward."""

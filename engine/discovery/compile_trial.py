@@ -24,7 +24,7 @@ from megatrain_ray.engine.layer_calls.layer_call import LayerCall
 from megatrain_ray.engine.layer_calls.template import POSITION_ATTRIBUTES, Template
 from megatrain_ray.engine.layer_calls.template import structure as structure_of
 from megatrain_ray.engine.model.output_recorder import Recorder
-from megatrain_ray.engine.model.structure import LayerKind, Mlp, ModelStructure
+from megatrain_ray.engine.model.structure import Mlp, ModelStructure
 from megatrain_ray.errors import ConfigError
 
 ACTIVATION_BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.05, 0.0)
@@ -63,12 +63,14 @@ class CompileTrial:
 def try_compiling(
     model: nn.Module, structure: ModelStructure, trial: Trial, *, chunked: bool = False
 ) -> tuple[CompileTrial | None, ...]:
-    """Trace each kind of block for the call that the trial forward made. The result is None for other layers.
+    """Trace each kind of block for the call that the trial forward made.
+
+    The result is None for other layers, and for those of a vision tower: images have many sizes.
 
     model: a model of fake tensors; call this under their mode.
     chunked: whether MLPs are computed in chunks.
     """
-    mlps = {layer.modules[0]: layer.mlp for layer in structure.layers if layer.kind is LayerKind.BLOCK}
+    mlps = {structure.layers[i].modules[0]: structure.layers[i].mlp for block in structure.blocks for i in block}
     modules = {path: model.get_submodule(path) for path in mlps}
     recorder = Recorder(model, structure.base, modules.items())
     kinds: dict[str, object] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from megatrain_ray.engine.discovery.outside_reads import check_outside_reads
 from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
-from megatrain_ray.engine.model.images import FEATURES, GivenImages, answer_features, bytes_per_token, everywhere
+from megatrain_ray.engine.model.images import GivenImages, answer_features, everywhere, image_bytes, num_trial_tokens
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules, with_muon
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
 from megatrain_ray.errors import ConfigError
@@ -32,6 +33,7 @@ class TracedModel(NamedTuple):
     model: nn.Module
     groups: Mapping[str, ParameterGroup]  # by name, of each parameter
     trial: Trial
+    num_image_tokens: int = 0  # that a vision tower got in the trial
 
 
 Trials = dict[Hashable, TracedModel]  # keyed by everything that a trial forward depends on
@@ -50,6 +52,7 @@ def discover(
     chunked: bool = False,
     block_parts: int = 1,
     images: bool = False,
+    tower: bool = False,
     trials: Trials | None = None,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Discover a model's structure and the bytes of its activations.
@@ -61,6 +64,7 @@ def discover(
     chunked: whether to measure layers whose MLPs are computed in chunks, too.
     block_parts: largest number of parts into which a block is divided. Parts are neither compiled nor chunked.
     images: whether rows hold images. Then all tokens of the trial are those of images, which takes most memory.
+    tower: whether steps run the vision tower and projector of such a model, in layers of their own.
     trials: earlier trial forwards of this model and these rules; what runs now is added.
 
     Raises ConfigError for a model whose layers are not each called once in order, or that cannot run, and for `rules`
@@ -69,27 +73,31 @@ def discover(
     trials, batch = {} if trials is None else trials, (micro_batch_size, seq_len)
 
     def run(*, all_trained: bool) -> TracedModel:
-        key = dtype, batch, attention, packed, images, all_trained
+        key = dtype, batch, attention, packed, images, tower, all_trained
         if key not in trials:
             trials[key] = _run(
-                factory, dtype, rules, batch, attention, packed=packed, images=images, all_trained=all_trained
-            )
+                factory, dtype, rules, batch, attention,
+                packed=packed, images=images, tower=tower, all_trained=all_trained,
+            )  # fmt: skip
         return trials[key]
 
     with (tried := run(all_trained=True)).mode, Answers():
         model, trial = tried.model, tried.trial
-        finder = StructureFinder(model, dtype, trial, tried.groups, micro_batch_size, block_parts)
+        finder = StructureFinder(
+            model, dtype, trial, tried.groups, micro_batch_size, block_parts, tried.num_image_tokens
+        )
         structure = finder.structure()
         structure = with_muon(structure, model) if rules.muon else structure
-        activations = activation_bytes_of(model, trial, structure, attention, batch)
+        activations = _activation_bytes(tried, structure, attention, batch)
     if images:
-        activations = replace(activations, images=bytes_per_token(model, dtype) * micro_batch_size * seq_len)
+        num_bytes = image_bytes(model, dtype, micro_batch_size * seq_len, trained=tower)
+        activations = replace(activations, images=num_bytes)
     if finder.readers:
         check_outside_reads(factory, structure, finder.readers)
     if structure.has_frozen:
         tried = run(all_trained=False)
         with tried.mode, Answers():
-            less = activation_bytes_of(tried.model, tried.trial, structure, attention, batch)
+            less = _activation_bytes(tried, structure, attention, batch)
         activations = activations.above(structure.lowest_trained, less)
     if structure.is_divided or not chunked:
         activations = replace(activations, chunked=None)
@@ -101,7 +109,7 @@ def discover(
 
 def _run(
     factory: ModelFactory, dtype: torch.dtype, rules: ParameterRules, batch: tuple[int, int], attention: Attention,
-    *, packed: bool, images: bool, all_trained: bool,
+    *, packed: bool, images: bool, tower: bool, all_trained: bool,
 ) -> TracedModel:  # fmt: skip
     with FakeTensorMode() as mode, Answers():
         with _conversions():
@@ -115,10 +123,8 @@ def _run(
         ids = torch.zeros(batch, dtype=torch.int64)
         positions = torch.zeros_like(ids) if packed else None
         try:
-            with (
-                imagined_masks(model, attention, packed=packed),
-                _imagined_images(model, ids, positions, images) as given,
-            ):
+            given, num_image_tokens = _imagined_images(model, ids, positions, tower=tower) if images else (None, 0)
+            with imagined_masks(model, attention, packed=packed):
                 trial = run_trial(model, ids, positions, given)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -126,25 +132,26 @@ def _run(
             raise ConfigError(
                 f"{type(model).__name__} cannot be traced: its forward on ids failed with {reason}{hint}"
             ) from error
-    return TracedModel(mode, model, groups, trial)
+    return TracedModel(mode, model, groups, trial, num_image_tokens)
 
 
-@contextmanager
 def _imagined_images(
-    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor | None, wanted: bool
-) -> Iterator[GivenImages | None]:
-    """Yield images everywhere, whose features the model gets within the block; None if they are not `wanted`."""
-    if not wanted:
-        yield None
-        return
+    model: nn.Module, ids: torch.Tensor, positions: torch.Tensor | None, *, tower: bool
+) -> tuple[GivenImages, int]:
+    """Return images everywhere, and of how many tokens the tower, if it runs, gets some; make the model take them."""
     base = getattr(model, str(model.base_model_prefix))
-    answer_features(base)
-    given = everywhere(base, ids, positions, next(model.parameters()).dtype)
-    token = FEATURES.set(given.features)
-    try:
-        yield given
-    finally:
-        FEATURES.reset(token)
+    answer_features(base, trained=tower)
+    count, dtype = num_trial_tokens(base, ids.numel()) if tower else 0, next(model.parameters()).dtype
+    return everywhere(base, ids, positions, dtype, trained=tower, num_tokens=count), count
+
+
+def _activation_bytes(
+    tried: TracedModel, structure: ModelStructure, attention: Attention, batch: tuple[int, int]
+) -> ActivationBytes:
+    """Return the bytes of a trial's activations; those in a vision tower as if it had got an image for every token."""
+    found = activation_bytes_of(tried.model, tried.trial, structure, attention, batch)
+    of_images = [i for i, layer in enumerate(structure.layers) if layer.rows_per_token is not None]
+    return found.scaled(of_images, math.prod(batch) / tried.num_image_tokens) if of_images else found
 
 
 @contextmanager

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from megatrain_ray.engine.discovery.block_parts import name_of, parts_of, with_departures
-from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of
+from megatrain_ray.engine.discovery.module_lists import called_lists, calls_around, vision_layers
+from megatrain_ray.engine.discovery.trial_forward import Call, Trial, storage_of, storages_of, tensors_in
 from megatrain_ray.engine.layout.flat_layout import FROZEN, ParameterGroup, ParameterSpec
 from megatrain_ray.engine.model.fp8_products import fp8_weights
+from megatrain_ray.engine.model.images import vision_paths
 from megatrain_ray.engine.model.lora import is_adapter, module_of
 from megatrain_ray.engine.model.output_recorder import is_recorded
 from megatrain_ray.engine.model.parameter_rules import decays
@@ -32,14 +34,16 @@ class StructureFinder:
     """Finds the parts of a model's structure one after the other."""
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, trial: Trial, groups: Mapping[str, ParameterGroup], batch_size: int,
-        block_parts: int,
+        self, model: nn.Module, dtype: torch.dtype, trial: Trial, groups: Mapping[str, ParameterGroup],
+        batch_size: int, block_parts: int, num_image_tokens: int = 0,
     ) -> None:  # fmt: skip
         self._model = model
         self._dtype = dtype  # that it was made in
         self._trial = trial
         self._groups = groups  # of each parameter, by all of its names
         self._batch_size = batch_size  # of the trial, in sequences
+        self._num_image_tokens = num_image_tokens  # that a vision tower got in the trial; 0: none runs
+        self._of_images = vision_paths(model) if num_image_tokens else ()  # modules of the tower and the projector
         self._block_parts = block_parts  # largest number of parts into which a block is divided
         self._name = type(model).__name__
         self._owners: dict[int, str] = {}  # id(parameter) → its name in the first layer that has it
@@ -54,6 +58,7 @@ class StructureFinder:
         in_loss = frozenset(path for path in head if self._trial.first[path].start > base.stop)
         layers = (
             self._spec("embedding", LayerKind.EMBEDDING, before),
+            *self._vision_specs(before, blocks),
             *(spec for i, block in enumerate(blocks) for spec in self._block_specs(i, block, base)),
             self._spec("head", LayerKind.HEAD, head),
         )
@@ -92,19 +97,13 @@ class StructureFinder:
     @cached_property
     def _list_path(self) -> str:
         """Return the path of the layer list: the module list with most parameters whose members are called."""
-        sizes = {
-            path: sum(p.numel() for p in module.parameters())
-            for path, module in self._model.named_modules()
-            if isinstance(module, nn.ModuleList)
-            and any(f"{path}.{name}" in self._trial.first for name, _ in module.named_children())
-        }
-        if not sizes:
+        found = called_lists(self._model, self._trial, without=self._of_images)
+        if not found:
             raise ConfigError(
                 f"{self._name} has no list of layers (a ModuleList whose members run one after the other): only "
                 "decoder-only models that have one can be streamed"
             )
-        largest: str = max(sizes, key=lambda path: (sizes[path], -len(path)))
-        return largest
+        return found[0]
 
     def _find_base(self, list_path: str) -> Call:
         """Return the call of the outermost module below the model that holds the list and returns the hidden state."""
@@ -133,28 +132,24 @@ class StructureFinder:
 
     def _outer(self, list_path: str, blocks: Sequence[Call]) -> tuple[list[str], list[str]]:
         """Return the largest modules with parameters that are called before the layer list, and after it."""
-        found: set[str] = set()
+        calls = calls_around(self._model, self._trial, list_path, without=self._of_images)
+        if between := [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]:
+            raise ConfigError(f"{self._name} calls {between[0]} between its layers; not supported")
+        before = [call.path for call in calls if call.start < blocks[0].start]
+        return before, [call.path for call in calls[len(before) :]]
 
-        def descend(module: nn.Module, path: str) -> None:
-            for name, child in module.named_children():
-                child_path = f"{path}.{name}" if path else name
-                if child_path == list_path or not any(True for _ in child.parameters()):
-                    continue
-                if child_path in self._trial.first and not list_path.startswith(child_path + "."):
-                    found.add(child_path)
-                else:
-                    descend(child, child_path)
-
-        descend(self._model, "")
-        calls = [call for call in self._trial.calls if call.path in found]
-        paths = [call.path for call in calls]
-        between = [call.path for call in calls if blocks[0].start < call.start < blocks[-1].stop]
-        twice = [path for path in paths if paths.count(path) > 1]
-        if between or twice:
-            where = "between its layers" if between else "twice"
-            raise ConfigError(f"{self._name} calls {(between or twice)[0]} {where}; not supported")
-        num_before = sum(call.start < blocks[0].start for call in calls)
-        return paths[:num_before], paths[num_before:]
+    def _vision_specs(self, before: Sequence[str], blocks: Sequence[Call]) -> Iterator[LayerSpec]:
+        """Yield the layers of the tower and the projector, which run between the embedding and the first block."""
+        first = max((self._trial.first[path].stop for path in before), default=0)
+        for name, call in vision_layers(self._model, self._trial, self._of_images) if self._of_images else ():
+            if not first < call.start < call.stop < blocks[0].start:
+                raise ConfigError(
+                    f"{self._name} calls {call.path} before its embedding or after its first layer: its tower cannot "
+                    "be trained; set train.vision: frozen"
+                )
+            output = tensors_in(call.output)[0]
+            rows = output.numel() / output.shape[-1] / self._num_image_tokens
+            yield replace(self._spec(name, LayerKind.BLOCK, [call.path]), rows_per_token=rows)
 
     def _block_specs(self, index: int, block: Call, base: Call) -> list[LayerSpec]:
         name = f"layers.{index}"
@@ -168,6 +163,8 @@ class StructureFinder:
         return with_departures(self._model, self._trial, block, base, parts)
 
     def _attention_width(self, block: LayerSpec) -> float:
+        if block.rows_per_token is not None:
+            return 0.0  # patches attend, not tokens
         return sum(self._trial.first[path].attention for path in block.modules) / self._batch_size
 
     def _spec(self, name: str, kind: LayerKind, modules: Sequence[str]) -> LayerSpec:

@@ -35,7 +35,7 @@ def activation_bytes_of(
         kept.append(sum(_kept(trial, call, weights) for call in own))
         of_norms = sum(_kept(trial, call, weights) for call in own if call.path in structure.norms)
         in_chunks.append(_kept_besides(trial, own[0], layer.mlp, weights) if layer.mlp else kept[-1] - of_norms)
-        if layer.kind is LayerKind.BLOCK:
+        if layer.kind is LayerKind.BLOCK and layer.rows_per_token is None:
             of_blocks += calls[0].inputs
     private = _private_inputs(model, trial, structure)
     before = (structure.layers[0], *structure.layers)

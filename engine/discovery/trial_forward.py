@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatrain_ray.engine.layer_calls.layer_call import CallArguments, Key, leaves_behind
 from megatrain_ray.engine.model.attention import attention_width, packed_arguments, without_cache
-from megatrain_ray.engine.model.images import GivenImages
+from megatrain_ray.engine.model.images import GIVEN, OF_IMAGES, GivenImages, vision_paths
 from megatrain_ray.engine.model.output_recorder import UNNEEDED
 
 # Largest tensor whose true values are followed. Larger ones are not positions but intermediates of masks; for a long
@@ -85,13 +85,20 @@ def run_trial(
         module.register_forward_pre_hook(partial(recorder.enter, path), with_kwargs=True)
         module.register_forward_hook(recorder.leave)
     saving = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
+    GIVEN.set(images)
     with saving, recorder, _MaskWatch(recorder):
         given = images.arguments if images else packed_arguments(model, positions)
         output = model(input_ids=input_ids, **without_cache(model), **given)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     # A loss may be computed from side outputs that a base model returns.
-    bases = [c.output for c in recorder.trial.calls if hasattr(c.output, "last_hidden_state")]
-    needed = [value for result in (output, *bases) for key, value in vars(result).items() if key not in UNNEEDED]
+    towers = vision_paths(model) if images else ()
+    bases = [
+        call.output
+        for call in recorder.trial.calls
+        if hasattr(call.output, "last_hidden_state") and not any(f"{call.path}.".startswith(f"{t}.") for t in towers)
+    ]
+    unneeded = {*UNNEEDED, *OF_IMAGES}
+    needed = [value for result in (output, *bases) for key, value in vars(result).items() if key not in unneeded]
     behind = leaves_behind(tensor.grad_fn for tensor in tensors_in(needed))
     recorder.trial.reached |= {names[id(leaf)] for leaf in behind if id(leaf) in names}
     for module in model.modules():  # remove the trial's hooks, and those by which Transformers collects outputs
@@ -223,9 +230,9 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers questions about tensor values, which fake tensors cannot answer, so that checks pass.
 
     - Whether all elements are true: yes.
-    - A value computed from positions only: the true value. Any other value: zero.
-    - Which elements are nonzero, and which a mask picks: all of them. So every expert is busy, and the bytes are an
-      upper bound.
+    - A value computed only from ranges and constants: the true value, and the true size. Any other value: zero.
+    - Which other elements are nonzero, and which a mask picks: all of them. So every expert is busy, and the bytes are
+      an upper bound.
     - How often each integer occurs: `minlength` counts, as if no larger integer occurred.
     - Sizes of a split, which do not add up if they were computed from values: equal ones.
     """
@@ -240,6 +247,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._value(args[0])
+        if torch.Tag.dynamic_output_shape in func.tags and self._knows(given := tensors_in((args, kwargs))) and given:
+            return self._computed(func, args, kwargs or {})
         answer = _answer(func, args, kwargs or {})
         if answer is not None:
             return answer
@@ -257,16 +266,42 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return known.item()
 
     def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record the true values of an integer result that is computed only from ranges."""
+        """Record the true values of integer results that are computed only from ranges and constants."""
+        results = [r for r in tensors_in(result) if not r.is_floating_point()]
+        if not results or sum(r.numel() * r.itemsize for r in results) > FOLLOWED_BYTES or func._schema.is_mutable:
+            return
         given = tensors_in((args, kwargs))
-        begins = func._opname == "arange" or any(id(value) in self._known for value in given)
-        follows = all(id(value) in self._known for value in given) and not func._schema.is_mutable
-        small = isinstance(result, torch.Tensor) and result.numel() * result.itemsize <= FOLLOWED_BYTES
-        if begins and follows and small and not result.is_floating_point():
-            known = {key: values for key, (_, values) in self._known.items()}
-            real_args, real_kwargs = tree_map(lambda value: known.get(id(value), value), (tuple(args), dict(kwargs)))
-            with unset_fake_temporarily():
-                self._known[id(result)] = (result, func(*real_args, **real_kwargs))
+        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # of torch.tensor
+            self._known[id(result)] = (result, args[0])
+        elif (given or func._opname == "arange") and self._knows(given):
+            self._known |= {
+                id(fake): (fake, real)
+                for fake, real in zip(tensors_in(result), tensors_in(self._truly(func, args, kwargs)), strict=True)
+            }
+
+    def _knows(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return all(id(tensor) in self._known for tensor in tensors)
+
+    def _truly(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operation on known values gives."""
+        real_args, real_kwargs = tree_map(
+            lambda value: self._known[id(value)][1] if isinstance(value, torch.Tensor) else value,
+            (tuple(args), dict(kwargs)),
+        )
+        with unset_fake_temporarily():
+            return func(*real_args, **real_kwargs)
+
+    def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return fake tensors in the sizes that an operation on known values gives, and record these values."""
+
+        def fake(real: Any) -> Any:
+            if not isinstance(real, torch.Tensor):
+                return real
+            made = torch.empty(real.shape, dtype=real.dtype)
+            self._known[id(made)] = (made, real)
+            return made
+
+        return tree_map(fake, self._truly(func, args, kwargs))
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from megatrain_ray.engine.model.attention import (
     without_pads,
 )
 from megatrain_ray.engine.model.images import (
-    FEATURES,
+    GIVEN,
     OF_IMAGES,
     GivenImages,
     answer_features,
@@ -59,7 +59,8 @@ class ProxiedModel:
         self._model = model
         self.attention = AttentionSwitch(model)
         answer_packed()
-        answer_features(self._base)
+        self._has_tower = structure.has_tower
+        answer_features(self._base, trained=self._has_tower)
         # A Transformers model reports the dtype and device of its first parameter as its own.
         anchor = torch.empty(0, dtype=next(dtypes), device=device)
         for module in {model, *self._base.modules()}:
@@ -69,7 +70,7 @@ class ProxiedModel:
     def forward_of(self, micro_batch: MicroBatch, upload: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
         """Return the forward of a micro-batch, for a ForwardPass. Its token ids are uploaded to the device at once.
 
-        Features of images are uploaded when the forward begins.
+        What is given of images is uploaded when the forward begins.
         """
         input_ids, positions = upload(micro_batch.input_ids), micro_batch.positions
         if pads_make_it_long(self._model):
@@ -80,7 +81,8 @@ class ProxiedModel:
 
         def forward() -> Any:
             PACKED.set(packed)  # for this forward only: each greenlet has its own context
-            return self.forward(input_ids, positions, uploaded(given, images, upload) if images else None)
+            of_images = uploaded(given, images, upload, trained=self._has_tower) if images else None
+            return self.forward(input_ids, positions, of_images)
 
         return forward
 
@@ -105,7 +107,7 @@ class ProxiedModel:
         positions: [B, T], by which the model keeps the documents of a row apart if it can (model/sight_check.py).
         images: has positions of its own.
         """
-        FEATURES.set(images.features if images else None)
+        GIVEN.set(images)
         arguments = images.arguments if images else packed_arguments(self._model, positions)
         output = self._base(input_ids=input_ids, **without_cache(self._base), **arguments)
         for name in OF_IMAGES if images else ():
@@ -119,7 +121,8 @@ class ProxiedModel:
     ) -> Callable[[], Any]:
         """Return a forward in which every token is one of an image. The arguments are those of `everywhere`."""
         ids = torch.full_like(input_ids, self._base.config.image_token_id)  # type: ignore[union-attr, arg-type]
-        return partial(self.forward, ids, positions, everywhere(self._base, ids, positions, dtype))
+        given = everywhere(self._base, ids, positions, dtype, trained=self._has_tower)
+        return partial(self.forward, ids, positions, given)
 
     def generate(self, input_ids: torch.Tensor, head: str, **arguments: Any) -> Any:
         """Run Transformers' `generate`. To be run by a ForwardPass.

@@ -19,7 +19,9 @@ _MEMBER = re.compile(r"(?P<list>.*\.experts)\.\d+(?=\.)")
 class Product(NamedTuple):
     """Describes the products of one matrix with tokens."""
 
-    elements: float  # that one token is multiplied with; of experts, only those that it is routed to
+    # That one token is multiplied with; of experts, only those that it is routed to. In a layer of a vision tower, that
+    # all rows are multiplied with which a token of an image takes.
+    elements: float
     trained: bool
     of_mlp: bool = False  # whether it belongs to the part of a block that can be computed in chunks of tokens
     num_experts: int = 0  # 0: it is no product of experts
@@ -56,6 +58,7 @@ class LayerWork:
     products: tuple[Product, ...]
     attention: BlockAttention | None  # None if the layer does not attend
     has_backward: bool  # whether a gradient reaches the layer
+    of_images: bool = False  # whether it runs only for tokens of images
 
     @property
     def flops_of_token(self) -> float:
@@ -79,16 +82,30 @@ def work_of(
     active_experts: how many experts a token is routed to; None: all.
     windows: attention window of each block in tokens; empty: none has one.
     """
-    lowest, attention = structure.lowest_trained, dict[int, BlockAttention]()
+    lowest, attention = _lowest_backward(structure), dict[int, BlockAttention]()
     every_window = windows or [None] * len(structure.blocks)
     of_layers = [(i, window) for block, window in zip(structure.blocks, every_window, strict=False) for i in block]
-    for (i, window), width in zip(of_layers, structure.attention_widths, strict=False):
-        attention[i] = BlockAttention(width, window, 3 if i >= lowest else 1)
+    for i, window in of_layers if structure.attention_widths else ():
+        attention[i] = BlockAttention(structure.attention_widths[i - 1], window, 3 if i >= lowest[i] else 1)
     stacks = _stacks(structure)
     return tuple(
-        LayerWork(tuple(_products(layer, structure, stacks, active_experts)), attention.get(i), i >= lowest)
+        LayerWork(
+            tuple(_products(layer, structure, stacks, active_experts)), attention.get(i), i >= lowest[i],
+            of_images=layer.rows_per_token is not None,
+        )
         for i, layer in enumerate(structure.layers)
-    )
+    )  # fmt: skip
+
+
+def _lowest_backward(structure: ModelStructure) -> list[int]:
+    """Return for each layer the lowest one that must be trained for it to have a backward.
+
+    A vision tower begins at pixels, which have no gradient, and not at the embedding.
+    """
+    of_tower = [i for i, layer in enumerate(structure.layers) if layer.rows_per_token is not None]
+    trained = (i for i in of_tower if any(p.group.trained for p in structure.layers[i].parameters))
+    lowest = next(trained, len(structure.layers))
+    return [lowest if i in of_tower else structure.lowest_trained for i in range(len(structure.layers))]
 
 
 def _stacks(structure: ModelStructure) -> Mapping[str, int]:
@@ -106,13 +123,14 @@ def _products(
     members = {match[0] for p in layer.parameters if (match := _MEMBER.search(p.name))}
     in_list = Counter(name.rpartition(".")[0] for name in members)  # number of experts by the path of their list
     for p in layer.parameters:
-        looked_up = layer.kind is LayerKind.EMBEDDING and (p.tied_to or p.name) in structure.looked_up
+        is_table = layer.kind is LayerKind.EMBEDDING or layer.rows_per_token is not None
+        looked_up = is_table and (p.tied_to or p.name) in structure.looked_up
         if looked_up or len(p.shape) < 2 or p.name.endswith("bias"):
             continue
         match = _MEMBER.search(p.name)
         num_experts = in_list[match["list"]] if match else stacks.get(whole_name(p.name), 1)
         routed = min(active or num_experts, num_experts)
-        elements = math.prod(p.shape) * routed / num_experts
+        elements = math.prod(p.shape) * routed / num_experts * (layer.rows_per_token or 1)
         of_mlp = layer.mlp is not None and p.local.startswith(f"{layer.mlp.path}.")
         experts = (num_experts, routed) if num_experts > 1 else (0, 0)
         yield Product(elements, p.group.trained, of_mlp, *experts, sum(p.shape) if p.name in structure.fp8 else 0)

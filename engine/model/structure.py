@@ -71,6 +71,9 @@ class LayerSpec:
     parameters: tuple[ParameterSpec, ...]  # their parameters in model order
     mlp: Mlp | None = None  # the module of a block that can be computed for some tokens at a time, if there is one
     part: Part | None = None  # for a layer that is one part of a block
+    # For a layer of the vision tower or of the projector, which runs for images only: rows of its output per token that
+    # is one of an image. None for other layers.
+    rows_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class ModelStructure:
     base: str  # path of the module that holds the layers and returns the final hidden state
     loss_modules: frozenset[str]  # modules of the head that are called on one chunk of tokens of the hidden state each
     vocab_size: int
-    # For each layer that is a block, or a part of one: heads × head_dim; 0: it does not attend to every token.
+    # For each layer between embedding and head: heads × head_dim; 0: it does not attend to every token of the text.
     attention_widths: tuple[float, ...] = ()
     looked_up: frozenset[str] = frozenset()  # parameters whose rows are picked by index: embeddings
     fp8: frozenset[str] = frozenset()  # parameters that are multiplied in FP8
@@ -109,10 +112,10 @@ class ModelStructure:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Return the layers of each block: one, or one for each of its parts."""
+        """Return the layers of each block of the language model: one, or one for each of its parts."""
         found: dict[object, list[int]] = {}
         for i, layer in enumerate(self.layers):
-            if layer.kind is LayerKind.BLOCK:
+            if layer.kind is LayerKind.BLOCK and layer.rows_per_token is None:
                 found.setdefault(layer.part.block if layer.part else i, []).append(i)
         return tuple(map(tuple, found.values()))
 
@@ -130,6 +133,11 @@ class ModelStructure:
     def undivided_names(self) -> tuple[str, ...]:
         """Return a name for each layer: that of its block (`layers.` and the block's number), else the layer's own."""
         return tuple(".".join(layer.name.split(".")[:2]) for layer in self.layers)
+
+    @property
+    def has_tower(self) -> bool:
+        """Return whether layers of a vision tower run in a step, between the embedding and the first block."""
+        return any(layer.rows_per_token is not None for layer in self.layers)
 
     @property
     def is_divided(self) -> bool:

@@ -64,6 +64,11 @@ class Batch:
     images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
 
     @property
+    def num_image_tokens(self) -> int:
+        """Return how many inputs are tokens of images."""
+        return 0 if self.image_numbers is None else int(np.count_nonzero(self.image_numbers))
+
+    @property
     def counts(self) -> BatchCounts | None:
         """Return what the loss of whole answers is a mean over; None: the objective is of single tokens."""
         return None if self.num_documents is None else BatchCounts(self.num_documents, self.num_supervised)

@@ -1,8 +1,12 @@
-"""Writes and reads a folder of features: what a model's vision tower computed of each image of a folder of tokens."""
+"""Writes and reads a folder of features: what a model's vision tower computed of each image of a folder of tokens.
+
+If a run trains the tower, they are what the tower computes from: the pixels that the model's own processor made.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,8 +22,8 @@ from megatrain_ray.io.tokens.image_files import PlacedImage
 from megatrain_ray.io.tokens.token_files import META_NAME, checksum
 from megatrain_ray.read_file import parse_json
 
-FEATURES_NAME = "features.bin"  # of each image [num_entries, num_tokens, width], one after the other
-LENGTHS_NAME = "lengths.bin"  # tokens of each image
+FEATURES_NAME = "features.bin"  # of each image [num_entries, num_rows, *row_shape], one after the other
+LENGTHS_NAME = "lengths.bin"  # tokens and rows of each image
 GRIDS_NAME = "grids.bin"  # patches of each image along time, height and width
 KINDS: dict[int, np.dtype[Any]] = {
     2: np.dtype("<u2"),
@@ -33,16 +37,18 @@ class FeatureMeta:
     """Describes the files of a folder, as its meta.json records them.
 
     num_tokens: of all images.
-    num_entries: number of places at which an image's features enter the model.
-    width: of the model's hidden state.
+    num_rows: of all images. A row is of a token, of a patch, or of a whole image if all have one size.
+    num_entries: number of places at which an image's features enter the model; 1 for pixels.
+    row_shape: the width of the model's hidden state, or the shape of the pixels.
     itemsize: bytes of a number.
     has_grids: whether the model's positions have three axes.
     """
 
     num_images: int
     num_tokens: int
+    num_rows: int
     num_entries: int
-    width: int
+    row_shape: Sequence[int]
     itemsize: int
     has_grids: bool
     crc32: int = 0
@@ -50,15 +56,21 @@ class FeatureMeta:
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes, by name, in the order of the checksum."""
         sizes = {
-            FEATURES_NAME: self.num_tokens * self.num_entries * self.width * self.itemsize,
-            LENGTHS_NAME: self.num_images * COUNT_TYPE.itemsize,
+            FEATURES_NAME: self.num_rows * self.num_entries * math.prod(self.row_shape) * self.itemsize,
+            LENGTHS_NAME: 2 * self.num_images * COUNT_TYPE.itemsize,
         }
         return sizes | ({GRIDS_NAME: 3 * self.num_images * COUNT_TYPE.itemsize} if self.has_grids else {})
 
 
-def append_features(folder: Path, features: Sequence[NDArray[Any]], grids: Sequence[NDArray[Any]]) -> None:
-    """Write the next images. `features`: of each [num_entries, num_tokens, width]. Raises OSError."""
-    lengths = np.array([image.shape[1] for image in features], COUNT_TYPE)
+def append_features(
+    folder: Path, features: Sequence[NDArray[Any]], num_tokens: Sequence[int], grids: Sequence[NDArray[Any]]
+) -> None:
+    """Write the next images. Raises OSError.
+
+    features: of each image [num_entries, num_rows, *row_shape].
+    num_tokens: of each image.
+    """
+    lengths = np.array([(n, image.shape[1]) for n, image in zip(num_tokens, features, strict=True)], COUNT_TYPE)
     for name, arrays in ((FEATURES_NAME, features), (LENGTHS_NAME, [lengths]), (GRIDS_NAME, grids)):
         with (folder / name).open("ab") as file:
             for array in arrays:
@@ -124,9 +136,10 @@ class FeatureReader:
         place = 0
         while place < own.size:
             number = int(own[place])
-            source = int(np.searchsorted(self.firsts, number, side="right")) - 1
-            yield (image := self._sources[source].placed(row, number - int(self.firsts[source])))
-            place += image.features.shape[1]  # the next one may follow at once, and be the same
+            index = int(np.searchsorted(self.firsts, number, side="right")) - 1
+            source, number = self._sources[index], number - int(self.firsts[index])
+            yield source.placed(row, number)
+            place += source.num_tokens(number)  # the next one may follow at once, and be the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +158,12 @@ class _Source:
         return _Source(folder, meta)
 
     @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        return np.fromfile(self.folder / LENGTHS_NAME, COUNT_TYPE).reshape(-1, 2)
+
+    @cached_property
     def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum(np.fromfile(self.folder / LENGTHS_NAME, COUNT_TYPE))
+        return np.cumsum(self._lengths[:, 1])
 
     @cached_property
     def _values(self) -> NDArray[Any]:
@@ -162,8 +179,11 @@ class _Source:
         if read_feature_meta(self.folder) != self.meta:
             raise DiskError(f"{self.folder} has been changed by another program; start again, and it is made anew")
 
+    def num_tokens(self, number: int) -> int:
+        return int(self._lengths[number, 0])
+
     def placed(self, row: int, number: int) -> PlacedImage:
         start, end = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
-        size = self.meta.num_entries * self.meta.width
-        features = self._values[start * size : end * size].reshape(self.meta.num_entries, -1, self.meta.width)
+        size = self.meta.num_entries * math.prod(self.meta.row_shape)
+        features = self._values[start * size : end * size].reshape(self.meta.num_entries, -1, *self.meta.row_shape)
         return PlacedImage(row, features, self._grids[number] if self.meta.has_grids else None)

@@ -55,10 +55,11 @@ class ImageProcessor:
         (found,) = self._processed(content, return_text_replacement_offsets=True)["text_replacement_offsets"]
         return str(found[0]["replacement"])
 
-    def inputs_of(self, content: bytes) -> dict[str, Any]:
-        """Return the tensors that the model's vision tower takes of an image. Raises RecordError."""
+    def inputs_of(self, content: bytes) -> tuple[dict[str, Any], int]:
+        """Return the tensors that the model's vision tower takes of an image, and its tokens. Raises RecordError."""
         found = self._processed(content, return_tensors="pt")
-        return {name: value for name, value in found.items() if name not in TEXT_OUTPUTS}
+        num_tokens = int((found["input_ids"] == self.image_token_id).sum())
+        return {name: value for name, value in found.items() if name not in TEXT_OUTPUTS}, num_tokens
 
     def _processed(self, content: bytes, **wanted: Any) -> Any:
         processor, image = load_processor(self.folder), _opened(content)

@@ -35,10 +35,10 @@ class StoredImage(NamedTuple):
 
 
 class PlacedImage(NamedTuple):
-    """Holds what a vision tower computed of an image, and its row in the batch (io/images/feature_files.py)."""
+    """Holds what a vision tower computed of an image, or its pixels, and its row in the batch (feature_files.py)."""
 
     row: int
-    features: NDArray[Any]  # [S, num_tokens, D], float32, or uint16 with the bits of bfloat16
+    features: NDArray[Any]  # [S, num_rows, *row_shape], float32, or uint16 with the bits of bfloat16
     grid: NDArray[np.int64] | None  # [3]
 
 

@@ -51,7 +51,7 @@ def show_data(config: TrainConfig) -> None:
         source = read_model(config.model)
         vocab_size, num_positions = source.setting("vocab_size"), source.num_positions
     check_length(config.data, num_positions)
-    check_images(config.data, source)
+    check_images(config.data, source, config.train.vision)
     with scratch_folder("data") as folder:  # used only if the machine has no token cache
         opened = [_open(config.data, config.tokenizer, vocab_size, folder)]
         if (held_out := config.data.held_out) is not None:

@@ -242,6 +242,7 @@ def _kind_disagreements(data: DataConfig) -> Iterator[str]:
 
 
 def _image_disagreements(config: Settings) -> Iterator[str]:
+    yield from _vision_disagreements(config)
     if not config.data.images:
         return
     if config.train.objective in ("distill", "reward"):
@@ -252,6 +253,18 @@ def _image_disagreements(config: Settings) -> Iterator[str]:
         yield "data.images: rows differ in their images, so hardware.cuda_graphs: true cannot be; set it to auto"
     if config.data.tokenizer == "bytes":
         yield "data.images: the tokenizer bytes has no token for images; set data.tokenizer to the model's folder"
+
+
+def _vision_disagreements(config: Settings) -> Iterator[str]:
+    vision = config.train.vision
+    if vision == "frozen":
+        return
+    if not config.data.images:
+        yield f"train.vision: {vision} goes with data.images: true; set that, or leave the key out"
+    if config.train.compute == "fp8":
+        yield f"train.vision: {vision} does not go with train.compute: fp8 so far; leave one of the two out"
+    if config.hardware.block_parts not in ("auto", 1):
+        yield f"train.vision: {vision} does not go with hardware.block_parts so far; leave one of the two out"
 
 
 def _batch_disagreements(config: Settings) -> Iterator[str]:

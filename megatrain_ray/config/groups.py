@@ -78,8 +78,8 @@ class DataConfig(Group):
     chat_template_args: TemplateArguments = {}  # noqa: RUF012, pydantic copies it
     """Variables of the template, such as {enable_thinking: false}."""
     images: bool = False
-    """sft, pairs, unpaired: chats may hold images. The model's vision tower, which is not trained, computes their
-    features once."""
+    """sft, pairs, unpaired: chats may hold images. The model's vision tower computes their features once, unless
+    train.vision says otherwise."""
     learn: Literal["all", "last"] = "all"
     """sft: answers of a chat that are learned: all, or only the last."""
     learn_reasoning: bool = True

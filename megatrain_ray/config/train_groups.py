@@ -211,6 +211,8 @@ class OptimizationConfig(Group):
     """Patterns (regular expressions) of parameter names; what none matches is frozen. Empty: all are trained."""
     freeze: Patterns = ()
     """Patterns of parameters to freeze, out of the trainable ones."""
+    vision: Literal["frozen", "projector", "all"] = "frozen"
+    """data.images: what is trained beside the language model: nothing, the projector, or the vision tower as well."""
     groups: Annotated[tuple[ParameterGroupConfig, ...], Field(strict=False)] = ()
     """Parameters with their own rates: {match, lr, weight_decay, optimizer}; the first match counts."""
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class FeatureJob:
     device: str
     tokens: Path
     num_images: int
+    tower_is_trained: bool  # then the features are pixels
 
 
 class _FeatureNotes:
@@ -87,8 +88,9 @@ def find_features(
     startup.tell("looking for features of images")
     source, processor = checked(source), image_processor(config.tokenizer)
     dtype = Precision(config.train.precision).working_dtype
+    trained = config.train.vision != "frozen"
     settings = {
-        "model": identity[0], "dtype": str(dtype), "device": device,
+        "model": identity[0], "dtype": str(dtype), "device": device, "pixels": trained,
         "versions": [torch.__version__, version("transformers"), version("pillow")], **processor.settings(),
     }  # fmt: skip
     found = {}
@@ -98,7 +100,7 @@ def find_features(
         provenance = derived_provenance(folder, "images of", settings, identity[1])
         there = folder.with_name(key_of(provenance))
         if not holds_features(there):  # the cache may be read-only
-            job = FeatureJob(source, processor, dtype, device, folder, meta.num_images)
+            job = FeatureJob(source, processor, dtype, device, folder, meta.num_images, trained)
             with writable_cache(run_dir) as root:
                 there = root / key_of(provenance)
                 _make(job, there, provenance)
@@ -113,14 +115,15 @@ def _make(job: FeatureJob, folder: Path, provenance: dict[str, Any]) -> None:
             return
         start_s = time.monotonic()
         with new_folder(folder, _FeatureNotes()) as partial, explained("write", partial):
-            append_features(partial, [], [])
-            done = FeatureMeta(0, 0, 1, 0, job.dtype.itemsize, has_grids=False)
+            append_features(partial, [], [], [])
+            done = FeatureMeta(0, 0, 0, 1, (0,), job.dtype.itemsize, has_grids=False)
             while done.num_images < job.num_images:
                 done = in_own_process("the vision tower", compute_features, job, partial, done)
             finish_features(partial, provenance, done)
         if done.num_images:
             seconds = format_duration(time.monotonic() - start_s)
-            say(f"features of {format_quantity(done.num_images, 'image')}: {done.num_tokens} tokens in {seconds}")
+            what = "pixels" if job.tower_is_trained else "features"
+            say(f"{what} of {format_quantity(done.num_images, 'image')}: {done.num_tokens} tokens in {seconds}")
 
 
 def compute_features(job: FeatureJob, folder: Path, done: FeatureMeta) -> FeatureMeta:
@@ -128,31 +131,39 @@ def compute_features(job: FeatureJob, folder: Path, done: FeatureMeta) -> Featur
 
     done: what earlier processes have done.
     """
-    start_s, tower = time.monotonic(), VisionTower(job.source, job.dtype, torch.device(job.device))
+    start_s = time.monotonic()
+    tower = VisionTower(job.source, job.dtype, torch.device(job.device), trained=job.tower_is_trained)
     if tower.image_token_id != job.processor.image_token_id:
         raise ConfigError(
             f"data.images: images become tokens {job.processor.image_token_id} by the processor in "
             f"{job.processor.folder}, and the model has {tower.image_token_id} for them; use the model's own"
         )
-    if not done.num_images:
-        _check_room(job, folder, tower)
-    num_done, num_tokens = done.num_images, done.num_tokens
-    while num_done < job.num_images and time.monotonic() - start_s < PROCESS_S:
-        numbers = range(num_done, min(num_done + WRITTEN_TOGETHER, job.num_images))
-        images = [_features(job, tower, content) for content in read_images(job.tokens, numbers)]
-        append_features(
-            folder, [_bits(image.features) for image in images],
-            [image.grid.numpy() for image in images if image.grid is not None],
-        )  # fmt: skip
-        num_done, num_tokens = numbers.stop, num_tokens + sum(image.features.shape[1] for image in images)
-    return FeatureMeta(num_done, num_tokens, tower.num_entries, tower.width, job.dtype.itemsize, tower.has_grids)
+    while done.num_images < job.num_images and time.monotonic() - start_s < PROCESS_S:
+        numbers = range(done.num_images, min(done.num_images + WRITTEN_TOGETHER, job.num_images))
+        images, counts = zip(*(_features(job, tower, c) for c in read_images(job.tokens, numbers)), strict=True)
+        if not done.num_images:
+            _check_room(job, folder, images[0].features.nbytes / counts[0])
+        grids = [image.grid.numpy() for image in images if image.grid is not None]
+        append_features(folder, [_bits(image.features) for image in images], counts, grids)
+        done = replace(
+            done,
+            num_images=numbers.stop,
+            num_tokens=done.num_tokens + sum(counts),
+            num_rows=done.num_rows + sum(image.features.shape[1] for image in images),
+            num_entries=len(images[0].features),
+            row_shape=tuple(images[0].features.shape[2:]),
+            has_grids=tower.has_grids,
+        )
+    return done
 
 
-def _features(job: FeatureJob, tower: VisionTower, content: bytes) -> ImageFeatures:
+def _features(job: FeatureJob, tower: VisionTower, content: bytes) -> tuple[ImageFeatures, int]:
+    """Return the features of an image, and its number of tokens."""
     try:
-        return tower.features(job.processor.inputs_of(content))
+        inputs, num_tokens = job.processor.inputs_of(content)
     except RecordError as error:  # it was read before
         raise MegatrainError(f"an image in {job.tokens} cannot be read any more: {error}; start again") from None
+    return tower.features(inputs), num_tokens
 
 
 def _bits(features: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -161,7 +172,7 @@ def _bits(features: torch.Tensor) -> np.ndarray[Any, Any]:
     return plain.numpy()
 
 
-def _check_room(job: FeatureJob, folder: Path, tower: VisionTower) -> None:
+def _check_room(job: FeatureJob, folder: Path, bytes_per_token: float) -> None:
     of_images = np.memmap(job.tokens / column_file(IMAGE), WEIGHT_TYPE, "r")
-    needed_bytes = int(np.count_nonzero(of_images)) * tower.num_entries * tower.width * job.dtype.itemsize
+    needed_bytes = int(np.count_nonzero(of_images) * bytes_per_token)
     check_room(folder, needed_bytes, "features of images", "name a folder on another disk in XDG_CACHE_HOME")

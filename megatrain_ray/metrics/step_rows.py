@@ -49,7 +49,7 @@ class StepRows:
         now_s = time.perf_counter()
         self.newest = BusyInterval(self._start_s, now_s)
         step_s, self._start_s = now_s - self._start_s, now_s
-        flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths)
+        flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths, batch.num_image_tokens)
         named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
         retries = {"hbm_retries": report.memory.num_retries} if report.memory.num_retries else {}
         return {

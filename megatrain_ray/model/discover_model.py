@@ -82,7 +82,7 @@ def discover_with_attention(
     chunked = may_chunk(tokens, seq_len, has_disk=config.spill.path is not None)
     find = partial(
         _find, source, shape, rules_of(config), trials, chunked=chunked, block_parts=block_parts,
-        images=config.data.images,
+        images=config.data.images, tower=config.train.vision != "frozen",
     )  # fmt: skip
     sdpa, flex = Attention.SDPA, Attention.FLEX
     if not _may_use_flex(config, source, device):
@@ -108,10 +108,12 @@ def _find(
     compiled: bool = False,
     chunked: bool = False,
     images: bool = False,
+    tower: bool = False,
     block_parts: int = 1,
 ) -> tuple[ModelStructure, ActivationBytes]:
     """Run `discover`, taking the trials of compiled layers from the cache if it has them."""
     how: dict[str, Any] = {"attention": attention, "packed": packed, "chunked": chunked, "images": images}
+    how |= {"tower": tower}
     if not compiled or block_parts > 1:
         return discover(source.factory, *shape, rules, **how, block_parts=block_parts, trials=trials)
     cache = TrialCache(source, {"shape": shape, "rules": rules, **how})

@@ -7,6 +7,7 @@ import re
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
+from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.lora import LoraRules
 from megatrain_ray.engine.model.parameter_rules import GroupRule, ParameterRules
 from megatrain_ray.engine.optimizer.adamw import AdamWConstants
@@ -32,7 +33,8 @@ def rules_of(config: TrainConfig) -> ParameterRules:
         )
         for group in train.groups
     )
-    rest = train.freeze, tuple(groups), train.optimizer == "muon"
+    freeze = (*train.freeze, TOWER) if train.vision == "projector" else train.freeze
+    rest = freeze, tuple(groups), train.optimizer == "muon"
     if config.lora is None:
         return ParameterRules(train.trainable, *rest)
     head = (f"^{re.escape(REWARD_HEAD)}$",) if train.objective == "reward" else ()  # it is new, and no pair suits it

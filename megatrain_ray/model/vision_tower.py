@@ -1,4 +1,7 @@
-"""Loads the vision tower of a model, without its language model, and computes the features of images by it."""
+"""Loads the vision tower of a model, without its language model, and computes the features of images by it.
+
+If a run trains the tower, images stay the pixels that the model's own processor makes of them.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,27 @@ from torch import nn
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.engine.layout.split_master import to_working
-from megatrain_ray.engine.model.images import VISION_FAMILIES, ImageFeatures, has_three_axes, num_entries
+from megatrain_ray.engine.model.images import (
+    LANGUAGE_MODEL,
+    TRAINED_TOWERS,
+    VISION_FAMILIES,
+    ImageFeatures,
+    has_three_axes,
+    num_entries,
+)
 from megatrain_ray.engine.model.structure import build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.model_source import ModelSource
 
-LANGUAGE_MODEL = "language_model"  # of a base model; its other children turn images into features
 
-
-def check_images(data: DataConfig, source: ModelSource) -> None:
-    """Raise ConfigError if the data hold images that a model cannot be trained with."""
+def check_images(data: DataConfig, source: ModelSource, vision: str) -> None:
+    """Raise ConfigError if the data hold images that a model cannot be trained with. `vision`: train.vision."""
     kind = source.config.get("model_type")
+    if data.images and vision != "frozen" and kind in VISION_FAMILIES and kind not in TRAINED_TOWERS:
+        raise ConfigError(
+            f"train.vision: {vision}: the tower of a {kind} model is not trained so far; those of "
+            f"{', '.join(TRAINED_TOWERS)} are. Set frozen"
+        )
     if data.images and kind not in VISION_FAMILIES:
         raise ConfigError(
             f"data.images: a {kind} model is not trained with images so far; those of {', '.join(VISION_FAMILIES)} "
@@ -30,30 +43,34 @@ def check_images(data: DataConfig, source: ModelSource) -> None:
 class VisionTower:
     """Computes features as the model does in its own forward, for one image at a time."""
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the tower's weights in the working type. Raises ConfigError if they cannot be read."""
+    def __init__(self, source: ModelSource, dtype: torch.dtype, device: torch.device, *, trained: bool) -> None:
+        """Load the tower's weights in the working type. Raises ConfigError if they cannot be read.
+
+        trained: whether steps run the tower. Then it has no weights here, and features are pixels.
+        """
         model: Any = build_empty(source.base_factory, dtype)
         prefix = model.base_model_prefix
         self._base = getattr(model, prefix)
-        self._device = device
+        self._device, self._dtype, self._trained = device, dtype, trained
         weights = source.base_weights()
-        for name, child in self._base.named_children():
+        for name, child in () if trained else self._base.named_children():
             if name != LANGUAGE_MODEL:
                 _fill(child, f"{prefix}.{name}", weights)
                 child.to(device)
         self._base.eval()
-        self.num_entries, self.has_grids = num_entries(model.config), has_three_axes(self._base)
-        self.width: int = model.config.get_text_config().hidden_size
+        self._num_entries, self.has_grids = num_entries(model.config), has_three_axes(self._base)
         self.image_token_id: int = model.config.image_token_id
 
     def features(self, inputs: dict[str, torch.Tensor]) -> ImageFeatures:
         """Return the features of an image, in host memory. `inputs`: of the model's own processor."""
+        grid = inputs["image_grid_thw"][0] if self.has_grids else None
+        if self._trained:
+            return ImageFeatures(inputs["pixel_values"][None].to(self._dtype), grid)
         given = {name: value.to(self._device) for name, value in inputs.items()}
         with torch.inference_mode():
             output = self._base.get_image_features(**given, return_dict=True)
-        found = [output.pooler_output, *(output.deepstack_features if self.num_entries > 1 else ())]
-        features = torch.stack([_flat(part) for part in found]).cpu()
-        return ImageFeatures(features, inputs["image_grid_thw"][0] if self.has_grids else None)
+        found = [output.pooler_output, *(output.deepstack_features if self._num_entries > 1 else ())]
+        return ImageFeatures(torch.stack([_flat(part) for part in found]).cpu(), grid)
 
 
 def _flat(part: Any) -> torch.Tensor:

@@ -204,7 +204,7 @@ def _source_of(config: TrainConfig, found: ModelSource | None = None) -> ModelSo
     source = checked(source).with_lora(config.lora)
     source = replace(source, fp8=config.train.compute == "fp8")
     check_length(config.data, source.num_positions)
-    check_images(config.data, source)
+    check_images(config.data, source, config.train.vision)
     return source
 
 
@@ -216,7 +216,7 @@ def _fitting_problem(config: TrainConfig, source: ModelSource, machine: Machine)
     """
     parts, trials = config.hardware.block_parts, dict[int, Trials]()
     whole = _question_of_parts(config, source, machine, 1 if parts == "auto" else parts, trials)
-    if parts != "auto" or machine.device != "cuda":
+    if parts != "auto" or machine.device != "cuda" or config.train.vision != "frozen":
         return whole
     if whole.fits or not lacks_device_memory(whole.structure, whole.activations, machine, whole.request):
         return whole

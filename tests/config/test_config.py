@@ -95,6 +95,7 @@ def test_defaults_are_those_of_the_table() -> None:
             "weight_decay": 0.1,
             "trainable": (),
             "freeze": (),
+            "vision": "frozen",
             "groups": (),
             "optimizer": "adamw",
             "muon": {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"},

@@ -18,7 +18,7 @@ from tests.support.reference import load_model
 from tests.support.runs import cli_here, config, losses, write_config
 
 
-def test_a_run_learns_from_images_and_keeps_the_tower(
+def test_a_run_trains_the_projector_and_keeps_the_tower(
     tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -26,6 +26,7 @@ def test_a_run_learns_from_images_and_keeps_the_tower(
     records = [*chats(tmp_path), {"prompt": "Q", "completion": "A", "images": ["none.png"]}]
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     tree = config(run_dir, folder, train__steps=3, save_every=1, eval_every=3, train__batch_size=2)
+    tree["train"]["vision"] = "projector"
     tree["data"] = {"kind": "sft", "path": str(data), "images": True, "seq_len": 100, "eval_path": str(data)}
     path = str(write_config(tmp_path / "run.yaml", tree))
 
@@ -39,12 +40,12 @@ def test_a_run_learns_from_images_and_keeps_the_tower(
 
     done = train(path, *skipping)
     assert done.returncode == 0, done.stderr
-    assert "features of 3 images: 11 tokens in " in done.stderr
+    assert "pixels of 3 images: 11 tokens in " in done.stderr
     before = losses(run_dir)
     for step in (2, 3):
         shutil.rmtree(run_dir / "saves" / f"step_{step}", ignore_errors=True)
     again = train(path, *skipping)
-    assert again.returncode == 0 and "features of 3" not in again.stderr
+    assert again.returncode == 0 and "pixels of 3" not in again.stderr
     assert losses(run_dir) == before
 
     data.write_text("".join(json.dumps(record) + "\n" for record in preferences(tmp_path)))
@@ -57,7 +58,7 @@ def test_a_run_learns_from_images_and_keeps_the_tower(
     assert cli_here("export", str(run_dir), str(tmp_path / "out")).returncode == 0
     ours, theirs = (dict(load_model(place, torch.float32).named_parameters()) for place in (folder, tmp_path / "out"))
     same = {name for name, parameter in ours.items() if torch.equal(parameter, theirs[name])}
-    assert {name for name in ours if name.startswith("model.visual.")} == same
+    assert {name for name in ours if name.startswith("model.visual.") and "merger" not in name} == same
     processor = ImageProcessor(tmp_path / "out")
     assert processor.text_of(encoded(picture(56, 56, 0))) == "<|image_pad|>" * 4
 
@@ -68,6 +69,8 @@ def test_models_and_settings_without_images_are_refused(tmp_path: Path) -> None:
     tree = config(tmp_path / "run", folder, data__images=True, data__kind="sft")
     tree["data"] |= {"path": str(tmp_path / "chats.jsonl"), "tokenizer": str(folder)}
     path = str(write_config(tmp_path / "run.yaml", tree))
+    no_images = ("data.images=false", "train.vision=all")
+    assert "train.vision: all goes with data.images: true" in cli_here("plan", path, *no_images).stderr
     other = cli_here("plan", path, "data.kind=pretrain")
     assert "data.images: goes with data.kind: sft or pairs or unpaired, and" in other.stderr
     assert "no token for images" in cli_here("plan", path, "data.tokenizer=bytes").stderr

@@ -52,7 +52,7 @@ def _chat(number: int, images: list[int]) -> dict[str, Any]:
     parts: list[dict[str, str]] = []
     for image in images:
         parts += [{"type": "image", "path": f"{image}.png"}, {"type": "text", "text": f"Question {number}?"}]
-    content: Any = parts or f"Question {number}?"
+    content: Any = parts or f"Question {number}, whose text alone is almost a row?"
     answer = {"role": "assistant", "content": f"It is {number}."}
     return {"messages": [{"role": "user", "content": content}, answer]}
 
@@ -120,8 +120,9 @@ class PlainChats:
                 own = ids[None, start:stop], types[None, start:stop]
                 found, _ = self.model.model.get_rope_index(*own, image_grid_thw=chat["image_grid_thw"])
                 axes[0][1:, start:stop] = found[:, 0]
-        if not parts:
-            return {"position_ids": positions[None]}
+        if not parts:  # with positions along three axes only a fourth one, the text's, tells documents apart
+            has_axes = hasattr(self.model.model, "get_rope_index")
+            return {"position_ids": axes[0][:, None] if has_axes else positions[None]}
         given = {name: _joined([part[name] for part in parts]) for name in parts[0] if name in IMAGE_INPUTS}
         given |= {name: types[None] for name in TYPES if name in parts[0]}
         return given | {"position_ids": axes[0][:, None] if "image_grid_thw" in given else positions[None]}

@@ -21,6 +21,7 @@ from megatrain_ray.engine.layout.model_layout import ModelLayout
 from megatrain_ray.engine.layout.precision import Precision
 from megatrain_ray.engine.layout.tier import Tier
 from megatrain_ray.engine.model.attention import Attention
+from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.lora import AdaptedFactory
 from megatrain_ray.engine.model.micro_batch import micro_batches_of
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
@@ -80,6 +81,7 @@ class Mode:
     num_windows: int = 3  # staging buffers of activations on disk
     window_bytes: int = 4096
     block_parts: int = 1  # into which blocks are divided, at most
+    vision: str = "frozen"  # train.vision
     poison: bool = True
 
 
@@ -127,7 +129,9 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
     batch: number of sequences, and their length.
     """
     request = _request_of(recipe, mode, batch)
-    rules = rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory))
+    rules, trained = rules_of(recipe, has_pairs=isinstance(factory, AdaptedFactory)), mode.vision != "frozen"
+    if mode.vision == "projector":
+        rules = dataclasses.replace(rules, freeze=(*rules.freeze, TOWER))
     structure, activations = discover(
         factory,
         request.precision.working_dtype,
@@ -137,6 +141,9 @@ def plan_for(factory: ModelFactory, recipe: Recipe, mode: Mode, batch: tuple[int
         compiled=request.compiled,
         chunked=mode.mlp_chunk_tokens > 0,
         block_parts=mode.block_parts,
+        images=trained,
+        tower=trained,
+        packed=trained,
         trials=trials_of(factory, rules),
     )
     if mode.mlp_chunk_tokens:
@@ -305,7 +312,12 @@ class Training:
             weighted = any(batch.loss_weights is not None for batch in batches)
             await self.engine.run_warm_up(
                 WarmUpShapes(
-                    objective, packed, weighted, evaluates=bool(held_out or self.recipe.kto), trains=bool(batches)
+                    objective,
+                    packed,
+                    weighted,
+                    evaluates=bool(held_out or self.recipe.kto),
+                    trains=bool(batches),
+                    images=any(batch.images for batch in batches),
                 )
             )
             await self._evaluate(held_out, 0)

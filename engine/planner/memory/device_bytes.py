@@ -150,7 +150,7 @@ def activation_rows(
     }
     if activations.images:
         formula = f"{live} micro-batches × {format_bytes(activations.images)}, if all tokens are those of images"
-        rows["features of images"] = live * activations.images, formula
+        rows["images"] = live * activations.images, formula
     if objective.per_token:
         num_tokens = plan.step.num_micro_batches * plan.step.micro_batch_size * plan.step.seq_len
         formula = f"{num_tokens} tokens of a step × {objective.per_token}"
