@@ -29,6 +29,14 @@ class ConfigError(MegatrainError):
     exit_code = 2
 
 
+class NothingToLearnError(ConfigError):
+    """Reports data without a token to learn. A portion of a stream may be like that."""
+
+
+class NotPreparedError(MegatrainError):
+    """Says that the data of a step are still being fetched and tokenised: ask again."""
+
+
 class CapacityError(MegatrainError):
     """Says that a request cannot fit; the message holds the arithmetic (exit code 3).
 

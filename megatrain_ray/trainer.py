@@ -50,7 +50,6 @@ from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.images.feature_files import NO_FEATURES, FeatureFolders
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
-from megatrain_ray.io.tokens.token_files import is_weighted
 from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
@@ -142,7 +141,9 @@ class Trainer:
             if self._pass:
                 data = self._pass.data
             else:
-                run.config, data = tokenize_all(run.config, source.written_vocab_size, run.path, startup)
+                run.config, data = tokenize_all(
+                    run.config, source.written_vocab_size, run.path, startup, manifest.data if manifest else None
+                )
             run.config = run.config.with_steps(data.counts.num_rows)
             # Known only now if the configuration counts epochs.
             if output := _output_if_done(run, manifest, self.config):
@@ -162,7 +163,7 @@ class Trainer:
             _report_formats(run_spec.plan, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
             run_spec = replace(
-                run_spec, weighted=any(map(is_weighted, data.training)), keeps_logprobs=self._pass is not None,
+                run_spec, weighted=data.weighted, keeps_logprobs=self._pass is not None,
                 teacher=teacher,
                 reference=reference_weights(
                     run.config, self._base or run.config.model, run_spec, run.path, reference
@@ -179,7 +180,7 @@ class Trainer:
             job = RunContext(
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup,
                 FailureBudget(run.config.max_failures), self._callbacks, self._at_end, logprobs.training, rollouts,
-                mirror,
+                mirror, streamed=data.streamed,
             )  # fmt: skip
             if self._pass and held_out:
                 job = replace(job, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)
@@ -347,12 +348,16 @@ def compute_logprobs(
 
 
 def tokenize_all(
-    config: TrainConfig, vocab_size: int | None, run_dir: Path, startup: Startup
-) -> tuple[TrainConfig, DataTokens]:
-    """Return the configuration with what its data leave open decided, and its tokens. Raises as read_data."""
+    config: TrainConfig, vocab_size: int | None, run_dir: Path, startup: Startup,
+    position: Mapping[str, Any] | None = None,
+) -> tuple[TrainConfig, DataTokens]:  # fmt: skip
+    """Return the configuration with what its data leave open decided, and its tokens. Raises as read_data.
+
+    position: as for read_data.
+    """
     config = decide_marks(fix_commits(config), vocab_size)
     check_there(config)
-    return config, read_data(config, vocab_size, run_dir, startup)
+    return config, read_data(config, vocab_size, run_dir, startup, position)
 
 
 def _check_model(config: TrainConfig, source: ModelSource) -> None:

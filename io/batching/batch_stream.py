@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -25,6 +26,8 @@ class BatchStream:
 
     A batch may span epochs. The state is (epoch, cursor).
     """
+
+    num_ready = math.inf  # windows that can be drawn without waiting
 
     def __init__(self, windows: Windows, *, batch_size: int, shuffle: bool, seed: int) -> None:
         self._windows = windows

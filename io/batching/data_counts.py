@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain_ray.io.batching.windows import Windows
@@ -41,6 +41,14 @@ class DataCounts:
             longest=max((meta.longest for meta in metas), default=0),
             num_bad=sum(meta.num_bad for meta in metas),
         )
+
+    def estimated(self, share: float) -> DataCounts:
+        """Return the counts of all data if these are of a `share` of them."""
+        whole = {name: round(value / share) for name in ESTIMATED if (value := getattr(self, name)) is not None}
+        return replace(self, **whole)
+
+
+ESTIMATED = ("num_records", "num_cut", "num_dropped", "num_bad", "num_tokens", "num_rows")
 
 
 def num_records(folders: Sequence[Path]) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch import Batch, assemble
-from megatrain_ray.io.batching.batch_stream import BatchStream
+from megatrain_ray.io.batching.portion_stream import Portions, stream_of
 from megatrain_ray.io.batching.splitmix import splitmix64_chain
 from megatrain_ray.io.batching.windows import Rows, Windows
 
@@ -22,54 +22,63 @@ class MixedStream:
     """Draws windows of several sources in proportion to their weights, as BatchStream does of one source."""
 
     def __init__(
-        self, sources: Sequence[Windows], weights: Sequence[float], *, batch_size: int, shuffle: bool, seed: int
-    ) -> None:
+        self, sources: Sequence[Windows | Portions], weights: Sequence[float], *, batch_size: int, shuffle: bool,
+        seed: int,
+    ) -> None:  # fmt: skip
         self._weights = integer_weights(weights)
         self._batch_size = batch_size
-        self._streams = [
-            BatchStream(windows, batch_size=batch_size, shuffle=shuffle, seed=splitmix64_chain(seed, index))
-            for index, windows in enumerate(sources)
+        self.streams = [
+            stream_of(source, batch_size=batch_size, shuffle=shuffle, seed=splitmix64_chain(seed, index))
+            for index, source in enumerate(sources)
         ]
 
     @property
     def joins_documents(self) -> bool:
-        return any(stream.joins_documents for stream in self._streams)
+        return any(stream.joins_documents for stream in self.streams)
 
     @property
     def weighted(self) -> bool:
-        return any(stream.weighted for stream in self._streams)
+        return any(stream.weighted for stream in self.streams)
 
     @property
     def position(self) -> dict[str, Any]:
-        return {"sources": [stream.position for stream in self._streams]}
+        return {"sources": [stream.position for stream in self.streams]}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         saved = position.get("sources", [])
-        if len(saved) != len(self._streams):
+        if len(saved) != len(self.streams):
             raise ConfigError(
-                f"the saved data position is of {len(saved)} weighted sources, data.path has {len(self._streams)}; "
+                f"the saved data position is of {len(saved)} weighted sources, data.path has {len(self.streams)}; "
                 "restore the files the run was started with, or start a new run_dir"
             )
-        for stream, there in zip(self._streams, saved, strict=True):
+        for stream, there in zip(self.streams, saved, strict=True):
             stream.seek(there)
 
     def next_batch(self) -> Batch:
         drawn = self._drawn()
         turns = [draw_next(self._weights, drawn) for _ in range(self._batch_size)]
-        rows = [stream.draw(turns.count(index)) for index, stream in enumerate(self._streams) if index in turns]
+        rows = [stream.draw(turns.count(index)) for index, stream in enumerate(self.streams) if index in turns]
         order = np.argsort(np.argsort(turns, kind="stable"), kind="stable")
         whole = Rows(*(np.concatenate(parts)[order] for parts in zip(*rows, strict=True)))
-        first = self._streams[0]  # in what follows all sources are alike
+        first = self.streams[0]  # in what follows all sources are alike
         return assemble(whole, first.kind._replace(weighted=self.weighted))
+
+    def steps_ready(self, most: int) -> int:
+        """Return how many batches, up to `most`, can be drawn from what is on disk of all sources."""
+        drawn, ready = self._drawn(), [stream.num_drawn + stream.num_ready for stream in self.streams]
+        for turn in range(most * self._batch_size):
+            if drawn[index := draw_next(self._weights, drawn)] > ready[index]:
+                return turn // self._batch_size
+        return most
 
     def skip(self, num_batches: int) -> None:
         drawn = self._drawn()
         counts = drawn_after(self._weights, sum(drawn) + num_batches * self._batch_size)
-        for stream, before, after in zip(self._streams, drawn, counts, strict=True):
+        for stream, before, after in zip(self.streams, drawn, counts, strict=True):
             stream.skip_windows(after - before)
 
     def _drawn(self) -> list[int]:
-        return [stream.num_drawn for stream in self._streams]
+        return [stream.num_drawn for stream in self.streams]
 
 
 def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, NothingToLearnError
 from megatrain_ray.io.tokens.image_files import IMAGE
 from megatrain_ray.io.tokens.mapped_file import values_at
 from megatrain_ray.io.tokens.token_files import WEIGHT_TYPE, Columns, Corpus, LossWeights
@@ -288,7 +288,7 @@ def cut(
     else:
         windows = SpanWindows.of_documents(corpus, seq_len, whole=whole)
     if not windows.num_windows:
-        raise ConfigError(
+        raise NothingToLearnError(
             f"data.path: nothing to learn in {corpus.name}: a window needs 2 tokens, got {corpus.tokens.size} in "
             f"{corpus.num_documents} document(s)"
         )

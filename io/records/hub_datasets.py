@@ -99,14 +99,18 @@ def fetch(source: HubDataset) -> tuple[Path, ...]:
     """
     from huggingface_hub import hf_hub_download
 
-    assert source.commit is not None
-    files = _chosen(source, _repository(source.hub, source.commit)) or ()
     paths = []
-    for file in files:
+    for file in file_names(source):
         with explained("data.path", source.hub, file, "dataset"):
             path = hf_hub_download(source.hub, file, repo_type="dataset", revision=source.commit)
         paths.append(Path(path))
     return tuple(paths)
+
+
+def file_names(source: HubDataset) -> tuple[str, ...]:
+    """Return the names of the files of a data set whose commit is known, sorted. Raises ConfigError as find_commit."""
+    assert source.commit is not None
+    return _chosen(source, _repository(source.hub, source.commit)) or ()
 
 
 @lru_cache(maxsize=64)  # a start asks several times

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, NothingToLearnError
 from megatrain_ray.io.records.file_formats import open_bytes, suffix_of
 from megatrain_ray.io.records.read_tables import DELIMITERS, TABLES, read_rows
 from megatrain_ray.io.records.record_location import RecordLocation
@@ -260,7 +260,7 @@ class RecordTally:
         """Raise ConfigError, saying what became of the records, if no sequence was learned."""
         if not self.num_sequences:
             fits = f"data.seq_len={self.longest - 1} would hold the longest record"
-            raise ConfigError(
+            raise NothingToLearnError(
                 "data.path: nothing to learn", *self.lines(), *[fits] * (RecordOutcome.TOO_LONG in self.counts)
             )
 

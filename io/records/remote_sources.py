@@ -45,22 +45,44 @@ def local_copy(source: str, root: Path, report: Callable[[str], None]) -> str:
     """
     url = StoreUrl.parse(source)
     if url.scheme == "file":
-        if url.host:
-            raise ConfigError(f"data.path: {url} names the machine {url.host}; a local file is file:///PATH")
-        return f"/{url.path}"
-    place, pattern = _split(url)
-    folder = root / url.scheme / url.host / place.path
-    wanted = pattern if pattern[-1:] != ["dataset_info.json"] else []  # it names other files of its folder
+        return local_path(url)
+    store, found, pattern = find_objects(url)
+    folder = root / url.scheme / url.host / store.url.path
     try:
-        store = ObjectStore(place)
-        found = [item for item in store.find() if _is_read(item.name, wanted)]
-        _check(found, url)
         _fetch(store, found, folder, root, report)
     except ObjectStoreError as error:
         raise ConfigError(f"data.path: {error}") from None
+    wanted = _wanted(pattern)
     if found[0].name:
         _delete_others(folder, {item.name for item in found}, wanted)
     return str(Path(glob.escape(str(folder)), *pattern)) if wanted else str(Path(folder, *pattern))
+
+
+def local_path(url: StoreUrl) -> str:
+    """Return the path of a URL of scheme `file`. Raises ConfigError if it names a machine."""
+    if url.host:
+        raise ConfigError(f"data.path: {url} names the machine {url.host}; a local file is file:///PATH")
+    return f"/{url.path}"
+
+
+def find_objects(url: StoreUrl) -> tuple[ObjectStore, list[StoredObject], list[str]]:
+    """Return the store of a folder or file, the objects in it that a URL means, and the rest of the URL: a glob.
+
+    Raises ConfigError if the store cannot be read or has no such objects.
+    """
+    place, pattern = _split(url)
+    try:
+        store = ObjectStore(place)
+        found = [item for item in store.find() if _is_read(item.name, _wanted(pattern))]
+    except ObjectStoreError as error:
+        raise ConfigError(f"data.path: {error}") from None
+    _check(found, url)
+    return store, found, pattern
+
+
+def _wanted(pattern: list[str]) -> list[str]:
+    """Return a glob; nothing for a dataset_info.json, which names other files of its folder."""
+    return pattern if pattern[-1:] != ["dataset_info.json"] else []
 
 
 def _split(url: StoreUrl) -> tuple[StoreUrl, list[str]]:

@@ -184,14 +184,27 @@ def make_tokens(recipe: Recipe, root: Path, vocab_size: int, watcher: Watcher) -
         if not is_whole(folder):
             with new_folder(folder, watcher) as partial:
                 start = time.monotonic()
-                meta = _write(recipe, partial, vocab_size, watcher.advance)
-                tree = {"provenance": provenance, "tokens": asdict(meta)}
-                (partial / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
-                if provenance_of(recipe) != provenance:
-                    raise ConfigError("data.path: files changed while they were read; start again when they are done")
+                meta = write_tokens(recipe, partial, vocab_size, watcher.advance, provenance)
     if meta is not None:
         watcher.end(meta, time.monotonic() - start)
     return folder
+
+
+def write_tokens(
+    recipe: Recipe, folder: Path, vocab_size: int, advance: Callable[[int, int], None], provenance: dict[str, Any]
+) -> TokenMeta:
+    """Write the tokens of a recipe into an empty folder.
+
+    advance: as for Watcher; what it raises ends this.
+
+    Raises ConfigError as make_tokens, and OSError.
+    """
+    meta = _write(recipe, folder, vocab_size, advance)
+    tree = {"provenance": provenance, "tokens": asdict(meta)}
+    (folder / META_NAME).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    if provenance_of(recipe) != provenance:
+        raise ConfigError("data.path: files changed while they were read; start again when they are done")
+    return meta
 
 
 @contextmanager

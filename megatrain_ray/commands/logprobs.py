@@ -17,6 +17,7 @@ from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_sources import cut_source, sources_of
 from megatrain_ray.data.tokenize_data import ALL_IDS
 from megatrain_ray.driver.running_evaluation import perplexity
+from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.windows import Windows
 from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME, open_logprobs, read_logprob_meta
 from megatrain_ray.model.open_model import read_model
@@ -31,6 +32,8 @@ LABELLED = ("good", "bad", "mismatched")  # the last only if the objective needs
 def logprobs(options: Namespace) -> Iterator[str]:
     """Yield a line for each source. Raises ConfigError, and as Trainer.train."""
     config, files = load_config(options.config, options.overrides), None
+    if config.data.stream is not None:
+        raise ConfigError("data.stream: log-probabilities are of data that are tokenised whole; set data.stream: null")
     with redirect_stdout(sys.stderr):
         files = RunFiles(Path(config.run_dir).absolute())
         config = config.resolve(files.read_config() if files.holds_run and files.has_begun else None)

@@ -18,6 +18,7 @@ from megatrain_ray.console.logs import show
 from megatrain_ray.console.startup import spinner
 from megatrain_ray.data.data_sources import naming_held_out, open_windows, sources_of
 from megatrain_ray.data.hub_sources import fix_commits
+from megatrain_ray.data.open_streams import open_streams
 from megatrain_ray.data.tokenize_data import describe_template, tokenize
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.escapes import escaped
@@ -64,18 +65,26 @@ def show_data(config: TrainConfig) -> None:
 
 
 class OpenedData(NamedTuple):
-    """Holds the tokens of training or held-out data: windows and token folder of each source."""
+    """Holds the tokens of training or held-out data: windows and token folder of each source.
+
+    share: of all files that the tokens are made of; less than 1 for a stream.
+    """
 
     data: DataConfig
     windows: list[Windows]
     folders: tuple[Path, ...]
+    share: float = 1.0
 
 
 def _open(data: DataConfig, tokenizer: str, vocab_size: int, folder: Path) -> OpenedData:
     # The totals say what became of the records, so that nothing is printed twice.
-    folders = tokenize(data, tokenizer, vocab_size, folder, reports=False)
-    whole = isinstance(data, HeldOutConfig)
-    return OpenedData(data, open_windows(data, folders, vocab_size, whole=whole), folders)
+    share, whole = 1.0, isinstance(data, HeldOutConfig)
+    if data.stream is None:
+        folders = tokenize(data, tokenizer, vocab_size, folder, reports=False)
+    else:
+        _, folders, share = open_streams(data, tokenizer, vocab_size, folder, None, starts_run=False)
+        show(f"stream    of each source the portion is shown that a run begins with: {share:.2g} of all files")
+    return OpenedData(data, open_windows(data, folders, vocab_size, whole=whole), folders, share)
 
 
 # --- records ---
@@ -230,10 +239,12 @@ def _totals(part: OpenedData, config: TrainConfig, num_positions: int | None) ->
         yield from (f"  {line}" for line in (*lines, *(() if rollouts else _rows(windows, seq_len))))
     if not isinstance(part.data, HeldOutConfig):
         num_rows = sum(windows.num_windows for windows in part.windows) * (rollouts.group_size if rollouts else 1)
+        num_rows = round(num_rows / part.share)
         batch_size = config.num_step_rows
         row = "answer" if rollouts else "row"
         steps = f"{num_rows / batch_size:.3g} steps of {format_quantity(batch_size, row)}"
-        yield f"an epoch is {format_quantity(num_rows, row)}, {steps}"
+        about = "" if part.share == 1 else "about "
+        yield f"an epoch is {about}{format_quantity(num_rows, row)}, {steps}"
 
 
 def _records(

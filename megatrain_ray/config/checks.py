@@ -15,6 +15,7 @@ from megatrain_ray.config.groups import DataConfig, NodeConfig, Settings
 from megatrain_ray.config.objective_checks import objective_disagreements
 from megatrain_ray.config.other_tools import key_for, other_names, reason_for
 from megatrain_ray.config.rollout_checks import rollout_disagreements
+from megatrain_ray.config.stream_checks import stream_disagreements
 from megatrain_ray.config.train_groups import OptimizationConfig
 from megatrain_ray.config.urls import is_url
 from megatrain_ray.units import format_ranges, parse_ranges
@@ -39,6 +40,7 @@ KINDS_OF_KEY = {
     "eval_fraction": (*RECORDED, "prompts"),  # of rollouts it would tear groups apart
     "scale_rewards": ("rollouts", "prompts"),
     "unfinished": ("rollouts",),
+    "stream": ("pretrain", "sft", "tokens"),
 }
 
 EXPECTED = {
@@ -79,6 +81,7 @@ def disagreements(config: Settings) -> Iterator[str]:
     yield from _save_disagreements(config)
     yield from _muon_disagreements(train)
     yield from _kind_disagreements(config.data)
+    yield from stream_disagreements(config)
     yield from objective_disagreements(config)
     yield from rollout_disagreements(config)
     yield from _image_disagreements(config)

@@ -106,6 +106,11 @@ class DataConfig(Group):
     """Folder with a tokenizer.json, hub id, or `bytes` (ids 0 to 255; 256 ends a document). null: model.path's own."""
     seq_len: Count
     """Inputs of a sequence, and as many targets, cut from windows of seq_len + 1 tokens."""
+    stream: Size | None = None
+    """pretrain, sft, tokens: fetch and tokenise the sources while training goes on, and keep at most so many bytes of
+    them on disk, in run_dir/stream (20GB); null: sources are tokenised whole before it."""
+    stream_portion: Size | None = None
+    """Small files of a stream are fetched and tokenised up to so many bytes together; null: 256MB."""
     packing: bool = True
     """true: a row holds several documents, whole chats or pairs, which do not see one another; false: one, or one
     pair, of which each answer has half the row."""
@@ -128,7 +133,10 @@ class DataConfig(Group):
         """
         own: dict[str, Any] = {}
         if self.eval_path is not None:
-            own = {"path": self.eval_path, "dataset": self.eval_dataset, "eval_path": None, "eval_dataset": None}
+            own = {
+                "path": self.eval_path, "dataset": self.eval_dataset, "eval_path": None, "eval_dataset": None,
+                "stream": None,
+            }  # fmt: skip
         elif self.eval_fraction is None:
             return None
         return HeldOutConfig.model_construct(**{**dict(self), **own})

@@ -26,9 +26,10 @@ RATE_KEYS = (
     "train.weight_decay", "train.betas", "train.eps", "train.clip", "train.groups.lr", "train.groups.weight_decay",
 )  # fmt: skip
 LENGTH_KEYS = ("train.steps", "train.epochs")
+STREAM_KEYS = ("data.stream",)  # free only where it is set before and after: the position in a save is a stream's
 FREE_ON_RESUME = (
     *LENGTH_KEYS, "train.moments", "run_dir", "resume", *RATE_KEYS, *SAVE_KEYS, *EVAL_KEYS, *LIMIT_KEYS, *SERVER_KEYS,
-    *GROUPS,
+    *STREAM_KEYS, *GROUPS,
 )  # fmt: skip
 
 SPLIT_KEYS = ("train.micro_batch_size", "train.accumulate")
@@ -195,6 +196,7 @@ def _differing(old: TrainConfig, new: TrainConfig, *, free: bool) -> Iterator[tu
         after |= {key: before.get(key) for key in SPLIT_KEYS if others or after[key] is None}
     for key in dict.fromkeys([*before, *after]):
         is_free = not {without_numbers(key), key.partition(".")[0]}.isdisjoint(FREE_ON_RESUME)
+        is_free &= key not in STREAM_KEYS or None not in (before.get(key), after.get(key))
         if before.get(key) != after.get(key) and is_free == free:
             yield key, before.get(key), after.get(key)
 

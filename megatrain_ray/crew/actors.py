@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.device.rank_group import Meeting, Rendezvous
+from megatrain_ray.errors import NotPreparedError
 from megatrain_ray.io.arenas.arena_holder import Handles
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.saves.manifest import Manifest
@@ -24,12 +25,14 @@ from megatrain_ray.run.run_processes import wait_gone
 from megatrain_ray.workers.gpu_worker import GpuWorker
 from megatrain_ray.workers.messages import Progress, RankInfo
 
+ASK_AGAIN_S = 0.2  # seconds between two requests for a batch whose data are being fetched
+
 
 class BatchFeed:
     """Fetches the batches of one GPU worker.
 
-    If the data process dies, the batch is requested again from its replacement. That wait has no bound: the caller sets
-    one. Use it on one event loop only.
+    If the data process dies, the batch is requested again from its replacement. So it is if its data are not there yet.
+    These waits have no bound: the caller sets one. Use it on one event loop only.
     """
 
     def __init__(self, data: Any) -> None:
@@ -61,6 +64,10 @@ class BatchFeed:
                 batch: Batch = await call(asked)
             except RayActorError:
                 await self._followed(asked)
+            except RayTaskError as error:
+                if not isinstance(error.cause, NotPreparedError):
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)
             else:
                 return batch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +20,39 @@ from megatrain_ray.planning.run_spec import RunSpec
 from megatrain_ray.run.run_processes import DATA, gpu_name
 from megatrain_ray.workers.messages import Progress, RankInfo
 
+ASK_S = 0.2  # seconds between two questions of PreparedSteps
 Holders = Callable[[int], Sequence[Handles]]  # returns the processes that hold the arenas of a host
 Until = Callable[[Mapping[Any, str], float], None]  # waits for calls, {call: text if late}, within seconds
+
+
+class PreparedSteps:
+    """Tracks up to which step the data of a stream are there. Asks the data process while the next step is held back.
+
+    Without a stream all data are there.
+    """
+
+    def __init__(self, ask: Callable[[int], Any], step: int, *, streamed: bool) -> None:
+        """Know of no step after `step` yet. `ask`: submits the question, given the newest step that was submitted."""
+        self._last: float = step if streamed else math.inf
+        self._ask = ask
+        self._call: Any = None
+        self._asked_s = -math.inf
+
+    def holds(self, submitted: int) -> bool:
+        """Return whether the step after `submitted` must not begin yet."""
+        return submitted >= self._last
+
+    def calls(self, submitted: int) -> list[Any]:
+        """Return the open question, which is asked now if it is due."""
+        now_s = time.monotonic()
+        if self.holds(submitted) and self._call is None and now_s - self._asked_s >= ASK_S:
+            self._call, self._asked_s = self._ask(submitted), now_s
+        return [] if self._call is None else [self._call]
+
+    def record_answer(self, answer: Callable[[Any], int]) -> None:
+        """Record the answer to the open question. `answer`: returns the result of a call, or raises."""
+        call, self._call = self._call, None
+        self._last = max(self._last, answer(call))
 
 
 class GpuWorkerGroup:

@@ -189,6 +189,10 @@ class WorkerGroup(Supervisor):
         """Ask the data process for the position of the data after the batch of a step; return the call."""
         return self.data.position_after.remote(step)
 
+    def ask_prepared(self, submitted: int) -> Any:
+        """Ask the data process for the last step whose data are there, after `submitted` ones; return the call."""
+        return self.data.prepared.remote(submitted)
+
     def write_parts(self, save_folder: Path, step: int, compression: SaveCompression) -> list[Any]:
         """Let all processes that hold state write their parts of a step's save; return the calls. Training goes on."""
         attempt = self._newest_save = SaveAttempt(step, self._newest_save.number + 1)
@@ -231,6 +235,8 @@ class WorkerGroup(Supervisor):
         for closing in ask_each(self.group.workers, "close", self._progress().step):
             with suppress(RayActorError, LostProcessError):  # everything is saved
                 self.until(closing, "the GPU worker did not close", self._run_spec.plan.update_deadline_s)
+        with suppress(RayActorError):
+            answer("the data process did not close", self.data.close.remote(), self.check)
         for role in (*self._owners, *self._shards):
             role.serves = False
             with suppress(RayActorError):  # everything is saved: a death does no harm

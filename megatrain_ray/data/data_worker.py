@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_sources import (
@@ -18,29 +18,44 @@ from megatrain_ray.data.data_sources import (
     weights_of,
 )
 from megatrain_ray.data.rollout_stream import RolloutFiles, RolloutStream, rows_of_answers
-from megatrain_ray.errors import ConfigError
+from megatrain_ray.errors import ConfigError, NotPreparedError
 from megatrain_ray.io.batching.batch import Batch
 from megatrain_ray.io.batching.batch_stream import BatchStream, HeldOut
 from megatrain_ray.io.batching.data_counts import DataCounts
 from megatrain_ray.io.batching.mixture import MixedStream
+from megatrain_ray.io.batching.portion_stream import Portions, PortionStream, stream_of
 from megatrain_ray.io.batching.windows import Windows
 from megatrain_ray.io.tokens.token_files import open_corpus
 from megatrain_ray.spans import RecordedSpans, Row, SpanLog
 
+if TYPE_CHECKING:
+    from megatrain_ray.data.portion_supply import PortionSupply
+    from megatrain_ray.data.stream_folder import StreamSpec
+
+LOOK_AHEAD = 8  # steps: more than a run has under way
 REMEMBERED_STEPS = 1024  # positions kept: more than the steps that are made while a save is written
 
 
 def open_stream(
-    data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, logprobs: Sequence[Path] = ()
-) -> BatchStream | MixedStream:
+    data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, logprobs: Sequence[Path] = (),
+    portions: Sequence[Portions] = (),
+) -> BatchStream | MixedStream | PortionStream:  # fmt: skip
     """Open the batches of data.path from the token folder of each source. Raises ConfigError if one is wrong.
 
     logprobs: as for open_windows.
+    portions: of sources that are read as streams, in place of `tokens`.
     """
-    sources = open_windows(data, tokens, vocab_size, logprobs, whole=False)
+    sources: Sequence[Windows | Portions]
+    sources = portions or open_windows(data, tokens, vocab_size, logprobs, whole=False)
     if weights := weights_of(data):
         return MixedStream(sources, weights, batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
-    return BatchStream(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+    return stream_of(sources[0], batch_size=batch_size, shuffle=data.shuffle, seed=data.seed)
+
+
+def portion_streams(stream: object) -> list[PortionStream]:
+    """Return the streams of the sources that are read in portions, in the order of the sources."""
+    parts = stream.streams if isinstance(stream, MixedStream) else [stream]
+    return [part for part in parts if isinstance(part, PortionStream)]
 
 
 def open_rollout_stream(
@@ -146,7 +161,7 @@ class DataWorker:
         self, data: DataConfig, tokens: Sequence[Path], vocab_size: int, batch_size: int, step: int,
         position: Mapping[str, Any] | None, held_out: HeldOutData | None = None, traced: range = range(0),
         num_readers: int = 1, logprobs: Sequence[Path] = (), rollouts: RolloutFiles | None = None,
-        micro_batch_size: int = 1,
+        micro_batch_size: int = 1, streamed: StreamSpec | None = None,
     ) -> None:  # fmt: skip
         """Start from `position`, which is that after `step` updates; without a position, from the start.
 
@@ -155,10 +170,19 @@ class DataWorker:
         num_readers: number of GPU workers, each of which asks for every batch at its own time.
         rollouts: of a run that answers its prompts itself. `batch_size` is the number of answers then.
         micro_batch_size: as for rows_of_answers.
+        streamed: of sources that are read as streams.
         """
-        self._stream: BatchStream | MixedStream | RolloutStream
+        self._stream: BatchStream | MixedStream | PortionStream | RolloutStream
+        self._supply: PortionSupply | None = None
         if rollouts:
             self._stream = open_rollout_stream(data, tokens, vocab_size, batch_size, rollouts, micro_batch_size)
+        elif streamed:
+            from megatrain_ray.data.portion_supply import PortionSupply  # reads tables, which others do without
+            from megatrain_ray.data.stream_folder import StreamFolder
+
+            folder = StreamFolder(streamed)
+            self._stream = open_stream(data, (), vocab_size, batch_size, portions=folder.sources)
+            self._supply = PortionSupply(folder, portion_streams(self._stream))
         else:
             self._stream = open_stream(data, tokens, vocab_size, batch_size, logprobs)
         self._held_out = held_out.open() if held_out else None
@@ -180,10 +204,14 @@ class DataWorker:
 
         Usually this is the next step. It is an earlier one if a GPU worker repeats a step, and a later one if GPU
         workers have already had batches from an earlier data process.
+
+        Raises NotPreparedError if a portion of a stream must be made first.
         """
         if step in self._newest:
             return self._newest[step]
         self._go_to(step - 1)
+        if not self._num_ready(1):
+            raise NotPreparedError(f"the data of step {step} are not there yet")
         self._spans.on = step in self._traced or step - 1 in self._traced  # drawn during the step before
         with self._spans.span(Row.BATCHES, f"batch {step}"):
             batch = self._stream.next_batch()
@@ -192,6 +220,27 @@ class DataWorker:
             self._newest[step] = batch
             self._newest.pop(step - self._num_kept, None)
         return batch
+
+    def prepared(self, submitted: int) -> int:
+        """Return the last step whose batch can be drawn without waiting, or one before; for sources that are streamed.
+
+        Raises what kept the next portion from being made, if the step after `submitted` needs that.
+        """
+        assert self._supply is not None  # else everything is there
+        last = self._step + self._num_ready(LOOK_AHEAD)
+        if last <= submitted and self._supply.failure:
+            raise self._supply.failure
+        return last
+
+    def _num_ready(self, most: int) -> int:
+        """Return how many steps, up to `most`, can be drawn now, and have the portions made that are missing."""
+        if self._supply is None or isinstance(self._stream, BatchStream | RolloutStream):
+            return most
+        self._supply.poll()
+        num_ready = self._stream.steps_ready(most)
+        if num_ready or not self._supply.failure:
+            self._supply.request()
+        return num_ready
 
     def position_after(self, step: int) -> Mapping[str, Any]:
         """Return the position of the stream after the batch of a step, whether or not this process drew it.
@@ -223,6 +272,11 @@ class DataWorker:
         assert self._held_out is not None  # called only if there are held-out data
         with self._spans.span(Row.BATCHES, f"held-out batch {index}"):
             return self._held_out.batch(index)
+
+    def close(self) -> None:
+        """End the process that makes portions, if there is one. It would end with this process, too."""
+        if self._supply is not None:
+            self._supply.close()
 
     def spans(self) -> RecordedSpans:
         return self._spans.take()

@@ -52,6 +52,14 @@ def local_paths(sources: Iterable[Source], *, may_fetch: bool = True) -> list[st
     return paths
 
 
+def named_sources(sources: Iterable[Source]) -> list[str | HubDataset]:
+    """Return sources as paths, URLs, and data sets of the hub with their commits. Raises ConfigError as find_commit."""
+    return [
+        find_commit(source) if isinstance(source, HubDataset) else source if isinstance(source, str) else source.path
+        for source in map(_as_dataset, sources)
+    ]
+
+
 def _copies() -> Path:
     """Return the folder of copies of files in object stores. Raises ConfigError for a user without a home."""
     try:

@@ -63,7 +63,7 @@ def tokenize(
     Raises ConfigError for what is wrong with files, tokenizer, template or ids, MegatrainError if the disk fails.
     """
     paths = {name: local_paths(parts) for name, parts in sources_of(data).items()}
-    recipes = {name: _recipe(path, data, tokenizer, vocab_size) for name, path in paths.items()}
+    recipes = {name: recipe_of(path, data, tokenizer, vocab_size) for name, path in paths.items()}
     for path in paths.values():
         for note in describe_folders(path, TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES):
             say(note)
@@ -75,24 +75,26 @@ def tokenize_rollouts(config: TrainConfig, file: Path, vocab_size: int, root: Pa
     data = config.data.of_rollouts(file)
     with explained("make", root):
         root.mkdir(parents=True, exist_ok=True)
-    recipe = _recipe([str(file)], data, config.tokenizer, vocab_size)
+    recipe = recipe_of([str(file)], data, config.tokenizer, vocab_size)
     assert isinstance(recipe, RolloutRecipe)
-    with _reports(str(file), False) as reporter:
+    with reporting(str(file), False) as reporter:
         make_tokens(replace(recipe, compared=compared_logprobs(config.train)), root, vocab_size, reporter)
 
 
 def cached_tokens(data: DataConfig, tokenizer: str, vocab_size: int) -> tuple[Path, ...] | None:
     """Return the folder of tokens of each source if the user's cache has all of them; else None.
 
-    Reads no text, and asks no hub: data sets of the hub count as not cached. Raises ConfigError as tokenize, and
-    RuntimeError for a user without a home.
+    Reads no text, and asks no hub: data sets of the hub count as not cached, and so does a stream. Raises ConfigError
+    as tokenize, and RuntimeError for a user without a home.
     """
+    if data.stream is not None:
+        return None
     found = []
     for parts in sources_of(data).values():
         paths = local_paths(parts, may_fetch=False)
         if len(paths) < len(parts):
             return None
-        found.append(find_tokens(_recipe(paths, data, tokenizer, vocab_size), token_cache()))
+        found.append(find_tokens(recipe_of(paths, data, tokenizer, vocab_size), token_cache()))
     return None if None in found else tuple(filter(None, found))
 
 
@@ -227,10 +229,13 @@ def image_processor(tokenizer: str) -> ImageProcessor:
 
 
 def _find(data: DataConfig, *, may_fetch: bool = True) -> set[Path]:
-    """Return the files of the data, as real paths. Raises ConfigError if there are none."""
+    """Return the files of the data, as real paths; those of a stream only if they are local.
+
+    Raises ConfigError if there are none.
+    """
     found: set[Path] = set()
     for parts in sources_of(data).values():
-        path = local_paths(parts, may_fetch=may_fetch)
+        path = local_paths(parts, may_fetch=may_fetch and data.stream is None)
         if not path:
             continue
         if data.kind == "pretrain":
@@ -240,7 +245,8 @@ def _find(data: DataConfig, *, may_fetch: bool = True) -> set[Path]:
     return found
 
 
-def _recipe(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: int) -> Recipe:
+def recipe_of(path: Sequence[str], data: DataConfig, tokenizer: str, vocab_size: int) -> Recipe:
+    """Return how the tokens of local files are made. Raises ConfigError if there are none, or all are empty."""
     choice = RecordChoice(data.max_records, data.hash_range)
     data = with_marks(data, tokenizer, vocab_size)
     if data.kind == "pretrain":
@@ -294,7 +300,7 @@ def _folder_of(name: str, recipe: Recipe, vocab_size: int, run_dir: Path, report
                 say(f"the tokens of {name} are in the cache: {meta.report[0]}", *meta.report[1:])
             return found
     with writable_cache(run_dir) as root:
-        with _reports(name, reports) as reporter:
+        with reporting(name, reports) as reporter:
             made = make_tokens(recipe, root, vocab_size, reporter)
         mark_used(made)
         return made
@@ -378,7 +384,8 @@ class Reports:
 
 
 @contextmanager
-def _reports(name: str, reports: bool) -> Iterator[Reports]:
+def reporting(name: str, reports: bool) -> Iterator[Reports]:
+    """Yield what reports the progress of tokenising a source. `reports`: print what became of its records."""
     columns = (TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = drawing_on(sys.stderr)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

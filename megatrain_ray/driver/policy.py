@@ -17,7 +17,7 @@ class Action(Enum):
     EVALUATE = "begin an evaluation of the last step; none is under way, and no step"
     SAMPLE = "begin to sample rollouts after the last step; no step is under way"
     SAVE = "begin a save of the last step; none is under way"
-    WAIT = "wait for a step, an evaluation or the save to end"
+    WAIT = "wait for a step, an evaluation or the save to end, or for data"
     STOP = "the run is over"
 
 
@@ -37,6 +37,7 @@ class Observation:
     sampled: int = -1  # the last update after which rollouts were sampled, as `evaluated`
     sampling: bool = False
     wants_evaluation: bool = False  # a callback wants one more
+    held_back: bool = False  # the data of the next step are not there yet
     num_without_better: int = 0  # evaluations in a row that were no better than an earlier one
 
 
@@ -69,7 +70,7 @@ class RunPolicy:
                 return Action.WAIT
             has_unsaved = max(0, seen.saved) < seen.completed and seen.changed  # other weights than the newest save's
             return Action.SAVE if self.save_every is not None and has_unsaved else Action.STOP
-        if under_way >= STEPS_AHEAD or (seen.saving and self.saves_next(seen)):
+        if under_way >= STEPS_AHEAD or seen.held_back or (seen.saving and self.saves_next(seen)):
             return Action.WAIT
         return Action.STEP
 

@@ -16,11 +16,17 @@ from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.data.data_sources import naming_held_out
 from megatrain_ray.data.data_worker import HeldOutData, check_prompts, count_data, open_stream
+from megatrain_ray.data.open_streams import open_streams
+from megatrain_ray.data.stream_folder import StreamFolder, StreamSpec
 from megatrain_ray.data.tokenize_data import ALL_IDS, tokenize
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.running_evaluation import Keep
+from megatrain_ray.io.batching.batch_stream import BatchStream
 from megatrain_ray.io.batching.data_counts import DataCounts
+from megatrain_ray.io.batching.mixture import MixedStream
+from megatrain_ray.io.batching.portion_stream import PortionStream
 from megatrain_ray.io.saves.manifest import Manifest
+from megatrain_ray.io.tokens.token_files import is_weighted
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
 from megatrain_ray.metrics.sinks import check_packages
 from megatrain_ray.model.sight_check import check_packing
@@ -52,6 +58,7 @@ class RunContext:
     rollouts: RunRollouts | None = None  # if the run answers its prompts itself
     mirror: SaveMirror | None = None  # of the saves
     keep: Keep = lambda batches, index, loss: None  # of every evaluation
+    streamed: StreamSpec | None = None  # of data that are read as a stream
     left: dict[str, list[int]] = field(default_factory=dict)  # `Supervisor.remote_pids` of the previous attempt
 
     def with_epoch(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,39 +77,65 @@ class DataTokens(NamedTuple):
     """Holds the folders of tokens of the data's sources, and what an epoch of these has.
 
     held_out: folders of the held-out data; None: nothing is evaluated.
+    streamed: of data that are read as a stream; `training` are then the current portions, and `counts` are estimated.
     """
 
     counts: DataCounts
     training: tuple[Path, ...]
     held_out: tuple[Path, ...] | None
+    streamed: StreamSpec | None = None
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether batches have loss weights."""
+        if self.streamed:
+            return any(source.weighted for source in StreamFolder(self.streamed).sources)
+        return any(map(is_weighted, self.training))
+
+    def open(self, config: TrainConfig, vocab_size: int) -> BatchStream | MixedStream | PortionStream:
+        """Open the stream of single rows of training data. Raises ConfigError as open_stream."""
+        portions = StreamFolder(replace(self.streamed, vocab_size=vocab_size)).sources if self.streamed else ()
+        return open_stream(config.data, self.training, vocab_size, batch_size=1, portions=portions)
 
 
-def read_data(config: TrainConfig, vocab_size: int | None, run_dir: Path, startup: Startup) -> DataTokens:
+def read_data(
+    config: TrainConfig, vocab_size: int | None, run_dir: Path, startup: Startup,
+    position: Mapping[str, Any] | None = None,
+) -> DataTokens:  # fmt: skip
     """Tokenize all data of a run and check what else it needs, before a process is started. Raises ConfigError.
 
     vocab_size: of the model; None: not known yet, so that ids are checked later.
+    position: of the data in the save that the run goes on from; None: it begins. Of a stream it says which portions
+        are made.
     """
     check_packages(config)
     startup.tell("reading data")
     tokenizer_files(config.tokenizer)  # from the hub now, if at all: records of ids do not need it
     limit = vocab_size or ALL_IDS
-    training, needs_prompts = tokenize(config.data, config.tokenizer, limit, run_dir), config.train.estimates_kl
+    needs_prompts = config.train.estimates_kl
+    streamed = None
+    if config.data.stream is None:
+        training = tokenize(config.data, config.tokenizer, limit, run_dir)
+    else:
+        streamed, training, share = open_streams(config.data, config.tokenizer, limit, run_dir, position)
     if needs_prompts:
         check_prompts(config.data, training, limit)
     counts = count_data(config.data, training, limit)
+    if streamed:
+        counts = counts.estimated(share)
     if rollouts := config.train.rollouts:  # each answer is a row
         counts = replace(counts, num_rows=counts.num_rows * rollouts.group_size)
     held_out = config.data.held_out
     if held_out is None:
-        return DataTokens(counts, training, None)
+        return DataTokens(counts, training, None, streamed)
     if not config.evaluates:
         say("there are held-out data, and eval_every is 0: nothing is evaluated")
-        return DataTokens(counts, training, None)
+        return DataTokens(counts, training, None, streamed)
     with naming_held_out(held_out):
         evaluated = tokenize(held_out, config.tokenizer, limit, run_dir)
         if needs_prompts:
             check_prompts(held_out, evaluated, limit)
-    return DataTokens(counts, training, evaluated)
+    return DataTokens(counts, training, evaluated, streamed)
 
 
 def check_position(config: TrainConfig, tokens: DataTokens, vocab_size: int | None, manifest: Manifest | None) -> None:
@@ -111,7 +144,7 @@ def check_position(config: TrainConfig, tokens: DataTokens, vocab_size: int | No
     vocab_size: of the model; None: not known yet, so that check_inputs does this.
     """
     if manifest is not None and vocab_size is not None:
-        open_stream(config.data, tokens.training, vocab_size, batch_size=1).seek(manifest.data)
+        tokens.open(config, vocab_size).seek(manifest.data)
 
 
 def check_inputs(
@@ -127,7 +160,7 @@ def check_inputs(
         if manifest is None:
             run_spec.source.check_adapter(run_spec.structure)
     check_position(config, tokens, vocab_size, manifest)
-    stream = open_stream(config.data, tokens.training, vocab_size, batch_size=1)
+    stream = tokens.open(config, vocab_size)
     held_out = None
     if tokens.held_out is not None and config.data.held_out is not None and config.train.rollouts is None:
         micro_batch_size = plan.step.micro_batch_size * plan.hosts.num_gpus

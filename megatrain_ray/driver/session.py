@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,6 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megatrain_ray.console.logs import say
 from megatrain_ray.console.progress import LineView, describe_split, make_progress
+from megatrain_ray.crew.gpu_worker_group import PreparedSteps
 from megatrain_ray.crew.placement import Placement
 from megatrain_ray.crew.worker_group import WorkerGroup
 from megatrain_ray.driver.plan_check import PlanCheck
@@ -102,6 +104,7 @@ class Session:
         watch = DeathRecorder(History(run.path), sinks, lambda: self._progress.step)
         to_record = partial(record, run.path)
         self._crew = WorkerGroup(job.run_spec, job.daemons.check, to_record, placement, job.failures, watch, job.left)
+        self._prepared = PreparedSteps(self._crew.ask_prepared, step, streamed=job.streamed is not None)
         self._stall = StallWatch(self._crew.current_phase)
         self._tracing = Tracing(job.run_spec, run.path, step)
         self._plan_check = PlanCheck(self._plan, run.path)
@@ -209,6 +212,7 @@ class Session:
             sampled=self._sampled,
             sampling=self._rollouts is not None,
             wants_evaluation=callbacks.evaluate,
+            held_back=self._prepared.holds(self._submitted),
             num_without_better=self._num_without_better,
         )
 
@@ -241,9 +245,10 @@ class Session:
         parts = self._saves.running.calls if self._saves.running else []
         evaluated = evaluation.calls if evaluation else []
         sampled = rollouts.calls if rollouts else []
+        asked = self._prepared.calls(self._submitted)
         rewarding = rollouts is not None and not sampled  # then `is_over` waits
-        ended = crew.wait([*self._under_way[:1], *parts, *evaluated, *sampled], 0.0 if rewarding else POLL_S)
-        self._check_stall(ended)
+        ended = crew.wait([*self._under_way[:1], *parts, *evaluated, *sampled, *asked], 0.0 if rewarding else POLL_S)
+        self._check_stall([call for call in ended if call not in asked])
         self._sinks.keep()
         for call in ended:
             if self._under_way and call == self._under_way[0]:
@@ -255,6 +260,8 @@ class Session:
                 self._view.advance("evaluating", *evaluation.progress, evaluation.tokens_per_s)
             elif rollouts and call in sampled:
                 self._add_sampled(rollouts, call)
+            elif call in asked:
+                self._record_prepared()
             else:
                 self._saves.take_part(call)
         if evaluation:
@@ -275,6 +282,8 @@ class Session:
         if self._rollouts and self._job.rollouts:
             awaited = f"the sampling after step {step}"
             more_s += self._job.rollouts.settings.max_new_tokens * TOKEN_DEADLINE_S
+        elif self._prepared.holds(self._submitted) and not (self._under_way or self._evaluation):
+            awaited, more_s = f"the data of step {step + 1} (data.stream)", math.inf  # fetching ends by itself
         self._stall.check(awaited, more_s)
 
     def _record(self, result: StepResult) -> None:
@@ -333,6 +342,15 @@ class Session:
         self._view.advance(
             "evaluating" if self._is_evaluation else "sampling", *rollouts.progress, rollouts.tokens_per_s
         )
+
+    def _record_prepared(self) -> None:
+        """Record up to which step there are data. If there will be no more, the run saves as if it were interrupted."""
+        try:
+            self._prepared.record_answer(self._crew.result)
+        except RayTaskError as error:
+            if not isinstance(error.cause, MegatrainError):
+                raise
+            self._failure = error.cause
 
     def _end_sampling(self, rollouts: RunningRollouts) -> None:
         """Give the sampling up if the run is interrupted; write its rollouts if it is over.

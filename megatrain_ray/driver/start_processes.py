@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megatrain_ray.config.schema import TrainConfig
@@ -71,6 +72,7 @@ def _data_arguments(job: RunContext, manifest: Manifest | None) -> dict[str, Any
         "held_out": job.held_out,
         "traced": traced_steps(config.log.trace),
         "rollouts": job.rollouts.files if job.rollouts else None,
+        "streamed": job.streamed and replace(job.streamed, vocab_size=job.run_spec.structure.vocab_size),
         "micro_batch_size": plan.step.micro_batch_size * plan.hosts.num_gpus,
     }
 

@@ -53,7 +53,8 @@ def evaluation_config(name: str, config: TrainConfig, step: SaveChoice = None) -
     if data.held_out is None:
         raise ConfigError("data.eval_path is required: files to evaluate on, given as data.path is; or eval_fraction")
     # Its tokens are needed anyway, and those of the training data are not.
-    update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset}
+    whole = {"stream": None, "stream_portion": None}
+    update = {} if data.eval_path is None else {"path": data.eval_path, "dataset": data.eval_dataset, **whole}
     # Answers that are sampled now are compared with no reference.
     train: Mapping[str, Any] = {"policy": {}, "reference": None} if data.kind == "prompts" else {}
     with _without_updates(name, config, step, update, train) as changed:

@@ -21,6 +21,7 @@ EXPOSED_CAUSES = ("h2d", "d2h", "optimizer", "host_accumulation", "loss", "data"
 class StepRows:
     """Makes the rows of one run. A step lasts from `start_clock`, or from the previous row, to its own row."""
 
+    started_s: float  # when the step of the next row began
     newest: BusyInterval  # when the step of the newest row began and ended
 
     def __init__(self, run_spec: RunSpec, host_bytes: int) -> None:
@@ -33,7 +34,7 @@ class StepRows:
 
     def start_clock(self) -> None:
         """Start the time of the next step now. What happened before counts in no step."""
-        self._start_s = time.perf_counter()
+        self.started_s = time.perf_counter()
 
     def learning_rate(self, step: int) -> float:
         train = self._train
@@ -47,8 +48,8 @@ class StepRows:
     def row(self, report: StepReport, batch: Batch, data_s: float) -> dict[str, Any]:
         """Return the row of the step that ends now. `data_s`: seconds that the step waited for its batch."""
         now_s = time.perf_counter()
-        self.newest = BusyInterval(self._start_s, now_s)
-        step_s, self._start_s = now_s - self._start_s, now_s
+        self.newest = BusyInterval(self.started_s, now_s)
+        step_s, self.started_s = now_s - self.started_s, now_s
         flops = self._flops.per_step(batch.num_tokens, batch.sum_squared_lengths, batch.num_image_tokens)
         named = {"bad_parameter": report.bad_parameter} if report.skipped else {}
         retries = {"hbm_retries": report.memory.num_retries} if report.memory.num_retries else {}

@@ -37,6 +37,7 @@ from megatrain_ray.run.best_evaluation import best_evaluation, why_ended_early
 from megatrain_ray.run.fetch_run import fetch_newer
 from megatrain_ray.run.run_files import (
     REPORT_NAME,
+    STREAM_NAME,
     RunFiles,
     append_row,
     hash_file,
@@ -56,7 +57,7 @@ FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", HISTORY_NAME, MODEL_NAME, PROCESSES_NAME,
     REPORT_NAME, MARK_NAME,
 )  # fmt: skip
-FOLDERS = ("plans", "saves", "tokenizer", "inputs", "rollouts")
+FOLDERS = ("plans", "saves", "tokenizer", "inputs", "rollouts", STREAM_NAME)
 
 
 class RunDir(RunFiles):
@@ -132,9 +133,15 @@ class RunDir(RunFiles):
         return why_ended_early(made, self.config.eval_patience)
 
     def clean_after_end(self) -> None:
-        """Delete unfinished saves. Call it when every process has ended, so that nobody writes them."""
+        """Delete unfinished saves, and the portions of a stream if the last step is saved.
+
+        Call it when every process has ended, so that nobody writes them.
+        """
         with suppress(MegatrainError, OSError):  # the error that ended the run must be reported
             clean_unfinished(self.saves, self.token)
+            last = max(list_saves(self.saves), default=0)
+            if last and (last >= self.config.train.num_steps or self.early_end(last)):
+                remove_owned(self.path / STREAM_NAME, FolderKind.RUN_PART)
 
     def changes_since(self, manifest: Manifest | None) -> dict[str, tuple[Any, Any]]:
         """Return the settings of `train` that were others when a save was made, as {key: (before, now)}."""

@@ -11,6 +11,7 @@ evaluations.jsonl  one row per evaluation, in order of steps
 history.jsonl  starts, deaths, ends (run_history.py)
 saves/step_N/  weights and optimizer state after N updates
 rollouts/      what the run has sampled itself, and its tokens (rollouts/run_rollouts.py)
+stream/        portions of data that are read as a stream, while it runs (data/stream_folder.py)
 tokenizer/     the tokenizer's files and the chat template, which an export copies
 inputs/        model and data that a program passed as objects (data/python_objects.py)
 report.html    all of this as a page (report/html_report.py), written at the end of a start
@@ -45,6 +46,7 @@ from megatrain_ray.run.run_lock import lock_holder
 from megatrain_ray.run.run_model import check_saved
 
 REPORT_NAME = "report.html"
+STREAM_NAME = "stream"  # folder of the portions of data that are read as a stream
 
 Row = dict[str, Any]
 

@@ -74,6 +74,7 @@ class GpuSteps:
         self._held_out_features = FeatureReader(run_spec.features.held_out)
         self._reference: WeightSource | None = None  # opened when it is first needed
         self._next_batch: asyncio.Future[Batch] | None = None
+        self._arrived_s = 0.0  # when the newest batch arrived, by the clock of rows
         self._fetch_after(progress.step)
 
     def _fetch_after(self, step: int) -> None:
@@ -81,6 +82,10 @@ class GpuSteps:
         self._next_batch, train = None, self._run_spec.config.train
         if step < max(1, train.num_steps) and not (train.rollouts and step % train.sampling_interval == 0):
             self._next_batch = asyncio.ensure_future(self._fetch_batch(step + 1))
+            self._next_batch.add_done_callback(self._note_arrival)
+
+    def _note_arrival(self, batch: asyncio.Future[Batch]) -> None:
+        self._arrived_s = time.perf_counter()
 
     @property
     def current_phase(self) -> str:
@@ -105,7 +110,8 @@ class GpuSteps:
         start = time.perf_counter()
         batch = await self._take_batch(self._next_batch or self._fetch_batch(step), f"batch of step {step}")
         batch = self._with_images(batch, self._features)
-        data_s = time.perf_counter() - start
+        # A step of a stream is submitted only once its batch can be drawn, so it may have waited before it began.
+        data_s = max(time.perf_counter() - start, self._arrived_s - self._rows.started_s)
         train = self._run_spec.config.train
         self._fetch_after(step)
         start = time.perf_counter()

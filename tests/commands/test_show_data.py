@@ -89,6 +89,15 @@ def test_weights_of_tokens_and_texts_of_several_sources_are_shown(
     assert "«" not in text
 
 
+def test_of_a_stream_the_first_portion_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write(folder, f"{k}.jsonl", {"text": "text" * 100}) for k in range(4)]
+    stream = {"data__stream": "100KB", "data__stream_portion": 900}
+    text = shown(folder, capsys, data__path=paths, data__shuffle=False, **stream)
+    assert "stream    of each source the portion is shown that a run begins with: 0.5 of all files\n" in text
+    assert "2 texts, 800 tokens" in text
+    assert "an epoch is about 48 rows, 12 steps of 4 rows" in text
+
+
 def test_labels_are_counted_and_prompts_leave_room_for_an_answer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

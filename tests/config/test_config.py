@@ -53,6 +53,8 @@ def test_defaults_are_those_of_the_table() -> None:
             "bad_records": "error",
             "tokenizer": None,
             "seq_len": 8,
+            "stream": None,
+            "stream_portion": None,
             "packing": True,
             "shuffle": True,
             "seed": 0,
@@ -649,3 +651,30 @@ def test_simpo_has_a_beta_of_its_own(given: dict[str, float], beta: float) -> No
     settings = config(train__objective="simpo", data__kind="pairs", train__preference=given)
     assert settings.train.preference.beta == beta
     assert config(train__objective="dpo", data__kind="pairs").train.preference.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"train__steps": None, "train__epochs": 1},
+            "data.stream: the rows of a stream are not counted before",
+        ),
+        ({"save_every": "1 epoch"}, "data.stream: the rows of a stream are not counted before"),
+        ({"train__reference": "model"}, "data.stream: a reference or teacher reads all data before training; "),
+        ({"data__eval_fraction": 0.1}, "data.eval_fraction: does not go with data.stream (set data.eval_path); "),
+        ({"data__max_records": 9}, "data.max_records: does not go with data.stream "),
+        ({"data__kind": "sft", "data__dataset": "a"}, "data.dataset: does not go with data.stream "),
+        ({"data__kind": "sft", "data__images": True}, "data.images: does not go with data.stream "),
+        (PAIRS, "data.stream: goes with data.kind: pretrain or sft or tokens, and data.kind is pairs; "),
+        ({"data__stream": None, "data__stream_portion": 9}, "data.stream_portion: goes with data.stream; "),
+    ],
+)
+def test_a_stream_refuses_what_needs_all_data_first(changes: dict[str, Any], line: str) -> None:
+    assert line in refusal(**{"data__stream": "1GB", **changes})
+
+
+def test_held_out_data_of_a_stream_are_read_whole() -> None:
+    held_out = config(data__stream="1GB", data__eval_path="held.txt").data.held_out
+    assert held_out is not None
+    assert held_out.stream is None

@@ -178,10 +178,19 @@ def test_a_resume_may_change(changes: dict[str, Any]) -> None:
     assert resume_diff(config(), config(**changes)) == []
 
 
+def test_a_resume_of_a_stream_may_change_its_limit_only() -> None:
+    stream = config(data__stream="1GB")
+    assert resume_diff(stream, config(data__stream="2GB")) == []
+    assert resume_diff(stream, config()) == ["data.stream: 1000000000 -> null"]
+    parts = config(data__stream="1GB", data__stream_portion="1MB")
+    assert resume_diff(stream, parts) == ["data.stream_portion: null -> 1000000"]
+
+
 @pytest.mark.parametrize(
     ("changes", "diff"),
     [
         ({"train__lr": 0.002, "train__seed": 2}, ["train.seed: 0 -> 2"]),
+        ({"data__stream": "20GB"}, ["data.stream: null -> 20000000000"]),
         ({"train__z_loss": 1e-4, "data__seed": 1}, ["data.seed: 0 -> 1", "train.z_loss: 0.0 -> 0.0001"]),
         ({"data__path": ["a", "b"]}, ["data.path: text.txt -> [a, b]"]),
         ({"train__batch_size": 2}, ["train.batch_size: 1 -> 2"]),

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
+from megatrain_ray.crew import actors
 from megatrain_ray.crew.actors import BatchFeed
+from megatrain_ray.errors import NotPreparedError
 
 WAIT_S = 60.0
 
@@ -46,3 +48,19 @@ async def test_nobody_is_told_of_the_death_of_who_is_not_asked() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await feed.until_it_dies()
+
+
+async def test_a_batch_whose_data_are_not_there_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "ASK_AGAIN_S", 0.0)
+    errors: list[Exception] = [NotPreparedError("wait")] * 3
+
+    async def batch(number: int) -> str:
+        if errors:
+            raise RayTaskError("batch", "", errors.pop())
+        return f"batch {number}"
+
+    feed = BatchFeed(SimpleNamespace(batch=SimpleNamespace(remote=batch)))
+    assert await feed.batch(7) == "batch 7"  # type: ignore[comparison-overlap]
+    errors.append(ValueError("of its own"))
+    with pytest.raises(RayTaskError):
+        await feed.batch(8)

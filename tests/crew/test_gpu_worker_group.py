@@ -9,8 +9,42 @@ import pytest
 
 from megatrain_ray.crew import gpu_worker_group
 from megatrain_ray.crew.actor_role import ActorRole, Check
-from megatrain_ray.crew.gpu_worker_group import GpuWorkerGroup
+from megatrain_ray.crew.gpu_worker_group import ASK_S, GpuWorkerGroup, PreparedSteps
 from megatrain_ray.engine.plan.plan_groups import HostSettings
+
+
+def test_steps_are_held_back_until_their_data_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(gpu_worker_group.time, "monotonic", lambda: now_s)
+    asked: list[str] = []
+
+    def ask(submitted: int) -> str:
+        asked.append(f"question {len(asked)}")
+        return asked[-1]
+
+    whole, stream = (PreparedSteps(ask, 3, streamed=streamed) for streamed in (False, True))
+    assert not whole.holds(1 << 40)
+    assert (stream.holds(2), stream.holds(3)) == (False, True)
+    assert (stream.calls(2), asked) == ([], []), "nothing is held back"
+    assert stream.calls(3) == stream.calls(3) == ["question 0"], "one at a time"
+    stream.record_answer(lambda call: 3)
+    assert stream.calls(3) == [], "it was asked just now"
+    now_s += ASK_S
+    assert stream.calls(3) == ["question 1"]
+    stream.record_answer(lambda call: 8)
+    assert not stream.holds(7)
+    now_s += ASK_S
+    assert stream.calls(8) == ["question 2"]
+
+    def fails(call: str) -> int:
+        raise ValueError(call)
+
+    with pytest.raises(ValueError, match="question 2"):
+        stream.record_answer(fails)
+    now_s += ASK_S
+    assert stream.calls(8) == ["question 3"], "of the process that follows"
+    stream.record_answer(lambda call: 5)
+    assert not stream.holds(7), "one that has just started knows of fewer"
 
 
 class Actor:

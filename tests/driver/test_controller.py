@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatrain_ray.driver.policy import Action, Observation, RunPolicy
@@ -224,6 +226,14 @@ def test_a_save_that_did_not_come_about_is_made_again() -> None:
 def test_rollouts_are_sampled_before_the_steps_that_learn_from_them(changes: dict[str, int], action: Action) -> None:
     values = {"submitted": 0, "completed": 0, "saved": -1, "interrupted": False, **changes}
     assert RunPolicy(8, 0, sample_every=2).tick(Observation(**values)) is action  # type: ignore[arg-type]
+
+
+def test_a_step_whose_data_are_not_there_is_held_back_and_nothing_else_is() -> None:
+    policy = RunPolicy(10, 4, eval_every=4)
+    assert policy.tick(replace(seen(3, 3, 0, evaluated=0), held_back=True)) is Action.WAIT
+    assert policy.tick(replace(seen(4, 4, 0, evaluated=0), held_back=True)) is Action.EVALUATE
+    assert policy.tick(replace(seen(3, 3, 0, evaluated=0, interrupted=True), held_back=True)) is Action.SAVE
+    assert policy.tick(replace(seen(10, 10, 10, evaluated=10), held_back=True)) is Action.STOP
 
 
 def test_an_evaluation_comes_before_a_sampling() -> None:

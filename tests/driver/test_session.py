@@ -42,6 +42,8 @@ class FakeCrew:
         self.made.append((self.gpu, step))
         return self.made[-1]
 
+    def ask_prepared(self, submitted: int) -> None: ...
+
     def wait(self, calls: list[Any], timeout_s: float) -> list[Any]:
         return calls
 

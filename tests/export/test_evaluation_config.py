@@ -21,6 +21,7 @@ def test_nothing_is_updated_saved_or_left_behind(tmp_path: Path) -> None:
         tmp_path / "run", {"model_type": "gpt2"}, train__optimizer="muon", train__freeze=["embed"], save_best=True,
         train__groups=[{"match": "norm", "lr": 1.0}], eval_every=5, eval_patience=2, data__eval_path="held",
         log={"wandb": "mine", "trace": [1, 2]}, lora={"match": "q_proj"}, train__warmup_steps=3,
+        data__stream="1GB", data__stream_portion="1MB",
     )  # fmt: skip
     with evaluation_config(str(model), TrainConfig.model_validate(tree | {"lora": None})) as settings:
         assert settings.train.trainable == (r"^model\.norm\.weight$",)

@@ -79,7 +79,7 @@ def serve(repositories: Mapping[str, Mapping[str, bytes] | None]) -> Iterator[Hu
             is_list = self.path.startswith("/api/")
             mark = "/revision/" if is_list else "/resolve/"
             repository, _, rest = self.path.removeprefix("/").removeprefix("api/").partition(mark)
-            revision, _, name = (unquote(part) for part in rest.partition("/"))
+            revision, _, name = (unquote(part) for part in rest.partition("?")[0].partition("/"))
             branches = {"main": repository} | {
                 known.partition("@")[2]: known for known in hub.repositories if known.startswith(f"{repository}@")
             }
@@ -99,7 +99,7 @@ def serve(repositories: Mapping[str, Mapping[str, bytes] | None]) -> Iterator[Hu
             commit = commit_of(next((b for b in branches if revision in (b, commit_of(b))), "main"))
             content = b""
             if files is not None and problem is None:
-                siblings = [{"rfilename": file} for file in files]
+                siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
                 info = {"id": repository.removeprefix("datasets/"), "sha": commit, "siblings": siblings}
                 content = json.dumps(info).encode() if is_list else files[name]
             self.send_response(200 if problem is None else 403 if problem == "GatedRepo" else 404)

@@ -1,0 +1,152 @@
+"""Has the portions of a stream made by a process, before they are needed, while the data process serves batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from loky.backend.context import get_context
+
+from megatrain_ray.data.stream_folder import PortionId, StreamFolder, StreamSpec
+from megatrain_ray.engine.device.deadlines import DEADLINE_S
+from megatrain_ray.errors import CapacityError, MegatrainError
+from megatrain_ray.io.batching.portion_stream import PortionFacts, PortionStream
+from megatrain_ray.io.records.process_map import begin_child
+
+AGAIN_S = 60.0  # after a failure, such as a bad record, that somebody may mend meanwhile
+NICENESS = 10  # of the process: it must not delay the updates, which the same CPUs compute
+
+
+class PortionProcess:
+    """Makes portions one after the other in a process, which ends with `close` or with this one."""
+
+    def __init__(self, spec: StreamSpec) -> None:
+        """Start the process."""
+        context = get_context("loky")  # as for reward functions (rollouts/reward_process.py)
+        self._pipe, theirs = context.Pipe()
+        arguments, environment = (theirs, os.getpid(), spec), dict(spec.environment)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True, env=environment)
+        self._process.start()
+        theirs.close()  # only the child holds this end, so its death ends the pipe
+
+    def begin(self, portion: PortionId) -> None:
+        """Begin to make a portion, whose outcome `made` returns."""
+        with suppress(OSError):  # it has died, as `made` says
+            self._pipe.send(portion)
+
+    def made(self) -> tuple[PortionFacts | None, MegatrainError | None] | None:
+        """Return what came of the portion that was begun; None if it is not made yet. Raises EOFError if it died."""
+        try:
+            return self._pipe.recv() if self._pipe.poll() else None
+        except OSError:
+            raise EOFError from None
+
+    def close(self) -> int | None:
+        """Kill the process, unless it has ended, and return its exit code."""
+        if self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGKILL)  # loky's processes have no method for it
+        self._process.join(DEADLINE_S)
+        self._pipe.close()
+        code: int | None = self._process.exitcode
+        return code
+
+
+class PortionSupply:
+    """Has the upcoming portions of a stream's sources made, the most urgent first, and deletes old ones for them."""
+
+    def __init__(self, folder: StreamFolder, streams: Sequence[PortionStream]) -> None:
+        """Begin nothing yet. `streams`: of the sources of the folder, in its order."""
+        self._failure: MegatrainError | None = None  # of the newest portion
+        self._again_s = 0.0  # when that is made again
+        self._folder = folder
+        self._streams = streams
+        self._process: PortionProcess | None = None
+        self._making: PortionId | None = None
+        self._large: set[PortionId] = set()  # portions for which there was too little room beside others
+
+    def poll(self) -> None:
+        """Take note of what the process has made."""
+        if self._process is None or self._making is None:
+            return
+        try:
+            if (answer := self._process.made()) is None:
+                return
+            facts, error = answer
+        except EOFError:
+            code = self.close()
+            facts, error = (
+                None,
+                MegatrainError(
+                    f"the process that prepares data died (exit code {code}), perhaps for want of memory; start again"
+                ),
+            )
+        if facts is not None:
+            self._folder.record(self._making, facts, write=False)
+        elif isinstance(error, CapacityError) and self._making not in self._large and len(self._folder.there()) > 1:
+            self._large.add(self._making)
+            error = None
+        self._failure, self._making = error, None
+        self._again_s = time.monotonic() + AGAIN_S
+
+    @property
+    def failure(self) -> MegatrainError | None:
+        """Return why the newest portion was not made; None if it was, or if one is being made."""
+        return self._failure if self._making is None else None
+
+    def request(self) -> None:
+        """Begin the most urgent portion that is missing, if none is being made and there is room for it.
+
+        After a failure this does nothing for some time.
+        """
+        if self._making is not None or (self._failure and time.monotonic() < self._again_s):
+            return
+        upcoming = [[PortionId(source, n) for n in stream.upcoming()] for source, stream in enumerate(self._streams)]
+        by_urgency = [portions[rank] for rank in range(2) for portions in upcoming if rank < len(portions)]
+        current = {portions[0] for portions in upcoming}
+        for portion in by_urgency:
+            if self._folder.is_there(portion):
+                continue
+            is_awaited = portion in current  # then it is made whatever the room, which it checks itself
+            keep = current if is_awaited else by_urgency
+            if self._folder.make_room(self._needed_bytes(portion), keep) or is_awaited:
+                self._process = self._process or PortionProcess(self._folder.spec)
+                self._process.begin(portion)
+                self._making = portion
+                return
+
+    def _needed_bytes(self, portion: PortionId) -> int:
+        return self._folder.spec.limit if portion in self._large else self._folder.needed_bytes(portion)
+
+    def close(self) -> int | None:
+        """End the process, if there is one, and return its exit code. Idempotent."""
+        process, self._process = self._process, None
+        return process.close() if process else None
+
+
+def _serve(pipe: Connection, parent: int, spec: StreamSpec) -> None:
+    begin_child(parent)
+    os.nice(NICENESS)
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    from megatrain_ray.data.make_portion import make_portion  # which the data process does without
+
+    disable_progress_bars()
+    folder = StreamFolder(spec)
+    while True:
+        try:
+            portion = pipe.recv()
+        except EOFError:
+            return
+        facts, error = None, None
+        try:
+            facts = make_portion(folder, portion, lambda line: print(line, file=sys.stderr))
+        except MegatrainError as known:
+            error = known
+        except Exception as unknown:
+            error = MegatrainError(f"{folder.describe(portion)}: {type(unknown).__name__}: {unknown}")
+        pipe.send((facts, error))
