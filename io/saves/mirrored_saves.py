@@ -61,10 +61,18 @@ def upload_blobs(
         list(threads.map(lambda blob: retried(partial(upload, blob)), blobs))
 
 
-def missing_blobs(found: Iterable[StoredObject], manifest: Manifest) -> list[BlobEntry]:
-    """Return the blobs of a save that are not in a store with their sizes. `found`: all its objects."""
+def missing_blobs(store: ObjectStore, found: Iterable[StoredObject], manifest: Manifest) -> list[BlobEntry]:
+    """Return the blobs of a save that are not in a store with their sizes. Raises ObjectStoreError.
+
+    found: all its objects. A blob that is not among them is asked for by name: some stores list new objects late.
+    """
     sizes = {item.name: item.nbytes for item in found}
-    return [blob for blob in manifest.blobs() if sizes.get(mirrored_name(manifest.step, blob.name)) != blob.nbytes]
+    missing = []
+    for blob in manifest.blobs():
+        name = mirrored_name(manifest.step, blob.name)
+        if sizes.get(name) != blob.nbytes and ((there := store.stat(name)) is None or there.nbytes != blob.nbytes):
+            missing.append(blob)
+    return missing
 
 
 def commit_mirrored(store: ObjectStore, folder: Path, step: int) -> None:

@@ -54,9 +54,11 @@ class ObjectStore:
 
     def find(self) -> list[StoredObject]:
         """Return the object at the URL, or all objects below it sorted by name; none if there are none."""
-        from pyarrow.fs import FileSelector, FileType
+        from pyarrow.fs import FileSelector, FileType, PyFileSystem
 
         with self._explained("list", ""):
+            if isinstance(self._files, PyFileSystem):
+                self._files.handler.fs.invalidate_cache()  # adapters of fsspec may answer with an earlier listing
             (at,) = self._files.get_file_info([self._root])
             if at.type is FileType.File:
                 return [StoredObject("", at.size, at.mtime_ns)]

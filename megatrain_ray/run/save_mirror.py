@@ -194,7 +194,7 @@ class SaveMirror:
             self._sent_files.clear()
             self._retried(self._claim)
             self._upload_files()
-        return missing_blobs(found, manifest)
+        return self._retried(partial(missing_blobs, self._store, found, manifest))
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self._run.path).as_posix()

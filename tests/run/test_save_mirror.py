@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatrain_ray.config.urls import StoreUrl
 from megatrain_ray.errors import ConfigError, DamagedSaveError, InterruptedRunError, MegatrainError
 from megatrain_ray.io.saves import mirrored_saves
-from megatrain_ray.io.saves.save_folder import list_saves, verify
-from megatrain_ray.io.storage.object_store import ObjectStoreError
+from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, verify
+from megatrain_ray.io.storage.object_store import ObjectStore, ObjectStoreError
 from megatrain_ray.run import save_mirror
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.save_mirror import NICE, SaveMirror, mirroring
@@ -160,6 +161,11 @@ def test_a_manifest_vouches_for_nothing_that_the_store_has_lost(
     with begun(tmp_path / "b", objects) as (moved, _):
         assert read_save(moved.saves, 4) == STATES[4]
         assert moved.rows() == [row(1)]
+    # A store that lists late is asked for each blob by name.
+    store, manifest = ObjectStore(StoreUrl.parse(f"{objects.url}/run")), load_manifest(moved.saves, 4)
+    assert mirrored_saves.missing_blobs(store, [], manifest) == []
+    objects.delete("run/saves/step_4/part_1.m")
+    assert [blob.name for blob in mirrored_saves.missing_blobs(store, [], manifest)] == ["part_1.m"]
 
 
 def test_a_slow_store_holds_up_nobody(objects: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 
 from megatrain_ray.config.urls import StoreUrl
 from megatrain_ray.io.storage.object_store import CHUNK_BYTES, ObjectStore, ObjectStoreError
@@ -66,3 +69,26 @@ def test_requests_to_google_are_tried_again_for_half_a_minute(query: str, limit_
 def test_a_container_may_stand_in_the_path() -> None:
     """As where an account of Azure has an address of its own: its container is no host."""
     assert ObjectStore(StoreUrl.parse("abfs://account@127.0.0.1:10000/container/x"))._root == "container/x"
+
+
+class Remembering(MemoryFileSystem):
+    """Answers with its first listing until it is told to forget it."""
+
+    protocol = "remembering"
+    cachable = False
+
+    def find(self, path: str, **options: Any) -> Any:
+        if not hasattr(self, "listing"):
+            self.listing = super().find(path, **options)
+        return self.listing
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        vars(self).pop("listing", None)
+
+
+def test_an_adapter_that_remembers_listings_is_asked_anew() -> None:
+    register_implementation("remembering", Remembering, clobber=True)
+    store = ObjectStore(StoreUrl.parse("remembering://anew"))
+    for count in range(3):
+        assert len(store.find()) == count
+        store.write(f"{count}", b"x")
