@@ -27,11 +27,11 @@ OF_IMAGES = ("image_hidden_states", "image_outputs")  # what a base model return
 
 # Each model_type is compared with plain Transformers (tests/data/test_images.py).
 VISION_FAMILIES = (
-    "gemma3", "gemma4", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
-    "qwen3_5_moe",
+    "gemma3", "gemma4", "glm4v", "internvl", "llava", "llava_next", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 TRAINED_TOWERS = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # of these a run may train the tower
-LANGUAGE_MODEL = "language_model"  # of a base model; its other children turn images into features
+LANGUAGE_MODEL = "language_model"  # of a base model; its other parts turn images into features
 MOST_TRIAL_TOKENS = 1024
 # Matches the parameters of a tower, without those of its projector, which some towers contain.
 TOWER = r"\.(visual\.(?!merger\.|deepstack_merger_list\.)|vision_tower\.)"
@@ -158,8 +158,8 @@ def arguments_of(
 def _types(base: nn.Module, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     is_image = (input_ids == base.config.image_token_id).long()  # type: ignore[union-attr]
     names = inspect.signature(type(base).forward).parameters.keys() & set(TYPE_NAMES)
-    # The model takes no features unless there are pixels. Nothing reads these.
-    return {"pixel_values": torch.empty(0), **dict.fromkeys(sorted(names), is_image)}
+    # The model takes no features unless there are pixels, LLaVA-NeXT not of an empty tensor. Nothing reads these.
+    return {"pixel_values": torch.empty(1), **dict.fromkeys(sorted(names), is_image)}
 
 
 def _axes(

@@ -53,10 +53,13 @@ class VisionTower:
         self._base = getattr(model, prefix)
         self._device, self._dtype, self._trained = device, dtype, trained
         weights = source.base_weights()
-        for name, child in () if trained else self._base.named_children():
-            if name != LANGUAGE_MODEL:
-                _fill(child, f"{prefix}.{name}", weights)
-                child.to(device)
+        if not trained:
+            for name, parameter in list(self._base.named_parameters()):
+                if not name.startswith(f"{LANGUAGE_MODEL}."):
+                    _fill(self._base, name, parameter, weights.read(f"{prefix}.{name}", 0, parameter.numel()))
+            for name, child in self._base.named_children():
+                if name != LANGUAGE_MODEL:
+                    child.to(device)
         self._base.eval()
         self._num_entries, self.has_grids = num_entries(model.config), has_three_axes(self._base)
         self.image_token_id: int = model.config.image_token_id
@@ -79,10 +82,8 @@ def _flat(part: Any) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
 
 
-def _fill(module: nn.Module, path: str, weights: Any) -> None:
-    """Give the parameters of a module on the meta device their values, each in its own type."""
-    for name, parameter in list(module.named_parameters()):
-        values = weights.read(f"{path}.{name}", 0, parameter.numel()).view(parameter.shape)
-        owner = module.get_submodule(name.rpartition(".")[0])
-        working = to_working(values) if parameter.dtype == torch.bfloat16 else values.clone()
-        owner._parameters[name.rpartition(".")[2]] = nn.Parameter(working, requires_grad=False)
+def _fill(base: nn.Module, name: str, parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a parameter on the meta device its values, in its own type."""
+    path, _, own = name.rpartition(".")
+    working = to_working(values) if parameter.dtype == torch.bfloat16 else values.clone()
+    base.get_submodule(path)._parameters[own] = nn.Parameter(working.view(parameter.shape), requires_grad=False)

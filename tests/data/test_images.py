@@ -44,7 +44,13 @@ from tests.support.runs import config
 from tests.support.type_sweep import LAYERS
 
 RECIPE = Recipe(steps=10, micro_batch_size=1)
-TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision.")
+TOWERS = (
+    "model.visual.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.embed_vision.",
+    "model.image_newline",
+)
 
 
 def test_each_family_is_compared() -> None:
@@ -101,7 +107,8 @@ def test_steps_with_images_equal_plain_transformers(
     batches = data.batches(family.steps, packing=family.packs, seq_len=family.seq_len)
     plain = PlainChats.of(tmp_path / "model", data.records, tmp_path)
     alone = plain.separate_loss(batches[0])
-    monkeypatch.setattr(type(plain.model.model), "get_image_features", one_by_one(plain.model.model))
+    apart = one_by_one(plain.model.model, family.num_crops)
+    monkeypatch.setattr(type(plain.model.model), "get_image_features", apart)
     given = [SimpleNamespace(**tensors(batch), pictured=plain.arguments(batch)) for batch in batches]
     assert any(len(arguments["position_ids"].flatten().unique()) > 1 for arguments in given[0].pictured)
     with monkeypatch.context() as patch:

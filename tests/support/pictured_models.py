@@ -42,6 +42,7 @@ class Pictured:
     named: special tokens that its tokenizer has attributes for.
     packs: whether it keeps the documents of a row apart.
     seq_len: of rows that hold several chats, if it packs.
+    num_crops: of which its tower takes each image.
     steps: of its test; few if another family's covers what of images is the same.
     """
 
@@ -54,12 +55,20 @@ class Pictured:
     packs: bool = True
     seq_len: int = 100
     steps: int = 10
+    num_crops: int = 1
 
 
 SQUARE = {"do_resize": True, "size": {"height": 28, "width": 28}}
 QWEN_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
     "size": {"shortest_edge": 28 * 28, "longest_edge": 6 * 28 * 28},
+}  # fmt: skip
+
+
+PINPOINTS = [[28, 56], [56, 28]]
+LLAVA = {
+    "patch_size": 14, "vision_feature_select_strategy": "default", "image_token": "<image>",
+    "num_additional_image_tokens": 1,
 }  # fmt: skip
 
 
@@ -103,8 +112,7 @@ PICTURED = {
     "Qwen3.5-MoE": _qwen(settings_of("qwen3_5_moe"), "Qwen3VLProcessor", packs=False, steps=3),
     "LLaVA": Pictured(
         FAMILIES["LLaVA"].config | {"image_token_index": IMAGE},
-        {"processor_class": "LlavaProcessor", "patch_size": 14, "vision_feature_select_strategy": "default",
-         "image_token": "<image>", "num_additional_image_tokens": 1},
+        LLAVA | {"processor_class": "LlavaProcessor"},
         {"image_processor_type": "CLIPImageProcessor", **SQUARE, "do_center_crop": False},
         (*QWEN_MARKS[:2], "<image>", QWEN_MARKS[3]), "<image>",
     ),
@@ -125,6 +133,34 @@ PICTURED = {
     "Gemma 4": _gemma_4(3, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
     "Gemma 4, embeddings for each layer": _gemma_4(
         10, hidden_size_per_layer_input=8, vocab_size_per_layer_input=NUM_IDS
+    ),
+    "GLM-4.1V": Pictured(
+        settings_of("glm4v")
+        | {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": BEGIN, "image_end_token_id": END},
+        {"processor_class": "Glm4vProcessor"},
+        QWEN_IMAGES | {"image_processor_type": "Glm4vImageProcessor",
+                       "size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 12 * 28 * 28}},
+        ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+        "<|begin_of_image|><|image|><|end_of_image|>", steps=3,
+    ),
+    "LLaVA-NeXT": Pictured(
+        settings_of("llava_next") | {"image_token_index": IMAGE, "image_grid_pinpoints": PINPOINTS},
+        LLAVA | {"processor_class": "LlavaNextProcessor"},
+        {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 28},
+         "crop_size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
+        (*QWEN_MARKS[:2], "<image>", QWEN_MARKS[3]), "<image>", steps=3,
+    ),
+    "InternVL": Pictured(
+        settings_of("internvl") | {
+            "image_token_id": IMAGE, "image_seq_length": 4,
+            "vision_config": settings_of("internvl")["vision_config"] | {"patch_size": [7, 7]},
+        },
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        {"image_processor_type": "GotOcr2ImageProcessor", **SQUARE, "min_patches": 2, "max_patches": 2},
+        ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"), "<IMG_CONTEXT>",
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+         "video_token": "<video>"},
+        seq_len=140, steps=3, num_crops=3,
     ),
 }  # fmt: skip
 

@@ -188,8 +188,8 @@ def _loaded(content: Any, folder: Path) -> list[dict[str, Any]]:
     return [{"type": "image", "image": Image.open(folder / p["path"])} if "path" in p else p for p in content]
 
 
-def one_by_one(model: Any) -> Callable[..., Any]:
-    """Return a base model's own `get_image_features`, to be called for one image at a time.
+def one_by_one(model: Any, num_crops: int = 1) -> Callable[..., Any]:
+    """Return a base model's own `get_image_features`, to be called for one image at a time, of so many crops.
 
     In a batch the same image has other last bits, as matrix products of another size round otherwise.
     """
@@ -197,8 +197,8 @@ def one_by_one(model: Any) -> Callable[..., Any]:
 
     def features(self: Any, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *(kwargs.pop(name, None) for name in OF_EACH_IMAGE)]
-        [of_each] = [value for value in given if value is not None] or [[None] * len(pixel_values)]
-        parts = list(pixel_values[:, None])
+        parts = list(pixel_values.split(num_crops))
+        [of_each] = [value for value in given if value is not None] or [[None] * len(parts)]
         if pixel_values.dim() == 2:  # patches of all images
             parts = list(pixel_values.split(of_each.prod(-1).tolist()))
         elif parts[0].dim() == 4 and of_each[0] is not None:  # padded to the largest
