@@ -74,8 +74,13 @@ def _hub_files(source: HubDataset) -> Iterable[StreamFile]:
     names = file_names(source)
     with hub.explained("data.path", source.hub, "it", "dataset"):
         info = HfApi().dataset_info(source.hub, revision=source.commit, files_metadata=True, timeout=TIMEOUT_S)
-    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
-    return (StreamFile(source, name, sizes.get(name, 0), None) for name in names)
+    sizes = {sibling.rfilename: sibling.size for sibling in info.siblings or () if sibling.size is not None}
+    if unknown := [name for name in names if name not in sizes]:
+        raise ConfigError(
+            f"data.path: {source.hub}: the hub does not tell the size of {unknown[0]}, by which data.stream plans; set "
+            "data.stream: null"
+        )
+    return (StreamFile(source, name, sizes[name], None) for name in names)
 
 
 def _objects(source: str) -> Iterable[StreamFile]:

@@ -19,6 +19,8 @@ from megatrain_ray.io.batching.portion_stream import PortionFacts, PortionStream
 from megatrain_ray.io.records.process_map import begin_child
 
 AGAIN_S = 60.0  # after a failure, such as a bad record, that somebody may mend meanwhile
+# The hub's library may keep parts of files in a cache of its own, beside what it fetches: nothing is read twice.
+NO_CACHE = {"HF_XET_CHUNK_CACHE_SIZE_BYTES": "0"}
 NICENESS = 10  # of the process: it must not delay the updates, which the same CPUs compute
 
 
@@ -29,7 +31,7 @@ class PortionProcess:
         """Start the process."""
         context = get_context("loky")  # as for reward functions (rollouts/reward_process.py)
         self._pipe, theirs = context.Pipe()
-        arguments, environment = (theirs, os.getpid(), spec), dict(spec.environment)
+        arguments, environment = (theirs, os.getpid(), spec), {**NO_CACHE, **spec.environment}
         self._process = context.Process(target=_serve, args=arguments, daemon=True, env=environment)
         self._process.start()
         theirs.close()  # only the child holds this end, so its death ends the pipe

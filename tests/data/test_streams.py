@@ -195,6 +195,21 @@ def test_steps_are_prepared_ahead_and_a_failure_counts_only_when_there_is_nothin
     assert len(Inline.made_portions) == 4, "tried again while there is something to draw"
 
 
+def test_a_process_that_dies_is_replaced(data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = worker(data, opened(data, tmp_path / "run").spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(Inline, "made", dead)
+        batches(ours, range(1, 23))
+        with pytest.raises(MegatrainError, match=r"the process that prepares data died \(exit code None\)"):
+            ours.prepared(22)
+    theirs = worker(data, opened(data, tmp_path / "run").spec)
+    assert len(batches(theirs, range(1, 30))) == 29
+
+
+def dead(process: Inline) -> None:
+    raise EOFError
+
+
 def test_a_portion_with_nothing_to_learn_is_passed_over_and_a_bad_record_is_an_error(
     data: DataConfig, tmp_path: Path
 ) -> None:
