@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain_ray.config.checks import relative_paths
 from megatrain_ray.config.groups import ModelConfig
 from megatrain_ray.config.schema import TrainConfig
 from megatrain_ray.config.urls import is_url
 from megatrain_ray.config.yaml_file import set_keys
 from megatrain_ray.console.interrupts import Interrupts
-from megatrain_ray.console.logs import log_to, say, show
-from megatrain_ray.console.start_summary import describe_pass, describe_start
+from megatrain_ray.console.logs import say
+from megatrain_ray.console.start_summary import describe_pass
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.convert.training_arguments import is_arguments, settings_of, with_arguments
 from megatrain_ray.crew.ray_cluster import in_ray_job
 from megatrain_ray.crew.recovery import FailureBudget
 from megatrain_ray.crew.worker_group import WorkerGroup
-from megatrain_ray.data.hub_sources import fix_commits
 from megatrain_ray.data.image_features import find_features
 from megatrain_ray.data.python_objects import Objects, with_held_out
-from megatrain_ray.data.tokenize_data import check_there, decide_marks, describe_template, other_tokenizer
 from megatrain_ray.driver.attempts import train
 from megatrain_ray.driver.callbacks import Callbacks
 from megatrain_ray.driver.logprob_pass import LogprobFolders, LogprobPass, find_or_make
-from megatrain_ray.driver.policy import RunPolicy
-from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, check_position, read_data
+from megatrain_ray.driver.run_context import DataTokens, RunContext, check_inputs, check_position
 from megatrain_ray.driver.start_processes import ray_processes
 from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.objectives.distillation import TopTokens
-from megatrain_ray.engine.plan.plan import Plan
-from megatrain_ray.engine.planner.report import less_precise
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
 from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, naming_reference, pass_config
@@ -44,29 +38,31 @@ from megatrain_ray.export.export import SaveChoice, exported, load_exported
 from megatrain_ray.export.online_reference import open_reference, reference_weights
 from megatrain_ray.export.remote_export import export_by_name
 from megatrain_ray.export.teacher import find_teacher
-from megatrain_ray.io.batching.data_counts import num_records
-from megatrain_ray.io.checkpoints.leftovers import Leftovers
 from megatrain_ray.io.files.scratch_folder import scratch_folder
 from megatrain_ray.io.images.feature_files import NO_FEATURES, FeatureFolders
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.tokens.cache_pruning import held
-from megatrain_ray.machine.machine import machine_of, unused_gpu
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import read_model
-from megatrain_ray.model.positions import check_length, written_positions
-from megatrain_ray.model.vision_tower import check_images
-from megatrain_ray.planning.plan_diff import report_change
 from megatrain_ray.planning.run_spec import RunSpec, prepare
-from megatrain_ray.profiling.profiles import measured
-from megatrain_ray.profiling.spill_disk import with_spill
 from megatrain_ray.report.html_report import report_at_end
 from megatrain_ray.rollouts.run_rollouts import open_rollouts
 from megatrain_ray.run.run_dir import RunDir
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.run.run_model import check_model, read_leftovers, record_model
+from megatrain_ray.run.run_model import check_model
 from megatrain_ray.run.run_processes import await_end, wait_gone
-from megatrain_ray.run.save_mirror import SaveMirror, mirroring
 from megatrain_ray.run.train_output import TrainOutput
+from megatrain_ray.start_of_run import (
+    begin_run,
+    check_absolute,
+    check_model_for_data,
+    describe_run,
+    measured_machine,
+    opened_run,
+    output_if_done,
+    report_formats,
+    tokenize_all,
+)
 
 log = logging.getLogger(__name__)
 
@@ -124,35 +120,29 @@ class Trainer:
         and MegatrainError (1) for anything that failed while running. The numbers are exit codes.
         """
         if in_ray_job():
-            _check_absolute(self.config)
+            check_absolute(self.config)
         startup = self._startup or Startup()
         with ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts(saves=self.config.save_every is not None))
-            run, mirror = stack.enter_context(_opened(self.config))
+            run, mirror = stack.enter_context(opened_run(self.config))
             await_end(run.path)
             manifest = run.newest_save()
             stack.enter_context(self._objects.written(run))
-            if not run.config.counts_epochs and (output := _output_if_done(run, manifest, self.config)):
+            if not run.config.counts_epochs and (output := output_if_done(run, manifest, self.config)):
                 return output
             after = stack.enter_context(ExitStack())  # callbacks for when every process has ended
             source = read_model(run.config.model)  # a missing model is reported before anything is started
-            _check_model(run.config, source)
+            check_model_for_data(run.config, source)
             reference = stack.enter_context(open_reference(run.config, source))
-            if self._pass:
-                data = self._pass.data
-            else:
-                run.config, data = tokenize_all(
-                    run.config, source.written_vocab_size, run.path, startup, manifest.data if manifest else None
-                )
-            run.config = run.config.with_steps(data.counts.num_rows)
+            data = self._data(run, source, manifest, startup)
             # Known only now if the configuration counts epochs.
-            if output := _output_if_done(run, manifest, self.config):
+            if output := output_if_done(run, manifest, self.config):
                 return output
             check_position(run.config, data, source.written_vocab_size, manifest)
             teacher = self._pass.teacher if self._pass else find_teacher(run.config, source)
             logprobs = LogprobFolders() if self._pass else self._reference(run, data, startup, teacher)
             rollouts = stack.enter_context(open_rollouts(run.config, run.path, data.training, data.held_out, source))
-            machine = _machine(run.config, startup)
+            machine = measured_machine(run.config, startup)
             features = self._features(run, source, data, machine, startup)
             daemons, placement = stack.enter_context(ray_processes(run.config, machine, startup))
             with startup.phase("reading the model's configuration"):
@@ -160,7 +150,7 @@ class Trainer:
             run.config = run_spec.config
             if run.has_begun:
                 check_model(run.path, run_spec.source.config, run_spec.structure)
-            _report_formats(run_spec.plan, manifest)
+            report_formats(run_spec.plan, manifest)
             held_out = check_inputs(run_spec, data, manifest, startup)
             run_spec = replace(
                 run_spec, weighted=data.weighted, keeps_logprobs=self._pass is not None,
@@ -175,7 +165,7 @@ class Trainer:
             elif rows := run.rows():
                 say(f"warning: no save of the {len(rows)} steps in metrics.jsonl is there: training begins again")
             leftovers = run_spec.source.leftovers()
-            _describe(run_spec, data, manifest, self.config.train.epochs, leftovers)
+            describe_run(run_spec, data, manifest, self.config.train.epochs, leftovers)
             held_out = held_out and replace(held_out, logprobs=logprobs.held_out)
             job = RunContext(
                 run_spec, data.training, data.counts.num_rows, held_out, run, interrupts, daemons, startup,
@@ -186,7 +176,7 @@ class Trainer:
                 job = replace(job, held_out=self._pass.evaluated(held_out), keep=self._pass.keep)
             with held(job.token_folders):
                 after.callback(run.clean_after_end)
-                _begin(run_spec, run, manifest, leftovers, mirror)
+                begin_run(run_spec, run, manifest, leftovers, mirror)
                 with report_at_end(run.path):
                     return TrainOutput.of(run, *train(job, manifest, placement))
 
@@ -239,6 +229,16 @@ class Trainer:
             if eval_dataset is not None:
                 config = with_held_out(config, eval_dataset, folder)
             return evaluate_model(str(files.path), config, self._chosen(step))
+
+    def _data(self, run: RunDir, source: ModelSource, manifest: Manifest | None, startup: Startup) -> DataTokens:
+        """Return the tokens of the data, and decide in the run's settings what depends on them. Raises as read_data."""
+        if self._pass:
+            data = self._pass.data
+        else:
+            position = manifest.data if manifest else None
+            run.config, data = tokenize_all(run.config, source.written_vocab_size, run.path, startup, position)
+        run.config = run.config.with_steps(data.counts.num_rows)
+        return data
 
     def _reference(self, run: RunDir, data: DataTokens, startup: Startup, teacher: TopTokens | None) -> LogprobFolders:
         """Return the log-probabilities of the reference or teacher; empty if there is none. Raises as compute_logprobs.
@@ -345,108 +345,3 @@ def compute_logprobs(
         say(missing.describe(row["eval_s"]))
 
     return find_or_make(config, data, identity_of(name, config, step), run_dir, make, teacher)
-
-
-def tokenize_all(
-    config: TrainConfig, vocab_size: int | None, run_dir: Path, startup: Startup,
-    position: Mapping[str, Any] | None = None,
-) -> tuple[TrainConfig, DataTokens]:  # fmt: skip
-    """Return the configuration with what its data leave open decided, and its tokens. Raises as read_data.
-
-    position: as for read_data.
-    """
-    config = decide_marks(fix_commits(config), vocab_size)
-    check_there(config)
-    return config, read_data(config, vocab_size, run_dir, startup, position)
-
-
-def _check_model(config: TrainConfig, source: ModelSource) -> None:
-    """Raise ConfigError, before the data are read, if they do not go with the model."""
-    check_length(config.data, written_positions(source.config))
-    check_images(config.data, source, config.train.vision)
-
-
-def _check_absolute(config: TrainConfig) -> None:
-    """Raise ConfigError if run_dir or spill.path is relative. Folders of caches are not checked."""
-    for problem in relative_paths(config):
-        raise ConfigError(
-            f"{problem}, and a Ray job runs in a folder of its own that goes with it; give an absolute path"
-        )
-
-
-@contextmanager
-def _opened(config: TrainConfig) -> Iterator[tuple[RunDir, SaveMirror | None]]:
-    """Yield the directory of the run, with its log, and its mirror. Raises as RunDir.open and mirroring."""
-    with RunDir.open(config) as run, log_to(run.logs / "driver.log"), mirroring(run) as mirror:
-        yield run, mirror
-
-
-def _machine(config: TrainConfig, startup: Startup) -> Machine:
-    """Return the machine. It is measured, if at all, before anything else of a start could disturb that."""
-    hardware = config.hardware
-    num_gpus = hardware.num_gpus // hardware.num_hosts
-    return with_spill(measured(machine_of(hardware), hardware.profile, startup, num_gpus), config.spill)
-
-
-def _output_if_done(run: RunDir, manifest: Manifest | None, config: TrainConfig) -> TrainOutput | None:
-    """Return the output of a run that is finished, and print that it is; else None. `config`: as it was given."""
-    if manifest is None or not RunPolicy.of(run.config).is_done_after(manifest.step, run.evaluations()):
-        return None
-    run.clean()  # of a start that was killed while it deleted older saves
-    if reason := run.early_end(manifest.step):
-        say(f"the run has {reason}; a larger eval_patience, or null, goes on")
-    epochs = config.train.epochs
-    length = f" of {config.train.steps}" if epochs is None else f", at or past the end of train.epochs: {epochs:g}"
-    show(f"already at step {manifest.step}{length}: nothing to do ({run.path})")
-    key = "train.steps" if epochs is None else "train.epochs"
-    say(f"to go on, also with changed rates, give a larger {key}; to train anew, another run_dir")
-    return TrainOutput.of(run, manifest.step, None)
-
-
-def _describe(
-    run_spec: RunSpec, data: DataTokens, manifest: Manifest | None, epochs: float | None, leftovers: Leftovers
-) -> None:
-    """Print what is about to be trained. `epochs`: train.epochs as given."""
-    config, plan = run_spec.config, run_spec.plan
-    if warning := unused_gpu(config.hardware):
-        say(warning)
-    if warning := other_tokenizer(config):
-        say(warning)
-    for line in describe_start(
-        config, plan, model_type=run_spec.source.config["model_type"], counts=data.counts,
-        num_held_out=num_records(data.held_out) if data.held_out else None,
-        num_made=manifest.step if manifest else 0, epochs=epochs, leftovers=leftovers,
-        unreached=run_spec.structure.unreached,
-    ):  # fmt: skip
-        say(line)
-    if config.data.has_chats:
-        for line in describe_template(config.data, config.tokenizer, run_spec.structure.vocab_size):
-            say(line)
-
-
-def _begin(
-    run_spec: RunSpec, run: RunDir, manifest: Manifest | None, leftovers: Leftovers, mirror: SaveMirror | None
-) -> None:
-    """Make the directory hold the run, and start its mirror."""
-    run.claim()
-    left = run.clean()
-    first = read_leftovers(run.path) if run.has_begun else None
-    record_model(run.path, run_spec.source.config, run_spec.structure, first or leftovers)
-    before = run.read_plan() if run.has_begun else None
-    run.begin(run_spec.plan.to_json(), manifest.step if manifest else 0)
-    report_change(before, run_spec.plan)
-    run.keep_tokenizer()
-    for path in left:
-        log.info("deleted what a dead run left: %s", path)
-    if mirror:
-        mirror.start()
-
-
-def _report_formats(plan: Plan, manifest: Manifest | None) -> None:
-    """Print what is not as precise as plain PyTorch, and that a save's moments are converted."""
-    moments = plan.precision.moments
-    for line in less_precise(plan):
-        say(line)
-    if manifest is not None and manifest.moments != moments:
-        how = "to nearest, this once" if moments == "bf16" else "exactly"
-        say(f"the save's moments are {manifest.moments}: from here on they are {moments}, converted {how}")

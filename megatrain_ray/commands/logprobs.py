@@ -22,7 +22,8 @@ from megatrain_ray.io.batching.windows import Windows
 from megatrain_ray.io.tokens.logprob_files import LOGPROBS_NAME, open_logprobs, read_logprob_meta
 from megatrain_ray.model.open_model import read_model
 from megatrain_ray.run.run_files import RunFiles
-from megatrain_ray.trainer import compute_logprobs, tokenize_all
+from megatrain_ray.start_of_run import tokenize_all
+from megatrain_ray.trainer import compute_logprobs
 from megatrain_ray.units import format_count
 
 ANSWERS: tuple[str, ...] = ("chosen", "rejected")  # of a preference

@@ -24,6 +24,7 @@ from megatrain_ray.io.storage.disk_io import DiskIo, DiskWay
 from megatrain_ray.planning.run_spec import planning_problem, prepare
 from megatrain_ray.profiling import spill_disk
 from megatrain_ray.profiling.spill_disk import MARGIN_BYTES, forget_rates, rate_file, with_spill
+from megatrain_ray.start_of_run import measured_machine
 from tests.planning.test_planning import LLAMA
 from tests.support.runs import config
 from tests.support.spill_folders import FREE, MACHINE, RATE, imitated_disks, space
@@ -279,7 +280,7 @@ def settings(folder: Path, path: Path) -> TrainConfig:
 
 MACHINES: dict[str, Callable[[TrainConfig], Machine]] = {
     "plan": lambda config: planning_problem(config).machine,
-    "train": lambda config: trainer._machine(config, Startup()),
+    "train": lambda config: measured_machine(config, Startup()),
 }
 
 

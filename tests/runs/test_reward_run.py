@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megatrain_ray.config.yaml_file import load_config
 from megatrain_ray.console.startup import Startup
 from megatrain_ray.data.data_sources import open_windows
-from megatrain_ray.trainer import tokenize_all
+from megatrain_ray.start_of_run import tokenize_all
 from tests.support.chat_fixtures import FAMILIES, build
 from tests.support.in_process import Train
 from tests.support.runs import cli_here, config, losses, rows, write_config
