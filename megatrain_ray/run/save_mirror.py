@@ -89,7 +89,7 @@ class SaveMirror:
     def saved(self, step: int) -> None:
         """Upload a new save as soon as the one under way is there."""
         late = self.uploading
-        if late is not None and self._reported != late:
+        if late not in (None, step, self._reported):
             self._reported = late
             say(f"save_mirror: the save of step {step} is made, and {self._progress()}: the mirror lags behind")
         self._wake.set()

@@ -179,6 +179,7 @@ def test_a_slow_store_holds_up_nobody(objects: Bucket, tmp_path: Path, capsys: p
     objects.server.calls["PUT .*step_2/part_0.m"] = hang
     with begun(tmp_path / "a", objects, save_keep=1) as (run, mirror):
         assert reached.wait(60)
+        mirror.saved(2)  # its upload began as soon as it was there
         for step in (4, 6):
             write_save(run.saves, step, STATES[step], token=run.token)
             mirror.saved(step)
