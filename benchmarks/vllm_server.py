@@ -1,10 +1,11 @@
 """Trains a tiny model by GRPO with a real vLLM as the sampling server, and compares log-probabilities.
 
     python -m benchmarks.vllm_server OUT.json --vllm PATH [--commit ID] [--model-type llama] [--dtype float32]
-        [--sleeps] [--refusals] [--port 8471] [key=value …]
+        [--refusals] [--port 8471] [key=value …]
 
 `--vllm` names vLLM's command, which may be of another environment. The model has random weights and a tokenizer of its
-own. Settings go to the training.
+own. Settings go to the training, such as train.rollouts.server.sleeps=true: on a CPU vLLM takes these requests, and
+frees nothing.
 
 * With `--refusals` vLLM is first started with what a run must refuse; the messages are in the report.
 * Then a run makes 12 updates and samples before every second one. It evaluates held-out prompts at the start and at the
@@ -131,11 +132,11 @@ def training(config: Path, settings: Sequence[str]) -> Iterator[subprocess.Popen
             sys.exit("the training failed")
 
 
-def write_config(folder: Path, server: Server, sleeps: bool) -> Path:
+def write_config(folder: Path, server: Server) -> Path:
     """Write the configuration of the run, whose saves are kept."""
     rollouts = {
         "rewards": [f"{ROOT / 'examples/rewards.py'}:digits"], "group_size": 8, "steps": EVERY, "max_new_tokens": 128,
-        "temperature": 1.2, "server": {"url": server.url, "timeout_s": START_S, "sleeps": sleeps},
+        "temperature": 1.2, "server": {"url": server.url, "timeout_s": START_S},
     }  # fmt: skip
     tree = {
         "model": {"path": str(folder / "model")},
@@ -219,10 +220,9 @@ def largest_difference(path: Path, records: Sequence[dict[str, Any]], dtype: tor
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     write_model(folder / "model", options.model_type)
     server = Server(options.vllm, folder / "model", options.dtype, options.port, folder / "vllm.log")
-    config = write_config(folder, server, options.sleeps)
-    sleeping = ["--enable-sleep-mode"] if options.sleeps else []
+    config = write_config(folder, server)
     said = refusals(server, config) if options.refusals else {}
-    server.start(options=sleeping)
+    server.start()
     try:
         vllm = server.version()
         with training(config, options.settings) as process:
@@ -235,7 +235,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "commit": options.commit or commit(),
         "hardware": hardware("cpu"),
         "versions": versions() | {"vllm": vllm},
-        "server": " ".join([server.command, *sleeping]),
+        "server": server.command,
         "model_type": options.model_type,
         "settings": options.settings,
         "refused": said,
@@ -256,7 +256,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model-type", default="llama")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--refusals", action="store_true")
-    parser.add_argument("--sleeps", action="store_true")
     parser.add_argument("--port", type=int, default=8471)
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args(arguments)
