@@ -1,7 +1,7 @@
 """Trains a tiny model by GRPO with a real vLLM as the sampling server, and compares log-probabilities.
 
     python -m benchmarks.vllm_server OUT.json --vllm PATH [--commit ID] [--model-type llama] [--dtype float32]
-        [--refusals] [--port 8471] [key=value …]
+        [--tied] [--refusals] [--port 8471] [key=value …]
 
 `--vllm` names vLLM's command, which may be of another environment. The model has random weights and a tokenizer of its
 own. Settings go to the training, such as train.rollouts.server.sleeps=true: on a CPU vLLM takes these requests, and
@@ -58,13 +58,12 @@ def run(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "megatrain_ray", *arguments], check=True)
 
 
-def write_model(folder: Path, model_type: str) -> None:
-    """Write a model of random weights with a tokenizer of the shipped text."""
+def write_model(folder: Path, model_type: str, *, tied: bool) -> None:
+    """Write a model of random weights with a tokenizer of the shipped text. tied: the head is the embedding."""
     text = ROOT / "examples/data/tinyshakespeare.txt"
     run("tokenizer", "train", str(text), "--out", str(folder), "--vocab-size", "500")
     end = AutoTokenizer.from_pretrained(folder).eos_token_id
     torch.manual_seed(0)
-    tied = model_type == "qwen2"
     config = AutoConfig.for_model(model_type, **SIZES, eos_token_id=end, bos_token_id=None, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
@@ -218,7 +217,7 @@ def largest_difference(path: Path, records: Sequence[dict[str, Any]], dtype: tor
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    write_model(folder / "model", options.model_type)
+    write_model(folder / "model", options.model_type, tied=options.tied)
     server = Server(options.vllm, folder / "model", options.dtype, options.port, folder / "vllm.log")
     config = write_config(folder, server)
     said = refusals(server, config) if options.refusals else {}
@@ -237,6 +236,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "versions": versions() | {"vllm": vllm},
         "server": server.command,
         "model_type": options.model_type,
+        "tied": options.tied,
         "settings": options.settings,
         "refused": said,
         "death": death,
@@ -255,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit")
     parser.add_argument("--model-type", default="llama")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tied", action="store_true")
     parser.add_argument("--refusals", action="store_true")
     parser.add_argument("--port", type=int, default=8471)
     parser.add_argument("settings", nargs="*")
