@@ -182,6 +182,7 @@ def killed_while_it_samples(server: Server, run_dir: Path, process: subprocess.P
 
 def differences(run_dir: Path, folder: Path, dtype: torch.dtype, merge: Sequence[str]) -> list[dict[str, Any]]:
     """Compare the log-probabilities of each sampling with those of plain Transformers models."""
+    torch.set_num_threads(1)  # the model is tiny
     found: list[dict[str, Any]] = []
     models = {0: folder / "model"}
     for step in range(EVERY, UPDATES, EVERY):
