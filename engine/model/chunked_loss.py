@@ -179,7 +179,8 @@ def gradients_of(
     slopes: derivatives of the loss by `output`; None: it is the loss.
     """
     wanted = [source for source in sources if source.requires_grad]
-    found = iter(torch.autograd.grad(output, wanted, slopes, allow_unused=True))
+    # Nothing is wanted of a text if only modules that turn images into features are trained.
+    found = iter(torch.autograd.grad(output, wanted, slopes, allow_unused=True) if wanted else ())
     return [next(found) if source.requires_grad else None for source in sources]
 
 

@@ -352,7 +352,8 @@ def _backward(
             balance = sys.modules[type(model).__module__].load_balancing_loss_func
             aux_loss = balance(output.router_logits, model.num_experts, model.num_experts_per_tok, real.long())
         parts.append((coefficient * aux_loss).float() / num_micro_batches)
-    sum(parts).backward()
+    if sum(parts).requires_grad:  # not of a text, if only what turns images into features is trained
+        sum(parts).backward()
     return [part.item() for part in parts]
 
 
