@@ -15,7 +15,7 @@ from megatrain_ray.errors import ConfigError
 from megatrain_ray.io.batching.batch_stream import permutation
 from megatrain_ray.io.chat.chat_template import ChatTemplate
 from megatrain_ray.io.chat.encode_chats import with_ends_of
-from megatrain_ray.io.chat.end_marks import last_mark, text_after_answer
+from megatrain_ray.io.chat.template_ending import last_mark, text_after_answer
 from megatrain_ray.io.records.choose_records import RecordChoice, chosen_records
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES
 from megatrain_ray.io.records.find_files import find_files

@@ -20,10 +20,11 @@ from megatrain_ray.data.data_sources import naming_held_out, sources_of
 from megatrain_ray.data.hub_sources import local_paths
 from megatrain_ray.data.rollout_stream import compared_logprobs
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.chat_recipe import ChatRecipe
 from megatrain_ray.io.chat.chat_template import ChatTemplate, fitting_templates, load_chat_template
-from megatrain_ray.io.chat.encode_chats import ChatRecipe, with_ends_of
-from megatrain_ray.io.chat.end_marks import lacks_bos, last_mark, text_after_answer, unlearned_mark
+from megatrain_ray.io.chat.encode_chats import with_ends_of
 from megatrain_ray.io.chat.find_chats import ChatSource, find_chats
+from megatrain_ray.io.chat.template_ending import lacks_bos, last_mark, text_after_answer, unlearned_mark
 from megatrain_ray.io.chat.token_records import PretokenizedRecipe
 from megatrain_ray.io.files.cache_folder import cache_folder
 from megatrain_ray.io.files.disk_errors import DiskError, explained

@@ -28,7 +28,7 @@ from megatrain_ray.export.source_extras import (
     source_rest,
     with_own_code,
 )
-from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
+from megatrain_ray.io.chat.template_ending import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.quantisation import without_quantisation
 from megatrain_ray.io.checkpoints.write_checkpoint import ExportDtype
 from megatrain_ray.io.files.disk_errors import explained

@@ -18,7 +18,7 @@ from megatrain_ray.console.startup import spinner
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.export.export import SaveChoice, exported, load_exported
 from megatrain_ray.io.chat.chat_template import ChatTemplate, load_chat_template
-from megatrain_ray.io.chat.end_marks import EndMarks, find_end_marks
+from megatrain_ray.io.chat.template_ending import EndMarks, find_end_marks
 from megatrain_ray.io.checkpoints.hub import find_on_hub
 from megatrain_ray.io.checkpoints.peft_adapter import CONFIG_NAME
 from megatrain_ray.io.checkpoints.safetensors_folder import INDEX_NAME, fetch_weights

@@ -16,8 +16,8 @@ import pytest
 from megatrain_ray.config.groups import DataConfig
 from megatrain_ray.data.data_worker import open_stream
 from megatrain_ray.errors import ConfigError
+from megatrain_ray.io.chat.chat_recipe import ChatRecipe
 from megatrain_ray.io.chat.chat_template import load_chat_template
-from megatrain_ray.io.chat.encode_chats import ChatRecipe
 from megatrain_ray.io.chat.find_chats import find_chats
 from megatrain_ray.io.tokens.token_cache import find_tokens, key_of, make_tokens, provenance_of
 from megatrain_ray.io.tokens.token_files import TokenMeta, open_corpus

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatrain_ray.io.chat.end_marks import find_end_marks
+from megatrain_ray.io.chat.template_ending import find_end_marks
 from tests.support.chat_fixtures import FAMILIES, Family, build
 
 

@@ -12,8 +12,8 @@ from megatrain_ray.io.chat import mark_turns
 from megatrain_ray.io.chat.chat_template import MARKS, ChatTemplate, load_chat_template, read_named_template
 from megatrain_ray.io.chat.conversation_formats import Conversation
 from megatrain_ray.io.chat.encode_chats import ChatEncoder
-from megatrain_ray.io.chat.end_marks import last_mark, text_after_answer
 from megatrain_ray.io.chat.mark_turns import TurnMarker
+from megatrain_ray.io.chat.template_ending import last_mark, text_after_answer
 from megatrain_ray.io.records.read_records import RecordError
 from megatrain_ray.io.tokens.tokenizer import FolderTokenizer, load_tokenizer
 from tests.io.chat.test_chat_templates import CHAT, SYSTEM, marked
