@@ -68,6 +68,12 @@ class StructureFinder:
         trained = tuple(name for name in of_layers if self._group(name).trained)
         if not trained:
             raise ConfigError(f"{self._name}: a text reaches no parameter that is left to train; freeze less")
+        of_images = [p for layer in layers for p in layer.parameters if layer.rows_per_token is not None]
+        if of_images and not any(p.group.trained for p in of_images):
+            raise ConfigError(
+                "train.vision: all of the vision tower and the projector is frozen; match some of it in lora.match or "
+                "train.trainable, freeze less, or set train.vision: frozen"
+            )
         vocab_size: int = self._model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
         return ModelStructure(
             layers=layers,
@@ -86,7 +92,7 @@ class StructureFinder:
                 if any(f"{inner}.".startswith(f"{path}.") for inner in self._trial.learned_masks)
             ),
             is_reward=self._gives_one_score(in_loss),
-            unreached=tuple(dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in self._unreached(self._model, ""))),
+            unreached=tuple(dict.fromkeys(map(self._name_of_many, self._unreached(self._model, "")))),
         )
 
     def _gives_one_score(self, in_loss: Collection[str]) -> bool:
@@ -208,6 +214,10 @@ class StructureFinder:
         block = re.match(rf"{re.escape(self._list_path)}\.\d+\.", name)
         begin = block.end() if block else 0
         return name[:begin] + re.sub(r"\b\d+\b", "*", name[begin:])
+
+    def _name_of_many(self, path: str) -> str:
+        """Return the path with a * for each number, but in a vision tower: of some only the last block is unreached."""
+        return path if path.startswith(self._of_images) else re.sub(r"\b\d+\b", "*", path)
 
     def _unreached(self, module: nn.Module, path: str) -> Iterator[str]:
         """Yield the largest modules, and else parameters, that would be trained if a gradient reached them."""

@@ -30,7 +30,11 @@ VISION_FAMILIES = (
     "gemma3", "gemma4", "glm4v", "internvl", "llava", "llava_next", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
     "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
-TRAINED_TOWERS = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # of these a run may train the tower
+# Of these a run may train the tower. Those of others take more of an image than pixels of one shape and a grid, or were
+# not compared yet.
+TRAINED_TOWERS = (
+    "gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+)  # fmt: skip
 LANGUAGE_MODEL = "language_model"  # of a base model; its other parts turn images into features
 MOST_TRIAL_TOKENS = 1024
 # Matches the parameters of a tower, without those of its projector, which some towers contain.

@@ -24,7 +24,7 @@ from megatrain_ray.data.data_worker import DataWorker
 from megatrain_ray.data.image_features import find_features
 from megatrain_ray.data.tokenize_data import tokenize
 from megatrain_ray.engine.layout.tier import Tier
-from megatrain_ray.engine.model.images import VISION_FAMILIES
+from megatrain_ray.engine.model.images import TRAINED_TOWERS, VISION_FAMILIES
 from megatrain_ray.engine.plan.plan import ActivationPolicy
 from megatrain_ray.engine.plan.schedule import LoopOrder
 from megatrain_ray.errors import ConfigError
@@ -136,20 +136,28 @@ TRAINED = {
     "Qwen2-VL": (Mode(sums=Tier.HOST), Mode(LoopOrder.LAYERS_OUTER)),
     "Qwen2.5-VL": (LAYERS, Mode()),
     "Qwen3-VL": (replace(RECOMPUTING, boundaries=Tier.HOST), Mode(kept=Tier.HOST)),
+    "Qwen3-VL-MoE": (Mode(), LAYERS),
+    "Qwen3.5": (LAYERS, Mode()),
+    "Qwen3.5-MoE": (Mode(), LAYERS),
     "LLaVA": (Mode(), LAYERS),
     "Gemma 3, vision-language": (replace(RECOMPUTING, segment=2), Mode(activations=ActivationPolicy.RECOMPUTE)),
 }
 
 
+def test_each_tower_that_is_trained_is_compared() -> None:
+    assert sorted(PICTURED[name].model["model_type"] for name in TRAINED) == sorted(TRAINED_TOWERS)
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_trained_tower_equals_plain_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some micro-batches hold no image, and a whole step holds none. The model gets the images of a row together."""
-    data = Data(build_pictured(name, tmp_path / "model"), tmp_path, monkeypatch)
-    batches, plain = data.batches(3, "all"), PlainChats.of(tmp_path / "model", data.records, tmp_path)
-    batches.insert(1, with_rows(batches[-1], [2, 3]))
+    data, family = Data(build_pictured(name, tmp_path / "model"), tmp_path, monkeypatch), PICTURED[name]
+    batches = data.batches(family.steps - 1, "all", packing=family.packs, seq_len=family.seq_len)
+    plain = PlainChats.of(tmp_path / "model", data.records, tmp_path)
+    batches.insert(1, without_images(batches[1]))
     given = [SimpleNamespace(**tensors(batch), pictured=plain.arguments(batch)) for batch in batches]
-    pictured = [["pixel_values" in arguments for arguments in batch.pictured] for batch in given]
-    assert pictured == [[True] * 4, [False] * 2, [False, True] * 2, [True, True, False, False]]
+    pictured = [{"pixel_values" in arguments for arguments in batch.pictured} for batch in given]
+    assert pictured[1] == {False} and {True, False} in pictured
     recipe = replace(RECIPE, steps=len(batches))
     names = [name for name, _ in plain.model.named_parameters()]
     of_tower = [n for n in names if n.startswith(TOWERS) and "merger" not in n and "projector" not in n]
@@ -171,8 +179,9 @@ def test_a_trained_tower_equals_plain_transformers(name: str, tmp_path: Path, mo
             assert torch.equal(ours.masters[key].flatten(), master.flatten()), (vision, key)
 
 
-def with_rows(batch: Batch, rows: list[int]) -> Batch:
-    """Return some rows of a batch, which have no images."""
+def without_images(batch: Batch) -> Batch:
+    """Return the rows of a batch that have no images."""
+    rows = ~required(batch.image_numbers).any(axis=1)
     arrays = {k: v[rows] for k, v in vars(batch).items() if isinstance(v, np.ndarray)}
     num_supervised = int((arrays["targets"] != -100).sum())
     return replace(batch, **arrays, images=(), num_supervised=num_supervised)
