@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatrain_ray.engine.layout.expert_names import whole_name
+from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.structure import LayerKind, LayerSpec, ModelStructure
 
 # Path of one expert in a list of experts: that of the list, then the expert's number.
@@ -82,30 +83,34 @@ def work_of(
     active_experts: how many experts a token is routed to; None: all.
     windows: attention window of each block in tokens; empty: none has one.
     """
-    lowest, attention = _lowest_backward(structure), dict[int, BlockAttention]()
+    backwards, attention = tuple(_backwards(structure)), dict[int, BlockAttention]()
     every_window = windows or [None] * len(structure.blocks)
     of_layers = [(i, window) for block, window in zip(structure.blocks, every_window, strict=False) for i in block]
     for i, window in of_layers if structure.attention_widths else ():
-        attention[i] = BlockAttention(structure.attention_widths[i - 1], window, 3 if i >= lowest[i] else 1)
+        attention[i] = BlockAttention(structure.attention_widths[i - 1], window, 3 if backwards[i] else 1)
     stacks = _stacks(structure)
     return tuple(
         LayerWork(
-            tuple(_products(layer, structure, stacks, active_experts)), attention.get(i), i >= lowest[i],
+            tuple(_products(layer, structure, stacks, active_experts)), attention.get(i), backwards[i],
             of_images=layer.rows_per_token is not None,
         )
         for i, layer in enumerate(structure.layers)
     )  # fmt: skip
 
 
-def _lowest_backward(structure: ModelStructure) -> list[int]:
-    """Return for each layer the lowest one that must be trained for it to have a backward.
+def _backwards(structure: ModelStructure) -> Iterator[bool]:
+    """Yield for each layer whether a gradient reaches it.
 
-    A vision tower begins at pixels, which have no gradient, and not at the embedding.
+    A vision tower begins at pixels, which have no gradient. Its own blocks take nothing from projectors.
     """
-    of_tower = [i for i, layer in enumerate(structure.layers) if layer.rows_per_token is not None]
-    trained = (i for i in of_tower if any(p.group.trained for p in structure.layers[i].parameters))
-    lowest = next(trained, len(structure.layers))
-    return [lowest if i in of_tower else structure.lowest_trained for i in range(len(structure.layers))]
+    lowest, tower_is_trained = structure.lowest_trained, False
+    for i, layer in enumerate(structure.layers):
+        trained = [p.name for p in layer.parameters if p.group.trained]
+        if layer.rows_per_token is None:
+            yield i >= lowest
+        else:
+            tower_is_trained |= any(re.search(TOWER, name) for name in trained)
+            yield tower_is_trained or bool(trained)
 
 
 def _stacks(structure: ModelStructure) -> Mapping[str, int]:

@@ -179,6 +179,23 @@ def test_a_trained_tower_equals_plain_transformers(name: str, tmp_path: Path, mo
             assert torch.equal(ours.masters[key].flatten(), master.flatten()), (vision, key)
 
 
+def test_pairs_in_a_tower_equal_those_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    from tests.support.adapters import build_adapter
+
+    folder = build_pictured("Qwen2.5-VL", tmp_path / "model")
+    data = Data(folder, tmp_path, monkeypatch)
+    batches, plain = data.batches(2, "all"), PlainChats.of(folder, data.records, tmp_path)
+    adapter = build_adapter(tmp_path / "adapter", folder, ["qkv", "gate_proj", "q_proj"])
+    given = [SimpleNamespace(**tensors(batch), pictured=plain.arguments(batch)) for batch in batches]
+    recipe = replace(RECIPE, steps=2, adapter=adapter)
+    theirs, ours = (train_reference(folder, given, recipe), train_engine(folder, batches, recipe, Mode(vision="all")))
+    assert ours.losses == theirs.losses
+    assert ours.masters.keys() == theirs.masters.keys()
+    assert any(".visual." in name for name in ours.masters)
+    assert all(torch.equal(ours.masters[name].flatten(), theirs.masters[name].flatten()) for name in ours.masters)
+
+
 def without_images(batch: Batch) -> Batch:
     """Return the rows of a batch that have no images."""
     rows = ~required(batch.image_numbers).any(axis=1)

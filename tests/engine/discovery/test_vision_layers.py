@@ -1,0 +1,68 @@
+"""Finds the layers of a vision tower in a trial forward, and what images make of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatrain_ray.engine.discovery.activation_bytes import ActivationBytes
+from megatrain_ray.engine.discovery.discover import discover
+from megatrain_ray.engine.discovery.trial_forward import Answers
+from megatrain_ray.engine.model.flops import work_of
+from megatrain_ray.engine.model.images import TOWER
+from megatrain_ray.engine.model.parameter_rules import ParameterRules
+from megatrain_ray.engine.model.structure import ModelStructure
+from megatrain_ray.errors import ConfigError
+from megatrain_ray.model.architecture import Architecture
+from tests.support.families import FAMILIES
+
+
+def found(name: str, seq_len: int, rules: Any = ParameterRules()) -> tuple[ModelStructure, ActivationBytes]:  # noqa: B008
+    factory = Architecture(FAMILIES[name].config)
+    return discover(factory, torch.float32, 1, seq_len, rules, images=True, tower=True)
+
+
+def test_layers_of_a_tower_stand_between_embedding_and_blocks_in_the_order_of_their_calls() -> None:
+    structure, _ = found("Qwen3-VL", 16, ParameterRules(freeze=(TOWER,)))
+    tower = [layer for layer in structure.layers if layer.rows_per_token is not None]
+    rows = [(layer.name, layer.rows_per_token) for layer in tower if layer.name != "vision.pos_embed"]
+    assert rows == [
+        ("vision.patch_embed", 4), ("vision.0", 4), ("vision.deepstack_merger_list_0", 1), ("vision.1", 4),
+        ("vision.deepstack_merger_list_1", 1), ("vision.2", 4), ("vision.merger", 1),
+    ]  # fmt: skip
+    names = [layer.name for layer in structure.layers]
+    assert names == ["embedding", *(layer.name for layer in tower), "layers.0", "layers.1", "layers.2", "head"]
+    assert len(structure.blocks) == 3  # of the language model
+
+    work = [layer for layer in work_of(structure) if layer.of_images]
+    trained = [any(p.group.trained for p in layer.parameters) for layer in tower]
+    assert [layer.has_backward for layer in work] == trained  # pixels have no gradient
+    matrices = sum(math.prod(p.shape) for p in tower[-1].parameters if len(p.shape) > 1)
+    assert work[-1].flops_of_token == 6 * matrices
+
+
+def test_a_trial_with_a_part_of_the_images_counts_all() -> None:
+    (_, small), (_, large) = (found("Qwen2.5-VL", seq_len) for seq_len in (1024, 2048))
+    place = 2  # the first block of the tower
+    assert large.kept[place] == 2 * small.kept[place] > 0
+    assert large.boundary[place] == 2 * small.boundary[place] > 0
+    assert large.images == 2 * small.images
+
+
+def test_a_tower_of_which_nothing_is_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.vision: all of the vision tower and the projector is frozen"):
+        found("LLaVA", 16, ParameterRules(freeze=("vision_tower", "projector")))
+
+
+def test_sizes_that_follow_from_known_values_are_true() -> None:
+    with FakeTensorMode(), Answers():
+        lengths = torch.tensor([2, 2, 3])
+        assert torch.unique_consecutive(lengths).shape == (2,)
+        assert torch.arange(7).split(lengths.tolist())[2].shape == (3,)
+        assert torch.arange(4)[torch.arange(4) > 0].shape == (3,)
+        unknown = torch.zeros(4, dtype=torch.int64)
+        assert unknown[unknown > 0].shape == (4,)  # all of them, at most
