@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import count as count_from
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -69,7 +71,7 @@ class PortionStream:
     """Draws the windows of one source portion after portion. They depend only on the data, the seed and the position.
 
     With `shuffle` each epoch has its own order of portions, and of the windows in each. A batch may span portions. The
-    state is (epoch, index of the portion in the epoch's order, cursor in the portion).
+    state is the place of a portion and the cursor in it. The place counts the portions of all epochs in their order.
     """
 
     referenced = False  # whether batches have log-probabilities of a reference
@@ -80,9 +82,10 @@ class PortionStream:
         self._shuffle = shuffle
         self._seed = seed
         self.num_drawn = 0  # windows since the start of the first epoch
-        self._opened: tuple[int, Windows] | None = None  # number of a portion, and its windows
+        self._opened: tuple[int, Windows] | None = None  # place of a portion, and its windows
+        self._held: dict[int, tuple[int, Rows]] = {}  # by place: cursor of the first row, and rows
         self._order = lru_cache(maxsize=4)(_order)  # of portions and of windows in one, in two epochs
-        self._go_to(0, 0)
+        self._place, self._cursor = 0, 0
 
     @property
     def joins_documents(self) -> bool:
@@ -103,9 +106,10 @@ class PortionStream:
 
         It has the fingerprint of the portion unless nothing was drawn from that, and what tells the files apart.
         """
-        facts = self.portions.facts(self._number) if self._cursor else None
+        facts = self._facts_at(self._place) if self._cursor else None
+        epoch, index = divmod(self._place, self.portions.num_portions)
         return {
-            "epoch": self._epoch, "portion": self._index, "cursor": self._cursor, "num_drawn": self.num_drawn,
+            "epoch": epoch, "portion": index, "cursor": self._cursor, "num_drawn": self.num_drawn,
             **(dataclasses.asdict(facts.fingerprint) if facts else {}), "files": dict(self.portions.listing),
         }  # fmt: skip
 
@@ -119,9 +123,10 @@ class PortionStream:
         numbers = [number for number in state if type(number) is int and 0 <= number <= MOST_EPOCHS]
         if len(numbers) < len(state) or numbers[1] >= self.portions.num_portions:
             raise ConfigError(f"the saved data position {dict(position)} of {self.portions.name} is damaged")
-        self._go_to(*numbers[:3])
-        self.num_drawn = numbers[3]
-        if self._cursor and (facts := self.portions.facts(self._number)) is not None:
+        epoch, index, self._cursor, self.num_drawn = numbers
+        self._place = epoch * self.portions.num_portions + index
+        self._held = {}
+        if self._cursor and (facts := self._facts_at(self._place)) is not None:
             self._check_portion(position, facts)
 
     def _check_files(self, saved: Any) -> None:
@@ -138,7 +143,7 @@ class PortionStream:
 
     def _check_portion(self, position: Mapping[str, Any], facts: PortionFacts) -> None:
         saved = Fingerprint(position.get("num_tokens", 0), position.get("crc32", 0))
-        where = f"portion {self._number + 1} of {self.portions.name}"
+        where = f"portion {self._number_at(self._place) + 1} of {self.portions.name}"
         if saved != facts.fingerprint:
             raise ConfigError(
                 f"the run was saved with other data than {where} holds now: {saved} then, {facts.fingerprint} now; "
@@ -151,30 +156,56 @@ class PortionStream:
             )
 
     def upcoming(self) -> list[int]:
-        """Return the portions to have on disk, in the order of need: the current one and the next one.
+        """Return the portions to have on disk, in the order of need: the next two whose windows are not in memory.
 
         Those without windows are left out. A portion that was never made comes last, since it may have none.
         """
-        found: list[int] = []
-        for after in range(self.portions.num_portions + NUM_UPCOMING):
-            number = self._number_of(self._index + after)
-            facts = self.portions.facts(number)
+        return [self._number_at(place) for place in islice(self._places_to_read(), NUM_UPCOMING)]
+
+    def _places_to_read(self) -> Iterator[int]:
+        return (place for place in self._places() if place not in self._held)
+
+    def _places(self) -> Iterator[int]:
+        """Yield the places of portions with windows, from the current one on, and at last one that was never made."""
+        num_empty = 0  # in a row
+        for place in count_from(self._place):
+            facts = self._facts_at(place)
             if facts is None or facts.num_windows:
-                found.append(number)
-            if facts is None or len(found) == NUM_UPCOMING:
-                return found
-        raise ConfigError(f"data.path: nothing to learn in {self.portions.name}: no portion has a window of 2 tokens")
+                yield place
+            if facts is None:
+                return
+            num_empty = 0 if facts.num_windows else num_empty + 1
+            if num_empty == self.portions.num_portions:
+                raise ConfigError(
+                    f"data.path: nothing to learn in {self.portions.name}: no portion has a window of 2 tokens"
+                )
 
     @property
     def num_ready(self) -> int:
-        """Return how many windows can be drawn from the portions that are on disk."""
-        ready = -self._cursor
-        for number in self.upcoming():
-            facts = self.portions.facts(number)
-            if facts is None or not self.portions.is_there(number):
-                break
+        """Return how many windows can be drawn from memory and from the upcoming portions that are on disk."""
+        ready, num_read = -self._cursor, 0
+        for place in self._places():
+            if place not in self._held:
+                if num_read == NUM_UPCOMING or not self._can_read(place):
+                    break
+                num_read += 1
+            facts = self._facts_at(place)
+            assert facts is not None  # it is in memory or on disk
             ready += facts.num_windows
         return max(0, ready)
+
+    def hold_few(self) -> None:
+        """Read windows into memory while fewer than a batch can be drawn, as far as they are on disk.
+
+        Then their portions need no room while the next one is made. A batch may span more portions than are on disk.
+        """
+        while self.num_ready < self._batch_size:
+            place = next(self._places_to_read())
+            if not self._can_read(place):
+                return
+            first = self._cursor if place == self._place else 0
+            self._held[place] = first, self.portions.open(self._number_at(place)).rows(self._order_at(place)[first:])
+            self._opened = None  # of a portion that may be deleted now
 
     def steps_ready(self, most: int) -> int:
         """Return how many batches, up to `most`, can be drawn from the portions that are on disk."""
@@ -186,10 +217,14 @@ class PortionStream:
     def draw(self, count: int) -> Rows:
         """Return the next `count` windows, of which there are no more than `num_ready`."""
         drawn = []
-        for number, epoch, places in self._advance(count):
-            indices = self._order_in(number, epoch)[places.start : places.stop]
-            drawn.append(self._windows(number).rows(indices))
-        if self._opened and self._opened[0] != self._number:
+        for place, cursors in self._advance(count):
+            if place in self._held:
+                first, rows = self._held[place]
+                drawn.append(Rows._make(part[cursors.start - first : cursors.stop - first] for part in rows))
+            else:
+                drawn.append(self._windows(place).rows(self._order_at(place)[cursors.start : cursors.stop]))
+        self._held = {place: held for place, held in self._held.items() if place >= self._place}
+        if self._opened and self._opened[0] != self._place:
             self._opened = None  # closes the files: else they would take space after they are deleted
         return Rows(*(np.concatenate(parts) for parts in zip(*drawn, strict=True)))
 
@@ -202,50 +237,44 @@ class PortionStream:
         for _ in self._advance(count):
             pass
 
-    def _advance(self, count: int) -> Iterator[tuple[int, int, range]]:
-        """Move the position on by `count` windows. Yield portion, epoch, and places in its order of each stretch."""
+    def _advance(self, count: int) -> Iterator[tuple[int, range]]:
+        """Move the position on by `count` windows. Yield the place of each portion, and the cursors passed in it."""
         while count:
-            number, epoch = self._number, self._epoch
-            facts = self.portions.facts(number)
+            place, facts = self._place, self._facts_at(self._place)
             if facts is None:
                 raise MegatrainError(
-                    f"portion {number + 1} of {self.portions.name} is not known, although its windows were drawn: were "
-                    "files of run_dir/stream deleted? The same command resumes from the last save"
+                    f"portion {self._number_at(place) + 1} of {self.portions.name} is not known, although its windows "
+                    "were drawn: were files of run_dir/stream deleted? The same command resumes from the last save"
                 )
-            places = range(self._cursor, min(self._cursor + count, facts.num_windows))
-            count -= len(places)
-            self.num_drawn += len(places)
-            self._cursor += len(places)
+            cursors = range(self._cursor, min(self._cursor + count, facts.num_windows))
+            count -= len(cursors)
+            self.num_drawn += len(cursors)
+            self._cursor += len(cursors)
             if self._cursor == facts.num_windows:
-                self._go_to(
-                    *divmod(self._epoch * self.portions.num_portions + self._index + 1, self.portions.num_portions)
-                )
-            if places:
-                yield number, epoch, places
+                self._place, self._cursor = place + 1, 0
+            if cursors:
+                yield place, cursors
 
-    def _go_to(self, epoch: int, index: int, cursor: int = 0) -> None:
-        self._epoch, self._index, self._cursor = epoch, index, cursor
+    def _number_at(self, place: int) -> int:
+        epoch, index = divmod(place, self.portions.num_portions)
+        return int(self._order(self.portions.num_portions, self._seed, epoch, self._shuffle)[index])
 
-    @property
-    def _number(self) -> int:
-        return self._number_of(self._index)
+    def _facts_at(self, place: int) -> PortionFacts | None:
+        return self.portions.facts(self._number_at(place))
 
-    def _number_of(self, index: int) -> int:
-        """Return the portion at an index of the current epoch's order; those from num_portions on are of later ones."""
-        epochs, index = divmod(index, self.portions.num_portions)
-        return int(self._order_of(self._epoch + epochs)[index])
+    def _can_read(self, place: int) -> bool:
+        return self._facts_at(place) is not None and self.portions.is_there(self._number_at(place))
 
-    def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        return self._order(self.portions.num_portions, self._seed, epoch, self._shuffle)
-
-    def _order_in(self, number: int, epoch: int) -> NDArray[np.int64]:
-        facts = self.portions.facts(number)
+    def _order_at(self, place: int) -> NDArray[np.int64]:
+        """Return the order of a portion's windows."""
+        number, facts = self._number_at(place), self._facts_at(place)
         assert facts is not None  # else there is nothing to draw
+        epoch = place // self.portions.num_portions
         return self._order(facts.num_windows, splitmix64_chain(self._seed, number), epoch, self._shuffle)
 
-    def _windows(self, number: int) -> Windows:
-        if self._opened is None or self._opened[0] != number:
-            self._opened = number, self.portions.open(number)
+    def _windows(self, place: int) -> Windows:
+        if self._opened is None or self._opened[0] != place:
+            self._opened = place, self.portions.open(self._number_at(place))
         return self._opened[1]
 
 

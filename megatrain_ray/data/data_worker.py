@@ -238,8 +238,7 @@ class DataWorker:
             return most
         self._supply.poll()
         num_ready = self._stream.steps_ready(most)
-        if num_ready or not self._supply.failure:
-            self._supply.request()
+        self._supply.request(retries=num_ready > 0)
         return num_ready
 
     def position_after(self, step: int) -> Mapping[str, Any]:

@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 from loky.backend.context import get_context
 
@@ -58,13 +60,19 @@ class PortionProcess:
         return code
 
 
+class Failure(NamedTuple):
+    """Says why a portion was not made, and when it may be tried again, by the monotonic clock."""
+
+    error: MegatrainError
+    again_s: float
+
+
 class PortionSupply:
     """Has the upcoming portions of a stream's sources made, the most urgent first, and deletes old ones for them."""
 
     def __init__(self, folder: StreamFolder, streams: Sequence[PortionStream]) -> None:
         """Begin nothing yet. `streams`: of the sources of the folder, in its order."""
-        self._failure: MegatrainError | None = None  # of the newest portion
-        self._again_s = 0.0  # when that is made again
+        self._failures: dict[PortionId, Failure] = {}
         self._folder = folder
         self._streams = streams
         self._process: PortionProcess | None = None
@@ -72,7 +80,12 @@ class PortionSupply:
         self._large: set[PortionId] = set()  # portions for which there was too little room beside others
 
     def poll(self) -> None:
-        """Take note of what the process has made."""
+        """Take note of what the process has made. Read the last windows of portions into memory."""
+        self._take_outcome()
+        for stream in self._streams:
+            stream.hold_few()
+
+    def _take_outcome(self) -> None:
         if self._process is None or self._making is None:
             return
         try:
@@ -87,39 +100,48 @@ class PortionSupply:
                     f"the process that prepares data died (exit code {code}), perhaps for want of memory; start again"
                 ),
             )
+        portion, self._making = self._making, None
+        self._failures.pop(portion, None)
         if facts is not None:
-            self._folder.record(self._making, facts, write=False)
-        elif isinstance(error, CapacityError) and self._making not in self._large and len(self._folder.there()) > 1:
-            self._large.add(self._making)
-            error = None
-        self._failure, self._making = error, None
-        self._again_s = time.monotonic() + AGAIN_S
+            self._folder.record(portion, facts, write=False)
+        elif isinstance(error, CapacityError) and portion not in self._large and self._folder.there():
+            self._large.add(portion)
+        elif error is not None:
+            self._failures[portion] = Failure(error, time.monotonic() + AGAIN_S)
 
     @property
     def failure(self) -> MegatrainError | None:
-        """Return why the newest portion was not made; None if it was, or if one is being made."""
-        return self._failure if self._making is None else None
+        """Return why a portion that is needed next was not made; None if all were, or if one is being made."""
+        awaited = (PortionId(source, stream.upcoming()[0]) for source, stream in enumerate(self._streams))
+        found = (self._failures[portion].error for portion in awaited if portion in self._failures)
+        return next(found, None) if self._making is None else None
 
-    def request(self) -> None:
+    def request(self, *, retries: bool) -> None:
         """Begin the most urgent portion that is missing, if none is being made and there is room for it.
 
-        After a failure this does nothing for some time.
+        retries: begin also one that failed, if that was long enough ago.
         """
-        if self._making is not None or (self._failure and time.monotonic() < self._again_s):
+        if self._making is not None:
             return
         upcoming = [[PortionId(source, n) for n in stream.upcoming()] for source, stream in enumerate(self._streams)]
-        by_urgency = [portions[rank] for rank in range(2) for portions in upcoming if rank < len(portions)]
+        # A source whose next portion failed needs none after that.
+        possible = [list(takewhile(lambda portion: self._may_try(portion, retries), portions)) for portions in upcoming]
+        by_urgency = [portions[rank] for rank in range(2) for portions in possible if rank < len(portions)]
         current = {portions[0] for portions in upcoming}
         for portion in by_urgency:
             if self._folder.is_there(portion):
                 continue
             is_awaited = portion in current  # then it is made whatever the room, which it checks itself
-            keep = current if is_awaited else by_urgency
+            keep = current if is_awaited else {*current, *by_urgency}
             if self._folder.make_room(self._needed_bytes(portion), keep) or is_awaited:
                 self._process = self._process or PortionProcess(self._folder.spec)
                 self._process.begin(portion)
                 self._making = portion
                 return
+
+    def _may_try(self, portion: PortionId, retries: bool) -> bool:
+        failure = self._failures.get(portion)
+        return failure is None or (retries and time.monotonic() >= failure.again_s)
 
     def _needed_bytes(self, portion: PortionId) -> int:
         return self._folder.spec.limit if portion in self._large else self._folder.needed_bytes(portion)

@@ -129,6 +129,35 @@ def test_batches_are_the_same_whatever_is_on_disk_and_from_any_position(data: Da
     assert batches(ours, range(100, 104)) == expected[99:103], "one that makes steps once more"
 
 
+def test_a_batch_may_need_more_portions_than_two_and_a_portion_all_the_room(data: DataConfig, tmp_path: Path) -> None:
+    small = data.model_copy(update={"path": [f"{tmp_path}/files/0.jsonl"], "stream": 20_000})
+    ours = DataWorker(small, (), VOCAB_SIZE, 300, 0, None, streamed=opened(small, tmp_path / "small").spec)
+    assert len(_batch(ours, 1).input_ids) == 300, "three epochs and more of one portion"
+    # Tokens per byte of the first file say little of those of the second, which does not fit beside the first.
+    lines = [{"text": TEXTS[0] * 6, "ignored": "x" * 2200}, {"text": TEXTS[1] * 14}]
+    for number, line in enumerate(lines):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(line) + "\n")
+    tight = DataConfig(**settings(f"{tmp_path}/*.jsonl", stream=12_000, shuffle=False))
+    batches(worker(tight, opened(tight, tmp_path / "tight").spec), range(1, 100))
+    assert Inline.most_bytes <= 12_000
+
+
+def test_a_failure_of_one_source_keeps_none_of_another_away(data: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    for number in range(2):
+        (tmp_path / "others" / f"{number}.jsonl").write_text(json.dumps({"text": TEXTS[number] * 20}) + "\n")
+    path = [{"path": f"{tmp_path}/others", "weight": 1}, {"path": data.path, "weight": 3}]
+    mixed = DataConfig(**settings(path, stream=10 * LIMIT))
+    ours = worker(mixed, opened(mixed, tmp_path / "run").spec)
+    for file in (tmp_path / "others").iterdir():
+        file.write_text("")
+    batches(ours, range(1, 150))
+    with pytest.raises(MegatrainError, match=r"others/.\.jsonl has changed"):
+        for step in range(150, 250):
+            ours.prepared(step - 1)
+            _batch(ours, step)
+
+
 def test_a_mixture_of_streams_goes_on_and_stays_within_the_limit(data: DataConfig, tmp_path: Path) -> None:
     """One source is so small that it is one portion, which stays."""
     few = tmp_path / "few.txt"

@@ -116,6 +116,25 @@ def test_what_is_ready_ends_at_the_first_portion_that_is_not_on_disk() -> None:
     assert MixedStream([Held(), Held()], [1, 1e9], batch_size=1, shuffle=True, seed=0).steps_ready(2) == 2
 
 
+def test_fewer_windows_than_a_batch_are_held_so_that_their_portions_may_go() -> None:
+    held, whole = Held(there=()), drawn(stream(Held(), 13), 24)
+    order = [number for number, _ in dict.fromkeys((n, 0) for n, _ in whole)]
+    ours = stream(held, 13)
+    ours.hold_few()
+    assert (ours.num_ready, ours.upcoming()) == (0, order[:2])
+    position = ours.position
+    for number in order:
+        held.there = {number}
+        ours.hold_few()
+    assert ours.num_ready == 15
+    assert drawn(ours, 7) + drawn(ours, 6) == whole[:13]
+    ours.seek(position)
+    assert ours.num_ready == 0, "another position begins without them"
+    alone = stream(Held((3,)), 13)
+    alone.hold_few()
+    assert alone.num_ready >= 13, "one portion, as often as a batch needs it"
+
+
 def test_one_portion_is_its_own_successor_and_none_with_a_window_is_an_error() -> None:
     alone = stream(Held((3,)))
     assert alone.upcoming() == [0, 0]
