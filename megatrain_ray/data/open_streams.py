@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatrain_ray.config.groups import DataConfig
+from megatrain_ray.config.urls import is_url
 from megatrain_ray.console.logs import say
 from megatrain_ray.data.data_sources import sources_of
 from megatrain_ray.data.data_worker import open_stream, portion_streams
@@ -20,6 +21,7 @@ from megatrain_ray.data.tokenize_data import reporting, template_of, with_marks
 from megatrain_ray.io.batching.portion_stream import PortionStream
 from megatrain_ray.io.files.disk_errors import check_room
 from megatrain_ray.io.records.file_formats import RECORD_SUFFIXES, TEXT_SUFFIXES
+from megatrain_ray.io.records.find_files import describe_folders
 from megatrain_ray.io.records.stream_files import FEW_WAITS_S, divide, list_files, listing_of
 from megatrain_ray.io.tokens.token_files import is_whole, read_meta
 from megatrain_ray.io.tokens.tokenizer import tokenizer_files
@@ -57,10 +59,14 @@ def open_streams(
     """
     assert data.stream is not None  # else it is read whole
     suffixes = TEXT_SUFFIXES if data.kind == "pretrain" else RECORD_SUFFIXES
+    named = {name: named_sources(parts) for name, parts in sources_of(data).items()}
     sources = tuple(
-        (name, divide(list_files(named_sources(parts), suffixes), data.stream_portion or PORTION_BYTES))
-        for name, parts in sources_of(data).items()
+        (name, divide(list_files(parts, suffixes), data.stream_portion or PORTION_BYTES))
+        for name, parts in named.items()
     )
+    local = [part for parts in named.values() for part in parts if isinstance(part, str) and not is_url(part)]
+    for note in describe_folders(local, suffixes):
+        say(note)
     template = data.chat_template and _absolute(data.chat_template)
     decided = with_marks(data, tokenizer, vocab_size).model_copy(update={"chat_template": template})
     spec = StreamSpec(

@@ -16,7 +16,7 @@ from megatrain_ray.errors import CapacityError, ConfigError
 from megatrain_ray.io.batching.portion_stream import PortionFacts
 from megatrain_ray.io.batching.windows import Windows
 from megatrain_ray.io.files.disk_errors import explained
-from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder, has_mark, is_free, remove_owned
+from megatrain_ray.io.files.owned_folder import FolderKind, OwnedFolder, has_mark, is_free, remove_owned, why_not_owned
 from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.records.stream_files import StreamFile, listing_of
 from megatrain_ray.io.tokens.token_files import META_NAME, Fingerprint
@@ -66,7 +66,7 @@ class StreamFolder:
         file = spec.folder / FACTS_NAME
         if file.exists():
             with explained("read", file):
-                lines = file.read_text().splitlines()
+                lines = file.read_text(errors="replace").splitlines()
             self._facts = dict(filter(None, map(_parsed, lines)))
 
     @staticmethod
@@ -80,8 +80,12 @@ class StreamFolder:
             folder.parent.mkdir(parents=True, exist_ok=True)
             if not is_free(folder) and not has_mark(folder, FolderKind.RUN_PART):
                 raise ConfigError(f"run_dir: {folder} is there, and no stream made it: move it away")
-            if has_mark(folder, FolderKind.RUN_PART) and _read(folder / KEY_NAME) != text:
-                remove_owned(folder, FolderKind.RUN_PART)
+            if not is_free(folder):
+                # Else portions could not be deleted later, when their room is needed.
+                if reason := why_not_owned(folder, FolderKind.RUN_PART):
+                    raise ConfigError(f"run_dir: {reason}. Delete it: a start makes the portions again")
+                if _read(folder / KEY_NAME) != text:
+                    remove_owned(folder, FolderKind.RUN_PART)
             if is_free(folder):
                 OwnedFolder.make(folder, FolderKind.RUN_PART).release()
                 (folder / KEY_NAME).write_text(text)

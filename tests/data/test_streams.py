@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -266,7 +267,9 @@ def test_what_does_not_fit_is_said_before_the_run(data: DataConfig, tmp_path: Pa
         opened(data.model_copy(update={"stream": 1 << 60}), tmp_path / "more")
 
 
-def test_only_what_a_stream_made_is_deleted(data: DataConfig, tmp_path: Path) -> None:
+def test_only_what_a_stream_made_is_deleted(
+    data: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     (run / "stream").mkdir(parents=True)
     (run / "stream" / "mine.txt").write_text("mine")
@@ -274,7 +277,12 @@ def test_only_what_a_stream_made_is_deleted(data: DataConfig, tmp_path: Path) ->
         opened(data, run)
     assert (run / "stream" / "mine.txt").read_text() == "mine"
     (run / "stream" / "mine.txt").unlink()
-    folder = opened(data, run).spec.folder
+    (tmp_path / "files" / "mine.pdf").touch()
+    folder = opened(data.model_copy(update={"path": str(tmp_path / "files")}), run).spec.folder
+    assert "files of other formats are not read: mine.pdf" in capsys.readouterr().err
+    shutil.copytree(run, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="copy/stream is not deleted: it is a copy of what this program made"):
+        opened(data, tmp_path / "copy")
     whole = {path.name: path.stat().st_ino for path in folder.glob("source_*")}
     # What a kill leaves: a portion whose facts were not noted, half a portion, and fetched files.
     for name in ("source_0_portion_5", ".source_0_portion_4.partial", "fetched"):
@@ -290,4 +298,4 @@ def test_only_what_a_stream_made_is_deleted(data: DataConfig, tmp_path: Path) ->
     assert damaged.read_bytes()[-1:] != b"x", "it is made again"
     opened(data.model_copy(update={"bad_records": "skip"}), run)
     assert len(list(folder.glob("source_*"))) == 1, "with other settings all are made again"
-    assert len(list((tmp_path / "files").iterdir())) == NUM_FILES
+    assert len(list((tmp_path / "files").iterdir())) == NUM_FILES + 1
