@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +80,9 @@ def open_streams(
     stream = open_stream(data, (), vocab_size, 1, portions=folder.sources)
     if position is not None:
         stream.seek(position)
-    current = [_first_there(folder, part, source, starts_run) for source, part in enumerate(portion_streams(stream))]
+    current: list[PortionId] = []
+    for part in portion_streams(stream):
+        current.append(_first_there(folder, part, current, starts_run))
     folder.check_two_fit()
     if starts_run:
         _describe(folder)
@@ -88,8 +90,12 @@ def open_streams(
     return StreamedTokens(spec, tuple(map(folder.path, current)), made_bytes / _total_bytes(spec))
 
 
-def _first_there(folder: StreamFolder, stream: PortionStream, source: int, reports: bool) -> PortionId:
-    """Return the portion that the next window of a source is drawn from, made if it is missing."""
+def _first_there(folder: StreamFolder, stream: PortionStream, others: Sequence[PortionId], reports: bool) -> PortionId:
+    """Return the portion that the next window of a source is drawn from, made if it is missing.
+
+    others: those of the sources before it, which are not deleted.
+    """
+    source = len(others)
     name, portions = folder.spec.sources[source]
     for number in stream.upcoming():  # of an earlier start
         if folder.is_there(portion := PortionId(source, number)) and not is_whole(folder.path(portion)):
@@ -99,7 +105,7 @@ def _first_there(folder: StreamFolder, stream: PortionStream, source: int, repor
         portion = PortionId(source, stream.upcoming()[0])
         if folder.is_there(portion):
             break
-        folder.make_room(folder.needed_bytes(portion), ())
+        folder.make_room(folder.needed_bytes(portion), others)
         start_s = time.monotonic()
         with reporting(f"{name}, portion {portion.number + 1} of {len(portions)}", reports) as reporter:
             facts = make_portion(folder, portion, say, reporter.advance, FEW_WAITS_S)

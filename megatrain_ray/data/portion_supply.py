@@ -104,6 +104,7 @@ class PortionSupply:
         self._failures.pop(portion, None)
         if facts is not None:
             self._folder.record(portion, facts, write=False)
+            self._large.discard(portion)  # its size is known now
         elif isinstance(error, CapacityError) and portion not in self._large and self._folder.there():
             self._large.add(portion)
         elif error is not None:

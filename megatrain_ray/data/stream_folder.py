@@ -90,7 +90,7 @@ class StreamFolder:
                 OwnedFolder.make(folder, FolderKind.RUN_PART).release()
                 (folder / KEY_NAME).write_text(text)
         found = StreamFolder(spec)
-        for path in {*folder.glob("source_*")} - set(map(found.path, found.there())):
+        for path in {*folder.glob("source_*"), *folder.glob(FETCHED_NAME)} - set(map(found.path, found.there())):
             remove_owned(path, FolderKind.RUN_PART)
         remove_abandoned(folder)
         return found

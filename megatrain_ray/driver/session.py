@@ -347,6 +347,8 @@ class Session:
         """Record up to which step there are data. If there will be no more, the run saves as if it were interrupted."""
         try:
             self._prepared.record_answer(self._crew.result)
+            if not self._prepared.holds(self._submitted):
+                self._stall.reset()  # the deadline of the step that begins now leaves out the wait for its data
         except RayTaskError as error:
             if not isinstance(error.cause, MegatrainError):
                 raise

@@ -176,6 +176,10 @@ def test_a_mixture_of_streams_goes_on_and_stays_within_the_limit(data: DataConfi
     position = json.loads(json.dumps(ours.position_after(80)))
     theirs = worker(mixed, opened(mixed, tmp_path / "other", position).spec, 80, position)
     assert batches(theirs, range(81, 150)) == expected[80:]
+    mixed = DataConfig(**settings(path[1::-1]))
+    ours = worker(mixed, opened(mixed, tmp_path / "full").spec)
+    batches(ours, range(1, 120))
+    assert all(path.exists() for path in opened(mixed, tmp_path / "full").folders), "the oldest portion is needed"
 
 
 def test_chats_are_streamed_and_records_of_any_portion_may_have_weights(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megatrain_ray.driver import run_saves, session
 from megatrain_ray.driver.run_context import RunContext
 from megatrain_ray.driver.run_saves import SaveRates
 from megatrain_ray.driver.session import Session
+from megatrain_ray.engine.device.deadlines import STEP_DEADLINE_S
 from megatrain_ray.errors import InterruptedRunError, MegatrainError
 from megatrain_ray.io.saves.manifest import SaveTiming
 from megatrain_ray.metrics.sink import MetricSinks
@@ -71,6 +72,24 @@ class FakeCrew:
     def kill(self) -> None: ...
 
 
+class SlowData(FakeCrew):
+    """Has the data of each step after some hours. The step ends some seconds later."""
+
+    now_s = 0.0
+    ends = True
+
+    def ask_prepared(self, submitted: int) -> Any:
+        return "prepared", submitted + 1
+
+    def wait(self, calls: list[Any], timeout_s: float) -> list[Any]:
+        self.now_s += 1 if any(call[0] != "prepared" for call in calls) else STEP_DEADLINE_S
+        self.ends = not self.ends
+        return calls if self.ends else []
+
+    def result(self, call: Any) -> Any:
+        return call[1] if call[0] == "prepared" else super().result(call)
+
+
 class FakeSave:
     """A save of one part, which is written at once. In `dead` a shard dies in the save of a step, once."""
 
@@ -111,7 +130,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 def trained(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, crew: FakeCrew, *, interrupted: bool = False,
-    save_every: int | None = None,
+    save_every: int | None = None, streamed: Any = None,
 ) -> int:  # fmt: skip
     monkeypatch.setattr(session, "WorkerGroup", lambda *_: crew)
     monkeypatch.setattr(session, "start_processes", lambda *_: SaveRates(1e9, 1e9))
@@ -120,7 +139,7 @@ def trained(
     run_spec: Any = SimpleNamespace(config=settings, plan=planned(PROFILE), keeps_logprobs=False)
     interrupts: Any = SimpleNamespace(requested=interrupted, put_off=nullcontext)
     others: Any = SimpleNamespace(check=lambda: None)
-    job = RunContext(run_spec, (), 40, None, run, interrupts, others, Startup(), others)
+    job = RunContext(run_spec, (), 40, None, run, interrupts, others, Startup(), others, streamed=streamed)
     return Session(job, None, MetricSinks({})).train()
 
 
@@ -138,6 +157,13 @@ def test_steps_that_had_not_ended_are_repeated_by_another_gpu_worker(
     assert trained(run, monkeypatch, crew) == STEPS
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     assert crew.made == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5), (1, 6)]
+
+
+def test_a_wait_for_data_has_no_deadline_and_counts_in_none(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = SlowData(set(), set())
+    monkeypatch.setattr("time.monotonic", lambda: crew.now_s)
+    assert trained(run, monkeypatch, crew, streamed=True) == STEPS
+    assert crew.now_s > 2 * STEP_DEADLINE_S
 
 
 def test_a_run_that_has_diverged_ends(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
