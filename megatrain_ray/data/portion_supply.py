@@ -60,7 +60,7 @@ class PortionProcess:
         return code
 
 
-class Failure(NamedTuple):
+class FailedPortion(NamedTuple):
     """Says why a portion was not made, and when it may be tried again, by the monotonic clock."""
 
     error: MegatrainError
@@ -72,7 +72,7 @@ class PortionSupply:
 
     def __init__(self, folder: StreamFolder, streams: Sequence[PortionStream]) -> None:
         """Begin nothing yet. `streams`: of the sources of the folder, in its order."""
-        self._failures: dict[PortionId, Failure] = {}
+        self._failures: dict[PortionId, FailedPortion] = {}
         self._folder = folder
         self._streams = streams
         self._process: PortionProcess | None = None
@@ -108,7 +108,7 @@ class PortionSupply:
         elif isinstance(error, CapacityError) and portion not in self._large and self._folder.there():
             self._large.add(portion)
         elif error is not None:
-            self._failures[portion] = Failure(error, time.monotonic() + AGAIN_S)
+            self._failures[portion] = FailedPortion(error, time.monotonic() + AGAIN_S)
 
     @property
     def failure(self) -> MegatrainError | None:
