@@ -68,12 +68,6 @@ class StructureFinder:
         trained = tuple(name for name in of_layers if self._group(name).trained)
         if not trained:
             raise ConfigError(f"{self._name}: a text reaches no parameter that is left to train; freeze less")
-        of_images = [p for layer in layers for p in layer.parameters if layer.rows_per_token is not None]
-        if of_images and not any(p.group.trained for p in of_images):
-            raise ConfigError(
-                "train.vision: all of the vision tower and the projector is frozen; match some of it in lora.match or "
-                "train.trainable, freeze less, or set train.vision: frozen"
-            )
         vocab_size: int = self._model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
         return ModelStructure(
             layers=layers,

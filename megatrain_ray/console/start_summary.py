@@ -78,7 +78,7 @@ def _describe_model(
         yield f"kept      in exports as they were, since the model has no such part: {leftovers}"
     if unreached and trains:
         more = f" and {len(unreached) - SHOWN} more" if len(unreached) > SHOWN else ""
-        yield f"untouched since no gradient of a text reaches them: {', '.join(unreached[:SHOWN])}{more}"
+        yield f"untouched since no gradient reaches them: {', '.join(unreached[:SHOWN])}{more}"
 
 
 def _describe_data(

@@ -41,6 +41,7 @@ from megatrain_ray.units import format_duration, format_quantity
 
 PROCESS_S = 600.0  # after which a process hands on to a new one, which loads the tower again: both show signs of life
 WRITTEN_TOGETHER = 16  # images
+OF_PIXELS = ("model_type", "image_token_id", "image_token_index")  # all that pixels depend on of a model's settings
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def find_features(
     startup.tell("looking for features of images")
     source, processor = checked(source), image_processor(config.tokenizer)
     dtype = Precision(config.train.precision).working_dtype
-    trained = config.train.vision != "frozen"
+    if trained := config.train.vision != "frozen":  # pixels are the same for every save of a run
+        identity = {key: source.config.get(key) for key in OF_PIXELS}, []
     settings = {
         "model": identity[0], "dtype": str(dtype), "device": device, "pixels": trained,
         "versions": [torch.__version__, version("transformers"), version("pillow")], **processor.settings(),

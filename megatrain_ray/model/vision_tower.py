@@ -20,7 +20,7 @@ from megatrain_ray.engine.model.images import (
     has_three_axes,
     num_entries,
 )
-from megatrain_ray.engine.model.structure import build_empty
+from megatrain_ray.engine.model.structure import ModelStructure, build_empty
 from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.model_source import ModelSource
 
@@ -37,6 +37,19 @@ def check_images(data: DataConfig, source: ModelSource, vision: str) -> None:
         raise ConfigError(
             f"data.images: a {kind} model is not trained with images so far; those of {', '.join(VISION_FAMILIES)} "
             "are. Without the key it trains on the text of chats"
+        )
+
+
+def check_tower(vision: str, structure: ModelStructure) -> None:
+    """Raise ConfigError if steps run the vision tower, and neither it nor the projector has a trained parameter.
+
+    Not for an evaluation: it freezes nearly everything.
+    """
+    of_images = [layer for layer in structure.layers if layer.rows_per_token is not None]
+    if of_images and not any(p.group.trained for layer in of_images for p in layer.parameters):
+        raise ConfigError(
+            f"train.vision: {vision}: all of the vision tower and the projector is frozen; match some of it in "
+            "lora.match or train.trainable, freeze less, or set train.vision: frozen"
         )
 
 

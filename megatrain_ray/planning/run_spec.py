@@ -39,7 +39,7 @@ from megatrain_ray.model.flop_count import active_experts, windows
 from megatrain_ray.model.model_source import ModelSource
 from megatrain_ray.model.open_model import checked, read_model
 from megatrain_ray.model.positions import check_length
-from megatrain_ray.model.vision_tower import check_images
+from megatrain_ray.model.vision_tower import check_images, check_tower
 from megatrain_ray.profiling.profiles import check_profile, with_profile
 from megatrain_ray.profiling.spill_disk import with_spill
 
@@ -279,6 +279,8 @@ def _question_of_parts(
     )
     structure, activations = discovery.structure, discovery.activations
     _log_uncompiled(structure, activations)
+    if config.train.steps != 0:  # null: of so many epochs; 0: only an evaluation
+        check_tower(config.train.vision, structure)
     request = Request(
         precision=precision,
         round_gradients=config.train.grad_dtype == "bf16",

@@ -35,7 +35,7 @@ def test_model_data_step_memory_and_time_are_told(tmp_path: Path) -> None:
     none_held_out = f"{rows_and_steps}; none held out (data.eval_fraction)"
     named = told(counts=counts, num_held_out=7, unreached=[f"model.layers.*.part_{i}" for i in range(6)])
     assert list(named)[1] == (
-        "untouched since no gradient of a text reaches them: model.layers.*.part_0, model.layers.*.part_1, "
+        "untouched since no gradient reaches them: model.layers.*.part_0, model.layers.*.part_1, "
         "model.layers.*.part_2, model.layers.*.part_3 and 2 more"
     )
     uncounted = replace(counts, num_records=None)  # of tokens that an earlier release cached

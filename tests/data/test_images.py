@@ -260,6 +260,13 @@ def test_features_are_computed_once_and_follow_the_images(
         (tmp_path / "0.png").symlink_to(target)
         data.features()
         assert data.num_passes == num_passes
+    data.features("all")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    data.features("all")
+    assert data.num_passes == 5  # pixels are those of a save's weights, too
+    data.features()
+    assert data.num_passes == 6
 
 
 def test_skipped_records_are_read_once_their_images_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

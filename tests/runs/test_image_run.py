@@ -71,6 +71,10 @@ def test_models_and_settings_without_images_are_refused(tmp_path: Path) -> None:
     path = str(write_config(tmp_path / "run.yaml", tree))
     no_images = ("data.images=false", "train.vision=all")
     assert "train.vision: all goes with data.images: true" in cli_here("plan", path, *no_images).stderr
+    nothing = cli_here(
+        "plan", path, "train.vision=projector", "train.trainable=[language_model]", "train.steps=null", "train.epochs=1"
+    )
+    assert nothing.returncode == 2 and "all of the vision tower and the projector is frozen" in nothing.stderr
     other = cli_here("plan", path, "data.kind=pretrain")
     assert "data.images: goes with data.kind: sft or pairs or unpaired, and" in other.stderr
     assert "no token for images" in cli_here("plan", path, "data.tokenizer=bytes").stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +15,6 @@ from megatrain_ray.engine.model.flops import work_of
 from megatrain_ray.engine.model.images import TOWER
 from megatrain_ray.engine.model.parameter_rules import ParameterRules
 from megatrain_ray.engine.model.structure import ModelStructure
-from megatrain_ray.errors import ConfigError
 from megatrain_ray.model.architecture import Architecture
 from tests.support.families import FAMILIES
 
@@ -51,11 +49,6 @@ def test_a_trial_with_a_part_of_the_images_counts_all() -> None:
     assert large.kept[place] == 2 * small.kept[place] > 0
     assert large.boundary[place] == 2 * small.boundary[place] > 0
     assert large.images == 2 * small.images
-
-
-def test_a_tower_of_which_nothing_is_trained_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.vision: all of the vision tower and the projector is frozen"):
-        found("LLaVA", 16, ParameterRules(freeze=("vision_tower", "projector")))
 
 
 def test_sizes_that_follow_from_known_values_are_true() -> None:
