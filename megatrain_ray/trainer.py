@@ -33,7 +33,13 @@ from megatrain_ray.engine.device.deadlines import DEADLINE_S
 from megatrain_ray.engine.objectives.distillation import TopTokens
 from megatrain_ray.engine.planner.request import Machine
 from megatrain_ray.errors import ConfigError, InterruptedRunError
-from megatrain_ray.export.evaluation_config import evaluation_config, identity_of, naming_reference, pass_config
+from megatrain_ray.export.evaluation_config import (
+    evaluation_config,
+    identity_of,
+    naming_reference,
+    pass_config,
+    tower_of,
+)
 from megatrain_ray.export.export import SaveChoice, exported, load_exported
 from megatrain_ray.export.online_reference import open_reference, reference_weights
 from megatrain_ray.export.remote_export import export_by_name
@@ -94,6 +100,7 @@ class Trainer:
         self._callbacks = Callbacks(callbacks, given, model=model, processing_class=processing_class)
         self._pass: LogprobPass | None = None  # what the evaluation is for, if this is no run of the user's
         self._base: ModelConfig | None = None  # the model of train.reference: model; None: the run's own
+        self._tower: ModelConfig | None = None  # the model whose tower makes features of images; None: the run's own
         self._startup: Startup | None = None  # of a run that this is a part of
 
     def _read(self, args: Any, overrides: Mapping[str, Any]) -> TrainConfig:
@@ -266,7 +273,10 @@ class Trainer:
         if not run.config.data.images:
             return NO_FEATURES
         held_out = tuple(self._pass.writers) if self._pass else data.held_out or ()
-        identity, folders = identity_of(None, run.config), (*data.training, *held_out)
+        if self._tower:
+            source = read_model(self._tower)
+        identity = identity_of(None, run.config.model_copy(update={"model": self._tower or run.config.model}))
+        folders = (*data.training, *held_out)
         found = find_features(run.config, source, identity, folders, machine.device, run.path, startup)
         return FeatureFolders(*(tuple(found[folder] for folder in part) for part in (data.training, held_out)))
 
@@ -304,6 +314,7 @@ def evaluate_model(name: str, config: TrainConfig, step: SaveChoice = None) -> d
     with evaluation_config(name, config, step) as settings:
         trainer = Trainer(args=settings)
         trainer._base = config.model  # not the model that is evaluated
+        trainer._tower = tower_of(name, config)
         row = dict(trainer.train().evaluations[-1])
     del row["step"], row["epoch"]
     return row
@@ -333,6 +344,7 @@ def compute_logprobs(
             say(note)
         with pass_config(name, config, step) as settings:
             trainer = _PassTrainer(settings, missing, startup)
+            trainer._tower = tower_of(name, config)
             try:
                 row = trainer.train().evaluations[-1]
             except InterruptedRunError:

@@ -144,6 +144,20 @@ def _identity(model: ModelConfig) -> ModelIdentity:
     return ModelIdentity(settings, [file_identity(path) for path in (*source.weight_paths(), *code)])
 
 
+def tower_of(name: str | None, config: TrainConfig) -> ModelConfig | None:
+    """Return the model that a run began with, if features of images made by it are those of the run's saves.
+
+    So they are unless the run trained the tower, or if the evaluation needs pixels only. Each export of a save is
+    another file, for which the cache would hold nothing. None: the evaluated model itself makes the features.
+
+    The arguments are pass_config's.
+    """
+    if (files := run_of(name)) is None:
+        return None
+    run = files.read_config()
+    return run.model if run.train.vision == "frozen" or config.train.vision != "frozen" else None
+
+
 def run_of(name: str | None) -> RunFiles | None:
     """Return the files of the run that a name means; None if it means a model."""
     files = RunFiles(Path(name or "").absolute())

@@ -35,6 +35,7 @@ from megatrain_ray.io.files.disk_errors import explained
 from megatrain_ray.io.files.owned_folder import MARK_NAME, FolderKind, OwnedFolder
 from megatrain_ray.io.files.partial_folder import remove_abandoned
 from megatrain_ray.io.files.scratch_folder import scratch_folder
+from megatrain_ray.io.images.image_processor import PROCESSOR_FILES
 from megatrain_ray.io.saves.manifest import Manifest
 from megatrain_ray.io.saves.save_folder import list_saves, load_manifest, save_folder
 from megatrain_ray.io.tokens.byte_tokenizer import write_byte_tokenizer
@@ -281,12 +282,20 @@ def _next_steps(out_dir: Path, names: Container[str]) -> Iterator[str]:
         yield f'next  PeftModel.from_pretrained(base, "{out_dir}") in peft; base: the model that the run began with'
         yield f"      lora.path: {out_dir} in a configuration with a new run_dir trains on from these adapters"
         return
-    has_tokenizer = any(name in names for name in TOKENIZER_FILES)
-    tokenizer = "AutoTokenizer as well" if has_tokenizer else "no tokenizer: the run had none but ids"
-    if is_reward_model(json.loads((out_dir / "config.json").read_text(encoding="utf-8"))):
-        yield f'next  AutoModelForSequenceClassification.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
+    tokenizer = "AutoTokenizer as well"
+    if has_images := any(name in names for name in PROCESSOR_FILES):
+        tokenizer = "AutoProcessor as well"
+    elif not any(name in names for name in TOKENIZER_FILES):
+        tokenizer = "no tokenizer: the run had none but ids"
+    settings = json.loads((out_dir / "config.json").read_text(encoding="utf-8"))
+    known = is_known(settings.get("model_type"))
+    loader = Architecture(settings).auto_class.__name__ if known else "AutoModelForCausalLM"
+    load = f'{loader}.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
+    if is_reward_model(settings):
+        yield f"next  {load}"
         yield f"      model.path: {out_dir} with train.objective: reward and a new run_dir trains on from these weights"
         return
-    yield f'next  megatrain generate {out_dir} "PROMPT" for a look; with --chat if it learned chats'
-    yield f'      AutoModelForCausalLM.from_pretrained("{out_dir}") in Transformers; {tokenizer}'
+    without = ", without images" if has_images else ""
+    yield f'next  megatrain generate {out_dir} "PROMPT" for a look{without}; with --chat if it learned chats'
+    yield f"      {load}"
     yield f"      model.path: {out_dir} in a configuration with a new run_dir trains on from these weights"

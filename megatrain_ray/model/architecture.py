@@ -48,9 +48,7 @@ class Architecture:
 
     def __call__(self, dtype: torch.dtype) -> Any:
         trust = self.code is not None
-        build = partial(
-            self._auto_class.from_config, self.config, **_attention_of(self.config), trust_remote_code=trust
-        )
+        build = partial(self.auto_class.from_config, self.config, **_attention_of(self.config), trust_remote_code=trust)
         model = _without_values(partial(build, dtype=dtype))
         _keep_in_fp32(model)
         use_routed_experts(model)
@@ -80,14 +78,14 @@ class Architecture:
             return replace(self, settings={**self.settings, "architectures": None}).small_copy()
         config = type(self.config).from_dict(shrink(self.config.to_dict()))
         trust = self.code is not None
-        return self._auto_class.from_config(
+        return self.auto_class.from_config(
             config, **_attention_of(config), trust_remote_code=trust, dtype=torch.float32
         )
 
     def load(self, folder: Path, **options: Any) -> Any:
         """Return the model with the weights of a Hugging Face folder, in their own type. `options`: more arguments."""
         check_folder(folder)
-        return self._auto_class.from_pretrained(folder, dtype="auto", local_files_only=True, **options)
+        return self.auto_class.from_pretrained(folder, dtype="auto", local_files_only=True, **options)
 
     def refusal(self) -> str | None:
         """Return why the configuration alone rules out training such a model; None if it does not."""
@@ -125,7 +123,7 @@ class Architecture:
         if self.code is not None:
             return "a reward model with code of its own is not supported"
         with torch.device("meta"):
-            model = _without_values(partial(self._auto_class.from_config, self.config))
+            model = _without_values(partial(self.auto_class.from_config, self.config))
         head, name = getattr(model, "score", None), type(model).__name__
         if not isinstance(head, nn.Linear) or head.bias is not None or not hasattr(model, model.base_model_prefix):
             return f"{name} has more than a linear score after the body"
@@ -134,7 +132,8 @@ class Architecture:
         return None
 
     @property
-    def _auto_class(self) -> Any:
+    def auto_class(self) -> Any:
+        """Return the class of Transformers whose from_pretrained loads an exported model."""
         from transformers import (
             AutoModelForCausalLM,
             AutoModelForImageTextToText,

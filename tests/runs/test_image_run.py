@@ -47,6 +47,9 @@ def test_a_run_trains_the_projector_and_keeps_the_tower(
     again = train(path, *skipping)
     assert again.returncode == 0 and "pixels of 3" not in again.stderr
     assert losses(run_dir) == before
+    with train.actors():
+        alone = cli_here("eval", str(run_dir))
+    assert alone.returncode == 0 and "pixels of 3" not in alone.stderr, alone.stderr  # an export needs no new ones
 
     data.write_text("".join(json.dumps(record) + "\n" for record in preferences(tmp_path)))
     pairs = ("data.kind=pairs", "data.seq_len=220", "train.objective=dpo", f"run_dir={tmp_path}/dpo", "eval_every=0")
@@ -55,7 +58,10 @@ def test_a_run_trains_the_projector_and_keeps_the_tower(
     assert train(path, *pairs, "train.steps=1").returncode == 0
     assert losses(tmp_path / "dpo") == [pytest.approx(math.log(2), rel=1e-6)]  # the reference sees the same images
 
-    assert cli_here("export", str(run_dir), str(tmp_path / "out")).returncode == 0
+    exported = cli_here("export", str(run_dir), str(tmp_path / "out"))
+    assert exported.returncode == 0
+    assert f'AutoModelForImageTextToText.from_pretrained("{tmp_path}/out") in Transf' in exported.stdout
+    assert "AutoProcessor as well" in exported.stdout and '"PROMPT" for a look, without images;' in exported.stdout
     ours, theirs = (dict(load_model(place, torch.float32).named_parameters()) for place in (folder, tmp_path / "out"))
     same = {name for name, parameter in ours.items() if torch.equal(parameter, theirs[name])}
     assert {name for name in ours if name.startswith("model.visual.") and "merger" not in name} == same
