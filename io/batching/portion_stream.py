@@ -175,7 +175,7 @@ class PortionStream:
             if facts is None:
                 return
             num_empty = 0 if facts.num_windows else num_empty + 1
-            if num_empty == self.portions.num_portions:
+            if num_empty == 2 * self.portions.num_portions:  # in two epochs' orders there are fewer, if one has any
                 raise ConfigError(
                     f"data.path: nothing to learn in {self.portions.name}: no portion has a window of 2 tokens"
                 )

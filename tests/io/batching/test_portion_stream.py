@@ -139,6 +139,10 @@ def test_one_portion_is_its_own_successor_and_none_with_a_window_is_an_error() -
     alone = stream(Held((3,)))
     assert alone.upcoming() == [0, 0]
     assert sorted(drawn(alone, 6)) == sorted(2 * [(0, 0), (0, 1), (0, 2)])
+    rare = stream(Held((0, 0, 2, 0)))
+    for _ in range(20):  # between two epochs there are up to six portions without a window
+        assert rare.num_ready == 4
+        rare.draw(2)
     with pytest.raises(ConfigError, match="nothing to learn in texts"):
         stream(Held((0, 0))).upcoming()
     forgotten = stream(Held())
