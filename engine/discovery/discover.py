@@ -20,6 +20,7 @@ from megatrain_ray.engine.discovery.outside_reads import check_outside_reads
 from megatrain_ray.engine.discovery.trial_forward import Answers, Trial, run_trial
 from megatrain_ray.engine.layout.flat_layout import ParameterGroup
 from megatrain_ray.engine.model.attention import Attention, imagined_masks
+from megatrain_ray.engine.model.flops import have_backward
 from megatrain_ray.engine.model.images import GivenImages, answer_features, everywhere, image_bytes, num_trial_tokens
 from megatrain_ray.engine.model.parameter_rules import ALL_ALIKE, ParameterRules, with_muon
 from megatrain_ray.engine.model.structure import ModelFactory, ModelStructure
@@ -98,7 +99,9 @@ def discover(
         tried = run(all_trained=False)
         with tried.mode, Answers():
             less = _activation_bytes(tried, structure, attention, batch)
-        activations = activations.above(structure.lowest_trained, less)
+        # Below a projector, blocks of a frozen tower keep nothing, though they stand above a trained embedding.
+        idle = [i for i, has in enumerate(have_backward(structure)) if not has]
+        activations = activations.above(structure.lowest_trained, less).scaled(idle, 0.0)
     if structure.is_divided or not chunked:
         activations = replace(activations, chunked=None)
     if not compiled or structure.is_divided:

@@ -83,7 +83,7 @@ def work_of(
     active_experts: how many experts a token is routed to; None: all.
     windows: attention window of each block in tokens; empty: none has one.
     """
-    backwards, attention = tuple(_backwards(structure)), dict[int, BlockAttention]()
+    backwards, attention = tuple(have_backward(structure)), dict[int, BlockAttention]()
     every_window = windows or [None] * len(structure.blocks)
     of_layers = [(i, window) for block, window in zip(structure.blocks, every_window, strict=False) for i in block]
     for i, window in of_layers if structure.attention_widths else ():
@@ -98,8 +98,8 @@ def work_of(
     )  # fmt: skip
 
 
-def _backwards(structure: ModelStructure) -> Iterator[bool]:
-    """Yield for each layer whether a gradient reaches it.
+def have_backward(structure: ModelStructure) -> Iterator[bool]:
+    """Yield for each layer whether a gradient reaches it, so that it has a backward.
 
     A vision tower begins at pixels, which have no gradient. Its own blocks take nothing from projectors.
     """

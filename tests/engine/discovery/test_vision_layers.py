@@ -25,7 +25,7 @@ def found(name: str, seq_len: int, rules: Any = ParameterRules()) -> tuple[Model
 
 
 def test_layers_of_a_tower_stand_between_embedding_and_blocks_in_the_order_of_their_calls() -> None:
-    structure, _ = found("Qwen3-VL", 16, ParameterRules(freeze=(TOWER,)))
+    structure, activations = found("Qwen3-VL", 16, ParameterRules(freeze=(TOWER,)))
     tower = [layer for layer in structure.layers if layer.rows_per_token is not None]
     rows = [(layer.name, layer.rows_per_token) for layer in tower if layer.name != "vision.pos_embed"]
     assert rows == [
@@ -39,6 +39,7 @@ def test_layers_of_a_tower_stand_between_embedding_and_blocks_in_the_order_of_th
     work = [layer for layer in work_of(structure) if layer.of_images]
     trained = [any(p.group.trained for p in layer.parameters) for layer in tower]
     assert [layer.has_backward for layer in work] == trained  # pixels have no gradient
+    assert [num_bytes > 0 for num_bytes in activations.boundary[1 : len(tower) + 1]] == trained
     matrices = sum(math.prod(p.shape) for p in tower[-1].parameters if len(p.shape) > 1)
     assert work[-1].flops_of_token == 6 * matrices
 
